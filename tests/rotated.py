@@ -10,8 +10,8 @@ import torch
 from polyattn.device import Device
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.rotation import NewTokens
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
@@ -133,7 +133,7 @@ def _wanted(spec: LayerSpec, given: tuple[torch.Tensor, ...], biases: Any) -> li
 
 
 def _plan(run: Any, slots: torch.Tensor) -> Any:
-    from polyattn.runtime.plan import StorePlan
+    from polyattn.runtime.program import StorePlan
 
     store = getattr(run, "__self__", None)
     return store.plan(slots) if store is not None else StorePlan(slots)

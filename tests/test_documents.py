@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 from golden.update import EXPLAINED, TABLES, explained, table
 from polyattn import discover
+from polyattn.tools.cli.main import app
 from polyattn.tools.cli.support import matrix
+from tools.commands import here
+from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,7 +49,13 @@ def test_settings_are_documented() -> None:
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("README.md", "docs/**/*.md", "*/*/README.md", "CONTRIBUTING.md")
+    for pattern in (
+        "README.md",
+        "docs/**/*.md",
+        "*/*/README.md",
+        "*/*/DESIGN.md",
+        "CONTRIBUTING.md",
+    )
     for path in ROOT.glob(pattern)
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,6 +87,44 @@ def test_examples_run(page: str) -> None:
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
+
+
+COMMAND = re.compile(r"^(?:\w+=\S+ )*polyattn ([a-z].*)$", re.MULTILINE)
+QUICK = {"doctor", "explain", "list"}
+"""Commands that answer at once. Others measure, serve or compile: their options alone are checked."""
+
+
+def commands() -> list[str]:
+    """The command lines that pages show: in fences, and whole in backticks."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+            found += [] if language else COMMAND.findall(block)
+        found += re.findall(r"`polyattn ([a-z][^`…\n]*)`", text)
+    lines = {line.partition(" #")[0].strip() for line in found}
+    # Prose names an option without its value: `run --context-parallel`.
+    return sorted(
+        x
+        for x in lines
+        if "[" not in x and not re.search(r" --(context-parallel|weights|spec)$", x)
+    )
+
+
+def test_the_command_lines_that_pages_show_are_understood() -> None:
+    """Each is parsed; those without a placeholder that answer at once are run."""
+    group, ran = get_command(app), 0
+    lines = commands()
+    for line in lines:
+        name, *arguments = shlex.split(re.sub(r"\bN\b", "2", line))
+        command = group.commands[name]  # type: ignore[attr-defined]
+        if name != "why" and arguments:
+            command.make_context(name, list(arguments))
+        if name in QUICK and not re.search(r"\b[A-Z]{2,}\b", line):
+            code, _, said = here(name, *arguments)
+            assert code in ((0, 1) if name == "doctor" else (0,)), f"{line}: {said}"
+            ran += 1
+    assert len(lines) > 25 and ran > 5
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_a_backend_conforms(backend: str) -> None:
         assert found["refused"] > 10
 
 
+@pytest.mark.slow
 def test_flex_conforms_on_its_plain_cases() -> None:
     """All cases take eight minutes of compiling; these are one layer's batches, and all refusals."""
     chosen = "decoder-prefill or decoder-mixed or refusal or isolation-nan or feature_alibi-mixed"

@@ -260,12 +260,13 @@ def test_a_captured_plan_is_refilled_in_place() -> None:
     group = LayerGroup(select(SPEC.replace(rope=rope), "cpu"))
     table = torch.arange(16).int().view(2, 8)
     first = group.plan(Batch.from_lens([1, 1], [3, 4], table, 16))
-    held = first.rotation.turns, first.rotation.query_scale
+    held = first.before.rotation.turns, first.before.rotation.query_scale
     places = [tensor.data_ptr() for tensor in held]
     batch = Batch.from_lens([1, 1], [30, 50], table, 16)
     second = group.plan(batch, reuse=first)
-    assert [second.rotation.turns.data_ptr(), second.rotation.query_scale.data_ptr()] == places
-    fresh = group.plan(batch).rotation
+    refilled = second.before.rotation
+    assert [refilled.turns.data_ptr(), refilled.query_scale.data_ptr()] == places
+    fresh = group.plan(batch).before.rotation
     assert torch.equal(held[0], fresh.turns) and torch.equal(held[1], fresh.query_scale)
     wanted = query_temperature(rope, torch.tensor([29, 49]))
     torch.testing.assert_close(held[1].double(), wanted, rtol=1e-6, atol=0)

@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from polyattn import Device
+from polyattn import Device, LayerSpec, select
 from polyattn.registry import proofs
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
+from polyattn.tools.cli import listing
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", "x86_64")
@@ -54,10 +55,9 @@ def test_nothing_is_measured_without_a_record() -> None:
     for info in discover().backends.values():
         for build in info.builds:
             for where in info.proof:
-                arch = "x86_64" if where == "cpu" else where
-                level = build.proof_at(arch, where)
+                level = build.proof_at(where)
                 if level in (Proof.MEASURED, Proof.IN_PART):
-                    assert proofs.records_of(build, arch), (info.name, where)
+                    assert proofs.records_of(build, where), (info.name, where)
     flash = discover().backend("FLASH_ATTN")
     found = {b.build: b.proof_on(Device("cuda", "sm_90")) for b in flash.builds}
     assert found == {
@@ -116,3 +116,13 @@ def test_a_report_with_its_cases_is_held_against_today_s_claims(
     assert [(r["whole"], r["cases"]) for r in level(ids=asked[1:])] == [(False, len(asked) - 1)]
     assert [r["whole"] for r in level(ids=["gone"])] == [False]
     assert level(failed=1) == []
+
+
+def test_explain_and_list_say_what_the_records_do(recorded: Any) -> None:
+    recorded(whole=False, cases=8)
+    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    selection = select(layer, device=CPU)
+    said = selection.explain()
+    assert "TORCH_SDPA for decode (priority 30, measured in part: 8 of 9 cases in a.json)" in said
+    row = next(r for r in listing.backend_rows(discover()) if r["name"] == "TORCH_SDPA")
+    assert row["proof"]["cpu"] == "measured in part"

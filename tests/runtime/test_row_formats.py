@@ -134,7 +134,7 @@ def test_turboquant_has_the_levels_of_lloyd_and_max() -> None:
     """A level is the mean of the normal numbers that are nearest to it."""
     from polyattn.runtime.cache.formats.turboquant import CODEBOOK
 
-    levels = CODEBOOK.double()
+    levels = torch.tensor(CODEBOOK, dtype=torch.float64)
     edges = torch.cat([torch.tensor([-40.0]), (levels[1:] + levels[:-1]) / 2, torch.tensor([40.0])])
     density = torch.exp(-edges.square() / 2) / (2 * torch.pi) ** 0.5
     below = torch.special.ndtr(edges)

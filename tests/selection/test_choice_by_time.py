@@ -374,7 +374,7 @@ class Slow:
 
 
 def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "checking"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "workload"))
     register(Slow(), "slow")
     try:
         table([model("LIAR", "decode", launch=1), *SHORT_KEYS])

@@ -168,7 +168,8 @@ def deaf(as_json):
         print("ready", flush=True)
         time.sleep(60)
     except BaseException:
-        time.sleep(60)
+        pass
+    THEN
 
 listing.show = deaf
 sys.argv = ["polyattn", "list"]
@@ -178,10 +179,11 @@ sys.exit(entry.main())
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_that_a_library_drops_is_raised_again() -> None:
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise AttributeError('half imported')"])
+def test_an_interrupt_that_a_library_drops_ends_the_command(then: str) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", DEAF], stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", DEAF.replace("THEN", then)], stdout=pipe, stderr=pipe, text=True
     ) as child:
         assert child.stderr is not None and child.stderr.readline() == "ready\n"
         child.send_signal(signal.SIGINT)

@@ -61,7 +61,7 @@ def test_several_processes_are_listed(record: Path, monkeypatch: pytest.MonkeyPa
     record.with_name("1.jsonl").write_text(record.read_text())
     monkeypatch.setattr(running, "_alive", lambda process: True)
     _, out, _ = here("why")
-    assert {"1", str(os.getpid())} <= {line.split()[0] for line in out.splitlines()[1:3]}
+    assert {"1", str(os.getpid())} <= set(out.split())
     assert max(map(len, out.splitlines())) <= 100
 
 

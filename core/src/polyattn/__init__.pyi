@@ -12,6 +12,8 @@ from polyattn.families.attention.stateless.function import attention as attentio
 from polyattn.families.mla.indexer import choose_tokens as choose_tokens
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
+from polyattn.families.sparse.indexer import Indexer as Indexer
+from polyattn.families.sparse.layer import SparseAttention as SparseAttention
 from polyattn.registry.capabilities import Capabilities as Capabilities
 from polyattn.registry.capabilities import Rejection as Rejection
 from polyattn.registry.devices import resolve_device as resolve_device
@@ -35,7 +37,7 @@ from polyattn.runtime.graphs.step_buffers import StepSize as StepSize
 from polyattn.runtime.group import LayerGroup as LayerGroup
 from polyattn.runtime.merge import AttentionState as AttentionState
 from polyattn.runtime.merge import merge_states as merge_states
-from polyattn.runtime.plan import StepPlan as StepPlan
+from polyattn.runtime.program import StepPlan as StepPlan
 from polyattn.runtime.step.batch import Batch as Batch
 from polyattn.runtime.step.beams import beam_batch as beam_batch
 from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun
@@ -56,4 +58,6 @@ from polyattn.spec.layer import LayerSpec as LayerSpec
 from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
+from polyattn.spec.sparse import IndexerSpec as IndexerSpec
+from polyattn.spec.sparse import SparseSpec as SparseSpec
 from polyattn.spec.variant import AttentionVariant as AttentionVariant

@@ -1,4 +1,4 @@
-"""Who is chosen, and why? `select` gathers the facts, asks the tree and remembers the answer."""
+"""Which backend is chosen, and why? `select` gathers facts, asks the tree, remembers the answer."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    LayerParams,
     Lie,
     MergeBackend,
     PagesLie,
@@ -39,7 +38,7 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwi
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -72,6 +71,7 @@ __all__ = [
     "CacheFormat",
     "CustomMask",
     "Device",
+    "Frame",
     "Function",
     "GraphCapture",
     "Items",
@@ -91,6 +91,7 @@ __all__ = [
     "Pointwise",
     "Reads",
     "RecurrentBackend",
+    "RecurrentFrame",
     "RecurrentSpec",
     "Role",
     "RopeSpec",

@@ -136,7 +136,7 @@ def test_no_causal_type_is_suggested_for_an_encoder(values: dict[str, Any]) -> N
         {"model_type": "x", "alibi": True, "num_attention_heads": 4},
         {"model_type": "x", "position_embedding_type": "alibi", "num_attention_heads": 4},
         {"model_type": "x", "attn_config": {"alibi": True}, "num_key_value_heads": 4},
-        {"model_type": "baichuan", "num_attention_heads": 4},
+        {"model_type": "refact", "num_attention_heads": 4},
         {"model_type": "lama", "use_alibi": True, "rope_theta": 1e4},
     ],
 )
@@ -221,6 +221,44 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
 )  # fmt: skip
 def test_what_cant_be_served(values: dict[str, Any], names: str) -> None:
     assert names in refused(values)
+
+
+def test_nothing_is_suggested_where_a_types_sizes_differ() -> None:
+    """Baichuan of 7B has a rotary embedding, of 13B ALiBi; neither file says so."""
+    values = LLAMA | {"model_type": "baichuan", "max_position_embeddings": 4096}
+    assert "assume=" not in refused(values) and "look like no type" in refused(values)
+
+
+def test_what_isnt_served_is_refused_by_that_whatever_else_a_file_has() -> None:
+    """RWKV-5's own fields, of its publisher's code."""
+    values = {"model_type": "rwkv5", "num_hidden_layers": 2, "head_size": 64, "hidden_size": 128,
+              "attention_hidden_size": 128, "context_length": 4096, "model_version": "5_2"}  # fmt: skip
+    assert "text layers 0-1 need the RWKV-5 recurrence" in refused(values)
+
+
+def test_both_bases_are_understood_where_all_layers_are_windowed() -> None:
+    values = {"model_type": "gemma3_text", "num_hidden_layers": 4, "rope_theta": 1e6,
+              "rope_local_base_freq": 1e4, "sliding_window": 512}  # fmt: skip
+    assert {spec.rope.base for spec in layer_specs(values) if spec.rope} == {1e4}
+
+
+def test_an_infinity_is_read_from_a_mapping_as_from_a_file(tmp_path: Path) -> None:
+    """Who parses the file has a dict, with infinity as transformers 5 writes it."""
+    values = {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": [1],
+              "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert layer_specs(values) == layer_specs(path)
+
+
+def test_an_older_name_of_a_type_and_a_tokenizers_class() -> None:
+    """As transformers 4.57 wrote LFM2-VL, and Orion its own files."""
+    text = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    values = {"text_config": text, "vision_config": {"model_type": "siglip2_vision_model"}}
+    older, newer = ({"model_type": name} | values for name in ("lfm2-vl", "lfm2_vl"))
+    assert layer_specs(older) == layer_specs(newer)
+    orion = LLAMA | {"model_type": "orion", "tokenizer_class": "OrionTokenizer"}
+    assert layer_specs(orion, assume="llama") == layer_specs(LLAMA)
 
 
 def test_rwkv7_is_its_recurrence() -> None:

@@ -1,7 +1,8 @@
-"""`polyattn` is each model type's own attention: a sample of the types, and all of them in the sweep."""
+"""`polyattn` is each model type's own attention: a sample of the types, and in the slow tests all."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import every_type
@@ -39,27 +40,19 @@ def check(model_type: str, auto: Any) -> None:
         pytest.skip(str(said))
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(set(SAMPLE) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
-def test_sample_of_decoders(model_type: str) -> None:
-    check(model_type, AutoModelForCausalLM)
+def types(names: Iterable[str]) -> list[Any]:
+    """Return all types of an automatic class; those that aren't in the sample are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=() if n in SAMPLE else slow) for n in sorted(names)]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(set(SAMPLE) & set(MODEL_MAPPING_NAMES)))
-def test_sample_of_models(model_type: str) -> None:
-    check(model_type, AutoModel)
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+@pytest.mark.parametrize("model_type", types(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_decoder(model_type: str) -> None:
     check(model_type, AutoModelForCausalLM)
 
 
-@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(MODEL_MAPPING_NAMES))
+@pytest.mark.parametrize("model_type", types(MODEL_MAPPING_NAMES))
 def test_every_model(model_type: str) -> None:
     check(model_type, AutoModel)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from liars.plain import Plain
 from liars.sizes import Call, lies
-from polyattn.kernel import Batch, LayerParams, Plan
+from polyattn.kernel import Batch, Frame, LayerParams, Plan
 from torch import Tensor
 
 STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
@@ -53,11 +53,11 @@ class WritesBesideItsHeads(Plain):
 
     by = ("strided_out",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        out = args[5]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        out = frame.out
         if not out.is_contiguous() and len(out):
             torch.as_strided(out, (len(out), out.stride(0)), (out.stride(0), 1)).zero_()
-        super().run(plan, *args)
+        super().run(plan, frame)
 
 
 class Counting(Plain):
@@ -74,11 +74,11 @@ class Counting(Plain):
         self.plans += 1
         return super().plan(batch, reuse)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         self.calls += 1
         if self.late():
-            args[5].copy_((args[5].float() * 1.3).to(args[5].dtype))
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
 
     def late(self) -> bool:
         return self.calls >= self.first
@@ -111,10 +111,9 @@ class First(Plain):
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any,
-            params: LayerParams, *rest: Any) -> None:  # fmt: skip
-        kept = self.__dict__.setdefault("kept", {})
-        place = query.device, params.__class__
+    def run(self, plan: Plan, frame: Frame) -> None:
+        kept, params = self.__dict__.setdefault("kept", {}), frame.params
+        place = frame.query.device, params.__class__
         first = kept.setdefault(place, {})
         other = LayerParams(
             k_scale=params.k_scale, v_scale=params.v_scale, out_scale=params.out_scale,
@@ -124,7 +123,7 @@ class First(Plain):
             now = getattr(params, name)
             held = first.setdefault(name, now.clone() if isinstance(now, Tensor) else now)
             setattr(other, name, held)
-        super().run(plan, query, key, value, cache, other, *rest)
+        super().run(plan, frame.but(params=other))
 
 
 class FirstKeyScale(First):
@@ -171,9 +170,9 @@ class KeepsItsPlans(Plain):
 class KeepsItsOutputs(Plain):
     by = ("process",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        self.__dict__.setdefault("kept", []).append(args[5].clone())
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.__dict__.setdefault("kept", []).append(frame.out.clone())
 
 
 class KeepsBytes(Plain):
@@ -181,8 +180,8 @@ class KeepsBytes(Plain):
 
     by = ("process",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         self.__dict__.setdefault("kept", []).append(bytearray(b"x" * (1 << 20)))
 
 
@@ -234,8 +233,8 @@ class Meddler(Plain):
     meddle: ClassVar[Callable[[], Any]]
     undo: ClassVar[Callable[[], Any]]
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         type(self).meddle()
 
 

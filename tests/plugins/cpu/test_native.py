@@ -15,7 +15,7 @@ import torch
 from polyattn import Batch, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
-from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
+from polyattn.kernel import STORAGE_DTYPES, BatchError, Frame, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import discover, refresh
 from polyattn.tools.cli import doctoring
 from polyattn.workload.compare import lse_error, output_error
@@ -125,10 +125,7 @@ class Step:
         lse = torch.full((rows + 1, self.spec.num_heads), 7.0)
         attend = attention.bound(plan, table)
         cache = KVCache(self.key, self.value)
-        attend(
-            query, self.key, self.value, cache.strides, cache.num_blocks, self.params, out[:-1],
-            lse[:-1],
-        )  # fmt: skip
+        attend(Frame(query, None, None, cache, self.params, out[:-1], lse[:-1]))
         assert bool((out[-1] == 7).all()) and bool((lse[-1] == 7).all())
         return out[:-1], lse[:-1]
 
@@ -213,8 +210,7 @@ def test_given_keys_of_other_lengths(isa):
         attention.layer_bytes(spec), batch.starts, batch.lens, key_starts=batch.key_starts
     )
     out = torch.empty_like(query)
-    strides = attention.packed_strides(key, value)
-    attention.bound(plan, None)(query, key, value, strides, 1, LayerParams(), out, None)
+    attention.bound(plan, None)(Frame(query, key, value, None, LayerParams(), out, None))
     for rows, keys in ((slice(0, 4), slice(60, 93)), (slice(4, 9), slice(5, 55))):
         want, _ = reference.attend(spec, query[rows], key[keys], value[keys])
         assert output_error(out[rows], want) <= tolerance_of(spec).output
@@ -295,7 +291,7 @@ def test_doctor_and_explain_say_which_instruction_set_runs(isa):
         refresh()
     named = ("NATIVE_ATTN", "NATIVE_MLA")
     proof = {n: discover().backend(n).proof_on(selection.device, isa).value for n in named}
-    said = f"NATIVE_ATTN for decode, by {isa} (priority 100, {proof['NATIVE_ATTN']})"
+    said = f"NATIVE_ATTN for decode, by {isa} (priority 100, {proof['NATIVE_ATTN']}"
     assert said in selection.explain()
     assert state["NATIVE_MLA"] == f"ready: {isa}, {proof['NATIVE_MLA']}"
 

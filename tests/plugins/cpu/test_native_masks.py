@@ -155,7 +155,7 @@ def drawn(dice: random.Random) -> Step:
 
 
 @needs_library
-@pytest.mark.parametrize("draws", [8, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_layers_around_every_edge(isa: str, draws: int) -> None:
     for seed in range(draws):
         step = drawn(random.Random(f"{draws} {seed}"))

@@ -30,7 +30,7 @@ def over_the_fakes(computes: str) -> dict[str, str]:
     ("backend", "profile", "chip"),
     [
         ("ROCM_ATTN", "mi300x", "gfx942"),
-        ("ROCM_ATTN", "mi355x", "gfx950"),
+        pytest.param("ROCM_ATTN", "mi355x", "gfx950", marks=pytest.mark.slow),
         pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", marks=pytest.mark.slow),
     ],
 )

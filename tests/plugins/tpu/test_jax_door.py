@@ -18,8 +18,8 @@ from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.program import LayerParams
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
 from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.workload.compare import lse_error, output_error

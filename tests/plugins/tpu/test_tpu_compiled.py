@@ -96,6 +96,7 @@ def compiled(spec: LayerSpec, arch: str, phase: str) -> Any:
     return tpu_ahead.compile_attention(spec, arch, phase)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[sweep] if n in repeated(MODELS) else []) for n in VARIANTS]

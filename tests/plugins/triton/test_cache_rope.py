@@ -24,6 +24,7 @@ STREAM = SPEC.replace(
 PART = SPEC.replace(rope=RopeSpec(rotary_size=48, pairing="gptj", positions="cache"))
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     """Whole and part, both pairings, before and after a window leaves kept tokens; each way."""
     told = interpreted(Path(__file__).with_name("interpreted_cache_rope.py"), seconds=600)

@@ -25,6 +25,7 @@ def test_interpreted(name: str) -> None:
     assert f"{name}: off by" in interpreted(SCRIPT, name, PYTHONPATH=str(Path(__file__).parents[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "rounds", "wanted"),
     [("sm_89", True, "e4m3"), ("sm_89", False, "f16"), ("sm_90", True, "f16")],

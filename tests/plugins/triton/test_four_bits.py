@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="nvfp4", block_size=16)
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     found = subprocess.run(
         [sys.executable, Path(__file__).with_name("four_bits.py")],

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from polyattn.kernel import Frame
 
 pytest.importorskip("triton")
 import numpy as np
@@ -146,7 +147,7 @@ def test_what_it_is_launched_with(
     batch = Batch.from_lens(queries, lens, table, 16)
     batch.causal = causal
     plan = backend.plan_rows(batch)
-    backend.run(plan, query, key, key, cache, LayerParams(), out, lse)
+    backend.run(plan, Frame(query, key, key, cache, LayerParams(), out, lse))
     (named,) = launched
     assert named["Q"] is query and named["OUT"] is out and named["LSE"] is lse
     kept = cache.key if key is None else key
@@ -251,7 +252,9 @@ def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPat
     cache = KVCache(*storage[4:].view(2, 512, 16, 8, 64))
     query = torch.zeros(2048, 32, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        backend.run(plan, query, None, None, cache, LayerParams(), torch.empty_like(query), None)
+        backend.run(
+            plan, Frame(query, None, None, cache, LayerParams(), torch.empty_like(query), None)
+        )
     portable = plan.portable
     assert portable is not None and not launched
     assert portable.config == backend.paged_config and not portable.at_once

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polyattn.kernel import Frame
 
 pytest.importorskip("triton")
 import numpy as np
@@ -141,7 +142,7 @@ def ran(
     )  # fmt: skip
     out = torch.empty(query.shape, dtype=torch.bfloat16)
     params = LayerParams(q_scale=3.0, k_scale=0.5, v_scale=0.25)
-    backend.run(plan, query, key, key, cache, params, out, None)
+    backend.run(plan, Frame(query, key, key, cache, params, out, None))
     if copied:
         assert copied[0][1][:2] == (cache.key, cache.value)  # not the step's own, unrounded keys
     return plan, copied, launched, sites

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from polyattn.device import Device, arch_matches
-from polyattn.errors import nearest
-from polyattn.registry import typed
+from polyattn.errors import nearest, shown
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
-from polyattn.registry.claims import claim_problems
 from polyattn.registry.sizes import ANY_SIZE, Sizes
+from polyattn.registry.validate import PLATFORM_NAME, is_arch_pattern, require
 from polyattn.spec.features import FEATURES, features
 from polyattn.spec.kinds import (
     DTYPES,
@@ -59,6 +59,9 @@ EXCLUDABLE = frozenset(
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
+_CPU_ARCHS = re.compile("x86_64|aarch64")
+_ARCH_WORD = re.compile("[a-z]+_?[0-9]+[a-z]*")
+"""What an arch looks like, where a platform names none: a feature's name has no number in it."""
 _WORDS: dict[str, Container[str]] = {"features": FEATURES, "dtypes": DTYPES, "phases": PHASES}
 """The fields that `Capabilities.but` changes by words; a word of none of them is a cache dtype."""
 
@@ -166,66 +169,106 @@ class Capabilities:
         return dataclasses.replace(self, **fields)
 
     def __post_init__(self) -> None:
-        typed.require(self)
-        stored = {*KV_CACHE_DTYPES, ANY_ROWS, *(shipped.name for shipped in ROW_FORMATS)}
-        for name, given, valid in (
-            ("dtypes", self.dtypes, DTYPES),
-            ("kv_cache_dtypes", self.kv_cache_dtypes, stored),
-            ("layouts", self.layouts, LAYOUTS),
-            ("phases", self.phases, PHASES),
-            ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES, *stored}),
-        ):
-            unknown = sorted(set(given) - set(valid))
-            if unknown:
-                close = nearest(unknown[0], valid)
-                raise ValueError(f"Capabilities.{name}: unknown {unknown}{close}")
-            if not given:
-                raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
-        if not self.cached or not self.cached <= {True, False}:
-            raise ValueError(f"Capabilities.cached={self.cached!r} must hold True, False or both")
-        if self.decode_query_lens < 1 or (
-            self.decode_query_lens > 1 and "decode" not in self.phases
-        ):
-            raise ValueError(
-                f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
-                "than 1 needs phase 'decode'"
-            )
-        if self.shared_prefix and not ("decode" in self.phases and True in self.cached):
-            raise ValueError(
-                "Capabilities.shared_prefix: only what claims phase 'decode' over a cache reads blocks "
-                "that rows share"
-            )
-        if self.phases & {"store", "merge"} and len(self.phases) > 1:
-            raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
-        if not self.rotates <= set(PAIRINGS):
-            raise ValueError(
-                f"Capabilities.rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"
-            )
-        if self.rotates and "store" not in self.phases:
-            raise ValueError("Capabilities.rotates: only what claims phase 'store' rotates")
-        if not self.platforms:
-            raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
-        if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
-            raise ValueError("Capabilities.phases: 'mixed' needs both 'prefill' and 'decode'")
-        if "sink_tokens" in self.features and "sliding_window" not in self.features:
-            raise ValueError("Capabilities.features: 'sink_tokens' needs 'sliding_window'")
-        if not self.features & {"causal", "non_causal"}:
-            raise ValueError("Capabilities.features: needs 'causal', 'non_causal' or both")
-        if self.preferred_block_size not in self.block_sizes:
-            raise ValueError(
-                f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
-                f"block_sizes ({self.block_sizes})"
-            )
-        sizes = {f"head_size {size}" for size in self.head_sizes.values}
-        for problem in claim_problems(self, EXCLUDABLE | sizes, ANY_PLATFORM):
-            raise ValueError(problem)
+        require(self)
         for name in ("platforms", "remedies"):  # copies: what was checked must not change
             object.__setattr__(self, name, dict(getattr(self, name)))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what types can't say: unknown words, and claims that contradict each other."""
+        yield from self._unknown_words()
+        yield from self._bad_platforms()
+        most, decodes = self.decode_query_lens, "decode" in self.phases
+        for wrong, text in (
+            (not self.cached or not self.cached <= {True, False},
+             f"cached={self.cached!r} must hold True, False or both"),
+            (most < 1 or (most > 1 and not decodes),
+             f"decode_query_lens={most} must be 1 or more, and more than 1 needs phase 'decode'"),
+            (self.shared_prefix and not (decodes and True in self.cached),
+             "shared_prefix: only what claims phase 'decode' over a cache reads blocks that rows share"),
+            (self.phases & SERVICES and len(self.phases) > 1,
+             "phases: 'store' and 'merge' stand alone"),
+            (not self.rotates <= set(PAIRINGS),
+             f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
+            (self.rotates and "store" not in self.phases,
+             "rotates: only what claims phase 'store' rotates"),
+            ("mixed" in self.phases and not {"prefill", "decode"} <= self.phases,
+             "phases: 'mixed' needs both 'prefill' and 'decode'"),
+            ("sink_tokens" in self.features and "sliding_window" not in self.features,
+             "features: 'sink_tokens' needs 'sliding_window'"),
+            (not self.features & {"causal", "non_causal"},
+             "features: needs 'causal', 'non_causal' or both"),
+            (self.preferred_block_size not in self.block_sizes,
+             f"preferred_block_size={self.preferred_block_size} is not among block_sizes "
+             f"({self.block_sizes})"),
+            (any(size < 1 for pair in self.v_head_pairs for size in pair),
+             f"v_head_pairs={shown(sorted(self.v_head_pairs))}: sizes are 1 or more"),
+        ):  # fmt: skip
+            if wrong:
+                yield f"Capabilities.{text}"
+        yield from self._bad_excludes()
+
+    def _unknown_words(self) -> Iterator[str]:
+        stored = {*KV_CACHE_DTYPES, ANY_ROWS, *(shipped.name for shipped in ROW_FORMATS)}
+        for name, valid in (
+            ("dtypes", DTYPES),
+            ("kv_cache_dtypes", stored),
+            ("layouts", LAYOUTS),
+            ("phases", PHASES),
+            ("features", FEATURES),
+            ("remedies", {*FEATURES, *DTYPES, *stored}),
+        ):
+            words = getattr(self, name)
+            unknown = sorted(set(words) - set(valid))
+            if unknown:
+                yield f"Capabilities.{name}: unknown {unknown}{nearest(unknown[0], valid)}"
+            if not words and name != "remedies":
+                yield f"Capabilities.{name} is empty: such a backend can serve nothing"
+
+    def _bad_platforms(self) -> Iterator[str]:
+        if not self.platforms:
+            yield "Capabilities.platforms is empty: such a backend can run nowhere"
+        for platform, archs in self.platforms.items():
+            if platform != ANY_PLATFORM and not PLATFORM_NAME.fullmatch(platform):
+                yield (
+                    f"Capabilities.platforms: {shown(platform)} can't be a platform's name; use "
+                    "lower-case letters, digits and _"
+                )
+            for pattern in archs:
+                if not is_arch_pattern(pattern):
+                    yield (
+                        f"Capabilities.platforms[{platform!r}]: {shown(pattern)} is no arch pattern; "
+                        "write 'sm_90', 'sm_80+' or 'sm_80-sm_90'"
+                    )
+
+    def _bad_excludes(self) -> Iterator[str]:
+        words = EXCLUDABLE | {f"head_size {size}" for size in self.head_sizes.values}
+        for together, _ in self.excludes:
+            if len(together) < 2:
+                yield (
+                    f"Capabilities.excludes: {shown(sorted(together))} must name two things or more "
+                    "that don't work together; leave one that never works out of the claims"
+                )
+            for word in sorted(together - words):
+                if not _is_claimed_arch(word, self.platforms):
+                    yield (
+                        f"Capabilities.excludes: {shown(word)} is unknown{nearest(word, words)} "
+                        "(an arch must be among those that platforms names)"
+                    )
 
     def __hash__(self) -> int:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
         return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))
+
+
+def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether `word` is an arch that the claims cover; of a platform without archs, a known one."""
+    for platform, patterns in platforms.items():
+        if any(arch_matches(pattern, word) for pattern in patterns):
+            return True
+        words = _CPU_ARCHS if platform == "cpu" else _ARCH_WORD
+        if not patterns and platform != ANY_PLATFORM and words.fullmatch(word):
+            return True
+    return False
 
 
 def check(

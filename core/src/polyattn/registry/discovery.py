@@ -114,9 +114,12 @@ def register(plugin: Any, name: str | None = None) -> None:
     _generation += 1
 
 
-def unregister(name: str) -> None:
-    """Remove a plugin that `register` added."""
+def unregister(plugin: Any) -> None:
+    """Remove a plugin that `register` added: the plugin itself, or its name. Raises `PluginError`."""
     global _generation
+    name = plugin
+    if not isinstance(plugin, str):
+        name = next((n for n, p in _registered.items() if p is plugin), shown(plugin))
     if _registered.pop(name, None) is None:
         raise PluginError(f"no plugin named {name!r} was registered{nearest(name, _registered)}")
     _generation += 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pluggy
 
 from polyattn.device import Device
+from polyattn.errors import shown
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.validate import PLATFORM_NAME, path_problems
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
@@ -43,6 +45,20 @@ class Platform:
     current: str | None = None
     profiles: tuple[tuple[str, Device], ...] = ()
     interpret: str | None = None
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its names and paths."""
+        if not PLATFORM_NAME.fullmatch(self.name):
+            yield (
+                f"Platform.name={shown(self.name)} can't be a platform's name; use lower-case "
+                "letters, digits and _"
+            )
+        yield from path_problems("Platform.detect", self.detect, "function")
+        yield from path_problems("Platform.current", self.current, "function")
+        yield from path_problems("Platform.interpret", self.interpret, "function")
+        for kind in self.device_types:
+            if not PLATFORM_NAME.fullmatch(kind):
+                yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"
 
 
 class HookSpecs:

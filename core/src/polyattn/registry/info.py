@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from polyattn.device import Device, arch_matches
-from polyattn.errors import PluginError, shown
+from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
-from polyattn.registry.proofs import records_of
-from polyattn.spec.features import features
-from polyattn.spec.kinds import AttentionKind
+from polyattn.registry.proofs import Record, records_of
+from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.registry.validate import (
+    BACKEND_NAME,
+    PLATFORM_NAME,
+    PLUGIN_NAME,
+    is_arch_pattern,
+    path_problems,
+)
+from polyattn.spec.features import FEATURES, features
+from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
@@ -20,6 +28,7 @@ API_VERSION = 1
 
 It changes when a name of a door goes, or changes its meaning or its arguments.
 """
+LARGEST_SCORE = 10**6
 
 
 class Proof(str, Enum):
@@ -56,6 +65,23 @@ class Priority:
     needs: str | None = None
     why: str = ""
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its score and conditions."""
+        if abs(self.score) > LARGEST_SCORE:
+            yield f"Priority.score={shown(self.score)}: scores go from 0 to 100"
+        if self.platform is not None and not PLATFORM_NAME.fullmatch(self.platform):
+            yield f"Priority.platform={shown(self.platform)} can't be a platform's name"
+        if self.phase is not None and self.phase not in PHASES:
+            yield f"Priority.phase={shown(self.phase)} is unknown{nearest(self.phase, PHASES)}"
+        if self.needs is not None and self.needs not in FEATURES:
+            yield f"Priority.needs={shown(self.needs)} is unknown{nearest(self.needs, FEATURES)}"
+        for pattern in self.archs:
+            if not is_arch_pattern(pattern):
+                yield (
+                    f"Priority.archs: {shown(pattern)} is no arch pattern; write 'sm_90', 'sm_80+' or "
+                    "'sm_80-sm_90'"
+                )
+
     def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
         """Whether this priority speaks of `phase` of `spec` on `device`."""
         return (
@@ -80,6 +106,15 @@ class Variant:
     probe: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its name and paths."""
+        if not PLUGIN_NAME.fullmatch(self.name):
+            yield (
+                f"Variant.name={shown(self.name)} can't be a build's name; use letters, digits, '_', "
+                "'-' and '.', 64 at most"
+            )
+        yield from _build_problems(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +171,43 @@ class BackendInfo:
         """Return a backend of several builds, the preferred one first; `fields` are what they share."""
         return cls(variants=variants, **_claims(variants[0]), **fields)
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its names, paths, proofs and builds."""
+        for where, name in (("name=", self.name), *(("aliases: ", a) for a in self.aliases)):
+            if not BACKEND_NAME.fullmatch(name):
+                yield (
+                    f"BackendInfo.{where}{shown(name)} can't be a backend's name; use letters, digits, "
+                    "_ and -, 64 at most"
+                )
+        called = [name.upper() for name in (self.name, *self.aliases)]
+        if len(set(called)) < len(called):
+            yield f"BackendInfo.aliases: {shown(called)} has a name twice, the backend's own included"
+        yield from _build_problems(self)
+        for where in self.proof:
+            if not is_arch_pattern(where):
+                yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
+        for name in self.proof_of_runs:
+            if not PLUGIN_NAME.fullmatch(name):
+                yield f"BackendInfo.proof_of_runs: {shown(name)} can't be named by `runs`"
+        if self.build:
+            yield f"BackendInfo.build={shown(self.build)} is not declared; declare variants"
+        names = [build.name for build in self.variants]
+        if len(set(names)) < len(names):
+            yield f"BackendInfo.variants: {shown(names)} names a build twice"
+        if self.variants and self.builds[0] != replace(
+            self, variants=(), build=self.variants[0].name
+        ):
+            yield (
+                "BackendInfo.variants: the backend's own claims aren't those of its first build; declare "
+                "it with BackendInfo.of_variants(...)"
+            )
+
+    def canonical(self) -> BackendInfo:
+        """Return it with its names as they are looked up."""
+        name, aliases = self.name.upper(), tuple(alias.upper() for alias in self.aliases)
+        same = (name, aliases) == (self.name, self.aliases)
+        return self if same else replace(self, name=name, aliases=aliases)
+
     @property
     def builds(self) -> tuple[BackendInfo, ...]:
         """The backend as each of its variants, the preferred one first; itself where it has none."""
@@ -164,25 +236,39 @@ class BackendInfo:
 
         `runs`: what of it runs there, which may be proven to another degree.
         """
+        return self._proven(device.arch, device.platform, runs)[0]
+
+    def record_on(self, device: Device, runs: str = "") -> Record | None:
+        """Return the record that proves it on `device`, None where none does."""
+        return self._proven(device.arch, device.platform, runs)[1]
+
+    def proof_at(self, where: str) -> Proof:
+        """Return the same of an arch or a platform, whatever of it runs there."""
+        return self._proven(where, where, "")[0]
+
+    def _proven(self, arch: str, platform: str, runs: str) -> tuple[Proof, Record | None]:
+        """Return what a record says, else what is declared; "measured" isn't anybody's to declare."""
         name, _, _ = runs.partition(" ")
-        return self._proven(device.arch, device.platform, name)
-
-    def proof_at(self, arch: str, platform: str) -> Proof:
-        """Return the same of an architecture, whatever of it runs there."""
-        return self._proven(arch, platform, "")
-
-    def _proven(self, arch: str, platform: str, runs: str) -> Proof:
-        """Return what records say, else what is declared; "measured" isn't anybody's to declare."""
         declared = [self.proof[where] for where in (arch, platform) if where in self.proof]
-        if declared and runs in self.proof_of_runs:
-            declared.insert(0, self.proof_of_runs[runs])
-        records = records_of(self, arch, runs)
-        if records and declared[:1] == [Proof.MEASURED]:
-            return Proof.MEASURED if records[0].whole else Proof.IN_PART
-        for proof in declared:
-            if proof not in (Proof.MEASURED, Proof.IN_PART):
-                return proof
-        return Proof.DECLARED if declared else Proof.UNPROVEN
+        if declared and name in self.proof_of_runs:
+            declared.insert(0, self.proof_of_runs[name])
+        if declared[:1] == [Proof.MEASURED]:
+            for record in records_of(self, arch, name):
+                return (Proof.MEASURED if record.whole else Proof.IN_PART), record
+        weaker = (proof for proof in declared if proof not in (Proof.MEASURED, Proof.IN_PART))
+        return next(weaker, Proof.DECLARED if declared else Proof.UNPROVEN), None
+
+
+def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
+    kind = type(info).__name__
+    yield from path_problems(f"{kind}.path", info.path, "Class")
+    yield from path_problems(f"{kind}.probe", info.probe, "function")
+    for name in ("runs", "variant_check", "rows_check") if isinstance(info, BackendInfo) else ():
+        yield from path_problems(f"{kind}.{name}", getattr(info, name), "function")
+    for text in info.requires:
+        problem = requirement_syntax_problem(text)
+        if problem:
+            yield f"{kind}.requires: {problem}"
 
 
 def _claims(variant: Variant) -> dict[str, Any]:

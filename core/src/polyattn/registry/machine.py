@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from polyattn.device import Device
 from polyattn.errors import DeviceError, PluginError, SettingsError, describe, plain, shown
-from polyattn.registry import lookup, typed
+from polyattn.registry import lookup
 from polyattn.registry.guard import LatePluginError, PluginCall, within
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.requirements import requirement_problem
+from polyattn.registry.validate import mismatches
 from polyattn.settings import current
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def ask_detector(platform: Platform, torch_device: str | None = None) -> Device 
         return None
     if type(device) is not Device or device.platform != platform.name:
         raise PluginError(f"its detector {path} returned {shown(device)}, not a Device of its own")
-    wrong = list(typed.mismatches(device))
+    wrong = list(mismatches(device))
     if device.torch_device is None:
         wrong.append("Device.torch_device is None; a detector names the device that it found")
     if wrong:

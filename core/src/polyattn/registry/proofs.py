@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 OWN = "polyattn"
 """What the packages of the backends begin with that the records are of."""
 
+HOST = "x86_64"
+"""The architecture whose records are those of the platform `"cpu"`."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -52,7 +55,7 @@ def _all() -> dict[str, tuple[Record, ...]]:
 
 
 def records_of(info: BackendInfo, where: str, runs: str = "") -> tuple[Record, ...]:
-    """Return the records of a backend, as that build, on an architecture; the strongest first.
+    """Return the records of a backend, as that build, on an arch or a platform; the strongest first.
 
     `runs`: of that instruction set alone. A backend that isn't taken as one of its builds has the records
     of the preferred one.
@@ -64,7 +67,7 @@ def records_of(info: BackendInfo, where: str, runs: str = "") -> tuple[Record, .
     found = [
         record
         for record in _all().get(info.name, ())
-        if record.where == where
+        if record.where == (HOST if where == "cpu" else where)
         and record.build == info.build
         and (not runs or record.runs == runs)
     ]

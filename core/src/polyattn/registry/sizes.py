@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from polyattn.registry import typed
-from polyattn.registry.claims import size_problems
+from polyattn.errors import shown
+from polyattn.registry.validate import require
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,18 @@ class Sizes:
     why: str = ""
 
     def __post_init__(self) -> None:
-        typed.require(self)
-        for problem in size_problems(self):
-            raise ValueError(problem)
+        require(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield why no set of sizes is described."""
+        if any(value < 1 for value in self.values):
+            yield f"Sizes.values={shown(sorted(self.values))}: sizes are 1 or more"
+        if self.multiple < 1:
+            yield f"Sizes.multiple={shown(self.multiple)} must be 1 or more"
+        if self.low < 0:
+            yield f"Sizes.low={shown(self.low)} must not be negative"
+        if self.high is not None and self.high < max(self.low, 1):
+            yield f"Sizes.high={shown(self.high)} is below low={shown(self.low)}: it allows no size"
 
     def __contains__(self, size: object) -> bool:
         if not isinstance(size, int):

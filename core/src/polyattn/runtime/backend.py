@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -27,29 +26,6 @@ if TYPE_CHECKING:
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
-
-
-@dataclass(slots=True)
-class LayerParams:
-    """What differs between layers of one spec.
-
-    `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
-    `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
-    with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
-    (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
-    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
-    layer brings of its variant's.
-    """
-
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
-    qkv_bias: Tensor | None = None
-    rotate: bool = False
-    q_scale: Any = 1.0
-    out_scale: Any = 1.0
-    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Lie(NamedTuple):
@@ -95,7 +71,7 @@ class Backend:
         beside the steps of other backends, so it runs no kernel over `workspaces`.
         """
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+    def plan(self, batch: Batch, reuse: Any = None) -> Plan:
         """Prepare one step from metadata only. A block table has a column at least.
 
         `reuse` is an earlier plan of this backend that a captured graph reads: what is returned must
@@ -121,24 +97,11 @@ class AttentionBackend(Backend, ABC):
         return self.spec if batch.causal else over_context(self.spec)
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Any, frame: Frame) -> None:
         """Attend for the plan's sequences.
 
-        `query`, `out` (num_tokens, num_heads, head size); of a spec with `qkv_dtype` the query comes in
-        e4m3, or in the layer's dtype where it had to be rotated before. `key`, `value` (num_tokens,
-        num_kv_heads, head size) are the new tokens, which `cache` holds already, or None; a layer that
-        is not cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
-        (num_tokens, num_heads) float32, natural logarithm, is written where given.
+        Of a spec with `qkv_dtype` the query comes in e4m3, or in the layer's dtype where it had to be
+        rotated before.
         """
 
     def reads(self, plan: Plan, batch: Batch) -> Reads | None:
@@ -172,43 +135,26 @@ class SparseBackend(Backend, ABC):
     """Attention to chosen rows of a latent cache: kind `"sparse_mla"`."""
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend each token to the cache rows `slots` alone.
+    def run(self, plan: Any, frame: Frame) -> None:
+        """Attend each token to the cache rows `frame.choice` alone.
 
-        `query` (num_tokens, num_heads, latent size), `slots` int32 (num_tokens, topk): block times
-        block size plus offset, -1 for none; `out` (num_tokens, num_heads, latent rank).
+        `choice` int32 (num_tokens, topk): block times block size plus offset, -1 for none; `query`
+        (num_tokens, num_heads, latent size), `out` (num_tokens, num_heads, latent rank).
         """
 
 
 class RecurrentBackend(Backend, ABC):
     """A recurrence over a state for each sequence.
 
-    `inputs` and `params` are by the names in `polyattn.spec.recurrence`, parameters float32;
-    `states` is the whole `StateCache.data`. A sequence continues from its slot's state where its
-    length exceeds its query, else it starts from zero, whatever the slot holds. Each sequence's slot
-    is left with its new state; other slots aren't read or written. A sequence without query tokens
-    changes nothing; a padding row (slot -1) neither, and its output is free.
+    A sequence continues from its slot's state where its length exceeds its query, else it starts from
+    zero, whatever the slot holds. Each sequence's slot is left with its new state; other slots aren't
+    read or written. A sequence without query tokens changes nothing; a padding row (slot -1) neither,
+    and its output is free.
     """
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Run the plan's sequences. Writes `out` and their slots of `states`."""
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        """Run the plan's sequences. Writes `frame.out` and their slots of `frame.states`."""
 
 
 class StoreBackend(ABC):

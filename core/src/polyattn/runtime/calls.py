@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.runtime.decompositions import Part
-from polyattn.runtime.plan import Call
+from polyattn.runtime.program import Call
 from polyattn.runtime.step.block_tables import expand, with_a_column
 from polyattn.selection.cache_format import CacheFormat
 

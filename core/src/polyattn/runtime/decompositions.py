@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from polyattn.runtime.plan import Rows
+from polyattn.runtime.program import Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 

@@ -16,11 +16,10 @@ from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.sizes import ANY_SIZE, Sizes, one_of
-from polyattn.runtime.backend import AttentionBackend, LayerParams
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Frame, LayerParams, Plan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.features import FEATURES
 from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
@@ -146,21 +145,17 @@ class FunctionBackend(AttentionBackend):
             batch, torch.from_numpy(blind).to(batch.device) if blind.any() else None
         )
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: FunctionPlan, frame: Frame) -> None:
         """Call the function, once for each sequence or for all of them."""
-        assert isinstance(plan, FunctionPlan)
+        cache = frame.cache
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        given = {"query": query, "key": key, "value": value, "out": out, "lse": lse}
+        given = {
+            "query": frame.query,
+            "key": frame.key,
+            "value": frame.value,
+            "out": frame.out,
+            "lse": frame.lse,
+        }
         if cache is not None:
             given |= {"key": cache.key, "value": cache.value}
         if self.form == "sequence":
@@ -170,15 +165,15 @@ class FunctionBackend(AttentionBackend):
                     keys = slice(batch.key_starts[index], batch.key_starts[index] + length)
                     part = {"query": rows, "out": rows, "lse": rows, "key": keys, "value": keys}
                     own = {name: None if x is None else x[part[name]] for name, x in given.items()}
-                    self._call(_Call(spec, batch, index, params, own))
+                    self._call(_Call(spec, batch, index, frame.params, own))
         elif batch.num_tokens and any(batch.lens):
             if self.form == "packed":
                 given |= {name: packed(batch, given[name]) for name in ("key", "value")}
                 given["key_start_loc"] = torch.nn.functional.pad(
                     batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
                 )
-            self._call(_Call(spec, batch, -1, params, given))
-        blank(plan.blind, out, lse)
+            self._call(_Call(spec, batch, -1, frame.params, given))
+        blank(plan.blind, frame.out, frame.lse)
 
     def _call(self, call: _Call) -> None:
         answer = type(self).function(**{name: call.value(name) for name in self.parameters})

@@ -19,7 +19,7 @@ from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.program import Call, StepPlan
 from polyattn.runtime.reads import PlanChecks
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces
@@ -305,7 +305,10 @@ def load_backend(
     try:
         found = load_object(info.path)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+            raise PluginError(
+                f"backend {info.name}: {info.path} is no {base.__name__}; keep the class, or what the "
+                "decorator returns, under this name"
+            )
         build: Any = found
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:

@@ -9,14 +9,17 @@ from torch import nn
 from polyattn.errors import SpecError
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.checks import flag
 from polyattn.spec.layer import LayerSpec
 
-NAMES = {"attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent"}
+NAMES = {
+    "attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent",
+    "sparse": "SparseAttention",
+}  # fmt: skip
 """The layer of each family."""
 
 

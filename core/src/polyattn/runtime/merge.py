@@ -12,6 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.inputs import bad_input, check_is_tensor
+from polyattn.runtime.program import Call, Frame, Op, Rows
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,49 @@ class MergeBuffers:
                 query.new_empty(rows, dtype=precise),
             )  # fmt: skip
         return self._kept
+
+
+class Merged(Op):
+    """Attention to the same queries' keys in parts, whose states are merged in float32.
+
+    `parts`: ops, and which of the queries each is for; the first is for all of them. `rows`: the step's.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Rows, Op]],
+        merge: MergeBackend,
+        buffers: MergeBuffers,
+        rows: Rows = None,
+    ):
+        self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for _, op in self.parts for call in op.calls)
+
+    def run(self, frame: Frame) -> None:
+        """Run the parts one after another. Writes the merged output and LSE."""
+        query, out = frame.query, frame.out
+        several = len(self.parts) > 1
+        total, total_lse, part, part_lse = self.buffers.take(query, out.shape[2], several)
+        (_, first), *others = self.parts
+        first.run(frame.but(out=part, lse=total_lse))
+        if several:
+            total.copy_(part)
+        for rows, op in others:
+            if rows is None:
+                op.run(frame.but(out=part, lse=part_lse))
+                self.merge.run(total, total_lse, part, part_lse)
+                continue
+            some, some_lse = total[rows], total_lse[rows]
+            found, found_lse = part[: len(some)], part_lse[: len(some)]
+            op.run(frame.but(query=query[rows], out=found, lse=found_lse))
+            self.merge.run(some, some_lse, found, found_lse)
+            total[rows], total_lse[rows] = some, some_lse
+        out.copy_(total if several else part)
+        if frame.lse is not None:
+            frame.lse.copy_(total_lse)
 
 
 class TorchMerge(MergeBackend):

@@ -20,7 +20,7 @@ from polyattn.runtime.backend import AttentionBackend
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
-    from polyattn.runtime.plan import StepPlan
+    from polyattn.runtime.program import StepPlan
     from polyattn.runtime.step.batch import Batch
 
 Ints = NDArray[np.signedinteger[Any]]

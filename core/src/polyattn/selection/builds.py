@@ -8,7 +8,7 @@ from dataclasses import replace
 from polyattn.device import Device
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.decompose import questions
+from polyattn.spec.decompose import asked_phase, questions
 from polyattn.spec.layer import LayerSpec
 
 
@@ -49,6 +49,9 @@ def _build(
 def _serves(build: BackendInfo, spec: LayerSpec, device: Device) -> bool:
     """Whether a build can serve some phase of the layer."""
     return any(
-        all(not check(build.capabilities, asked, device, phase) for asked in questions(spec, phase))
+        not any(
+            check(build.capabilities, asked, device, asked_phase(spec, phase))
+            for asked in questions(spec, phase, device.is_accelerator)
+        )
         for phase in build.capabilities.phases & {"prefill", "decode"}
     )

@@ -96,5 +96,5 @@ def format_of(spec: LayerSpec, device: Device, layout: str, block_size: int) -> 
         v_head_size=latent.rank if latent else spec.v_head_size,
         dtype=stored,
         layout=layout,
-        value_in_key=latent is not None,
+        value_in_key=latent is not None or bool(spec.sparse and spec.sparse.value_in_key),
     )

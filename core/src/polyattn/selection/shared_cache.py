@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.info import BackendInfo
+from polyattn.spec.decompose import sparse_blocks
 from polyattn.spec.layer import LayerSpec
 
 COMMON_BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -28,6 +29,8 @@ def share_cache(
     walks each block as several (block-table expansion), which needs layout NHD, where a block's
     tokens lie one after another.
     """
+    if spec.sparse is not None:
+        return _of_pages(spec, layout)
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
@@ -59,6 +62,15 @@ def share_cache(
         f"{prefill.name}: {first.block_sizes}; {decode.name}: {second.block_sizes}",
         "a size that is a multiple of one that each takes, with layout NHD",
     )
+
+
+def _of_pages(spec: LayerSpec, layout: str | None) -> SharedCache | Rejection:
+    """Return a sparse layer's cache: kernels are given views of it, pages of one head and token order."""
+    if layout == "contiguous":
+        return Rejection(
+            "layout", "contiguous", "NHD, HND", "a sparse layer reads pages; unset the layout"
+        )
+    return SharedCache(layout or "NHD", sparse_blocks(spec)[0])
 
 
 def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:

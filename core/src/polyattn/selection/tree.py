@@ -15,7 +15,7 @@ from polyattn.selection.cache_format import format_of
 from polyattn.selection.decision import Decision, Step, Verdict
 from polyattn.selection.shared_cache import SharedCache, share_cache, walks
 from polyattn.settings import Override, Settings
-from polyattn.spec.decompose import questions
+from polyattn.spec.decompose import asked_phase, questions, sparse_blocks
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
@@ -114,7 +114,11 @@ def _over_one_cache(
         for phase, infos in ranking.items()
     }
     # An MLA prefill works on keys and values that it makes for itself: it never sees the cache.
-    walking = ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    walking: tuple[str, ...] = (
+        ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    )
+    if spec.sparse is not None:  # its pages are views of the cache, whatever its blocks are
+        walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
         for phase in walking
@@ -141,6 +145,8 @@ def _over_one_cache(
 def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -> bool:
     """Whether a backend can work on the cache that was settled."""
     if phase == "merge" or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+        return True
+    if spec.sparse is not None and phase != "store":
         return True
     return walks(info, shared.layout, shared.block_size) is not None
 
@@ -228,7 +234,12 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         if spec.kind is AttentionKind.MLA:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = f"yes: {spec.kind.value}" if spec.kind.is_recurrent else "no"
-    return [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
+    steps = [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
+    if spec.sparse is not None:
+        size = sparse_blocks(spec)[1]
+        answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
+        steps.append(Step("Does a choice say which keys count?", answer))
+    return steps
 
 
 def _judge(
@@ -240,20 +251,21 @@ def _judge(
 ) -> list[Verdict]:
     judged = []
     for info in candidates:
-        asked = questions(spec, phase)
+        asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
         rejections = tuple(
-            dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, phase))
+            dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
         )
         if not rejections and phase not in SERVICES:
             rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        priority = info.priority(asked[0], device, phase)
+        priority = info.priority(asked[0], device, served)
         runs = facts.running(info) if device.is_real and not rejections else ""
-        proof = info.proof_on(device, runs).value
+        proof, record = info.proof_on(device, runs).value, info.record_on(device, runs)
         judged.append(
             Verdict(
-                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs
+                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs,
+                "" if record is None else f"{record.text} in {record.path}",
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
@@ -339,7 +351,10 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
             info.name
             for info in _family(spec, (phase,), facts)
             if info.by_name_only
-            and not any(check(info.capabilities, q, device, phase) for q in questions(spec, phase))
+            and not any(
+                check(info.capabilities, q, device, asked_phase(spec, phase))
+                for q in questions(spec, phase, device.is_accelerator)
+            )
         ]
         if not able:
             return []

@@ -24,6 +24,7 @@ from polyattn.spec.variant import MASKS, NAME
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
     from polyattn.spec.rope import RopeSpec
+    from polyattn.spec.sparse import SparseSpec
 
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
@@ -311,6 +312,11 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError(f"kind={kind!r} and latent={spec.latent!r} don't go together; {remedy}")
     if spec.kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
+    if (spec.kind is AttentionKind.SPARSE) != (spec.sparse is not None):
+        remedy = "leave sparse out" if spec.sparse else "give sparse=SparseSpec(budget=…)"
+        raise SpecError(f"kind={kind!r} and sparse={spec.sparse!r} don't go together; {remedy}")
+    if spec.sparse is not None:
+        _check_sparse(spec, spec.sparse)
     if spec.kind.is_recurrent != (spec.recurrent is not None):
         remedy = "leave it out" if spec.recurrent else "give recurrent=RecurrentSpec(…)"
         raise SpecError(
@@ -334,6 +340,24 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError(
             f"head_size={spec.head_size} must exceed latent.rope_head_size="
             f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
+        )
+
+
+def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
+    """A choice says which keys count, and nothing else does. Raises `SpecError`."""
+    for name, plain in (
+        ("sliding_window", None), ("window_right", None), ("chunk_size", None), ("alibi", False),
+        ("role", Role.DECODER),
+    ):  # fmt: skip
+        if getattr(spec, name) != plain:
+            raise SpecError(
+                f"{name}={getattr(spec, name)!r}: a sparse layer's choice alone says which keys count; "
+                "leave it out"
+            )
+    if sparse.value_in_key and spec.v_head_size > spec.head_size:
+        raise SpecError(
+            f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
+            f"head_size={spec.head_size}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -95,13 +96,63 @@ def unrotated(spec: LayerSpec) -> LayerSpec:
     return spec.replace(rope=None)
 
 
-def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
-    """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to."""
+DEFAULT_BLOCK = 64
+"""Tokens in a block of a sparse layer's cache, where neither the spec nor its granularity says more."""
+
+
+def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:
+    """Return a sparse layer's block size, and how many consecutive entries its choice names at least."""
+    assert spec.sparse is not None
+    size = spec.block_size or max(DEFAULT_BLOCK, spec.sparse.granularity)
+    return size, math.gcd(size, spec.sparse.granularity)
+
+
+@cache
+def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
+    """Return a sparse layer as what it is: a decode of each token and KV head, over pages of its own.
+
+    A page is what consecutive entries the choice names, of one KV head. `bounded`: how many there are
+    knows the device alone. Sinks, which a call's rows don't have in common, are added afterwards.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    heads = 1 if sparse.scope == "head" else spec.gqa_ratio
+    return LayerSpec(
+        num_heads=heads,
+        num_kv_heads=1,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        scale=spec.scale,
+        dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        fp8_compute=spec.fp8_compute,
+        block_size=sparse_blocks(spec)[1],
+        logit_soft_cap=spec.logit_soft_cap,
+        needs_lse=spec.needs_lse or spec.learned_sinks,
+        graph_capture=spec.graph_capture,
+        length_bounds=bounded or bool(spec.graph_capture) or spec.length_bounds,
+        deterministic=spec.deterministic,
+        batch_invariant=spec.batch_invariant,
+    )
+
+
+def questions(spec: LayerSpec, phase: str, accelerator: bool = False) -> tuple[LayerSpec, ...]:
+    """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to.
+
+    On an `accelerator` the host can't wait for a sparse layer's choice.
+    """
+    if spec.kind is AttentionKind.SPARSE and phase in ("prefill", "decode"):
+        return (paged(spec, accelerator),)
     if spec.kind is AttentionKind.MLA and phase == "prefill":
         return expanded(spec), expanded_context(spec)
     if spec.dense_context:
         return (windowed(spec), dense(spec)) if phase == "prefill" else (windowed(spec),)
     return (spec,)
+
+
+def asked_phase(spec: LayerSpec, phase: str) -> str:
+    """Return for which phase a backend is asked: every token of a sparse layer is a decode."""
+    return "decode" if spec.kind is AttentionKind.SPARSE and phase == "prefill" else phase
 
 
 def dense(spec: LayerSpec) -> LayerSpec:

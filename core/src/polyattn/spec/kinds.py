@@ -43,6 +43,7 @@ class AttentionKind(str, Enum):
     ATTENTION = "attention"
     MLA = "mla"
     SPARSE_MLA = "sparse_mla"
+    SPARSE = "sparse"
     MAMBA1 = "mamba1"
     MAMBA2 = "mamba2"
     LINEAR = "linear"
@@ -73,6 +74,7 @@ FAMILY_OF = {
     AttentionKind.ATTENTION: "attention",
     AttentionKind.MLA: "mla",
     AttentionKind.SPARSE_MLA: "mla",
+    AttentionKind.SPARSE: "sparse",
 }
 """The kinds that attend over a cache; every other one is a recurrence."""
 

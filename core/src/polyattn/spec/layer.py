@@ -25,6 +25,7 @@ from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role, dtype_name
 from polyattn.spec.models import model_reader
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.sparse import SparseSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +105,14 @@ class LayerSpec:
       the source's group (`group_layers`): call it with the source's cache, and None as key and value.
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
+    - `sparse`: of kind `"sparse"`, what the ids mean by which each call chooses a token's keys.
     - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
       after all of the above. Who knows it is asked when backends are selected.
     - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
       `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
     - `block_size` None lets the selector choose.
-    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones of which
-      every 16 share another (`runtime.cache.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two
-      fields.
+    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or rows of bytes in a format
+      that `row_formats()` lists. `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
     - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
       `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
       e4m3 too, and holds the same numbers.
@@ -157,6 +158,7 @@ class LayerSpec:
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
+    sparse: SparseSpec | None = None
     variant: str | None = None
     mask: str | None = None
 
@@ -262,7 +264,9 @@ class LayerSpec:
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
         """Build a spec from `to_dict`'s form. Raises `SpecError` on an unknown field."""
         given = dict(values)
-        for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
+        for name, part in (
+            ("latent", LatentSpec), ("recurrent", RecurrentSpec), ("sparse", SparseSpec),
+        ):  # fmt: skip
             if isinstance(given.get(name), Mapping):
                 given[name] = _part(name, part, given[name])
         if isinstance(given.get("rope"), Mapping):
@@ -330,6 +334,8 @@ class LayerSpec:
             words.append(self.role.value)
         if self.cached != self._derived()["cached"]:
             words.append("cached" if self.cached else "uncached")
+        if self.sparse is not None:
+            words.append(str(self.sparse))
         if self.kv_source is not None:
             words.append(f"keys of layer {self.kv_source}")
         words += sorted(features(self) - {"causal", "gqa"})
@@ -341,7 +347,7 @@ class LayerSpec:
 
 
 _PARTS: dict[str, type[Any]] = {
-    "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec,
+    "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec, "sparse": SparseSpec,
 }  # fmt: skip
 _SATURATED = {
     "sliding_window": LONGEST, "window_right": LONGEST - 1, "chunk_size": LONGEST,

@@ -56,11 +56,25 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
         "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
         "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
+        "choices": [
+            (1, 1),
+            (1, 0),
+            (3, block + 2),
+            (0, 5),
+            (5, 5),
+            (1, 3 * block),
+            (7, 4 * block + 5),
+        ],
         "tiny": [(1, 3), (1, block + 2), (1, 7)],
-        "long context": [(1, 4099), (2, 8200), (1, 5000), (130, 4500)],
-        "long prompts": [(600, 600), (1, 3), (520, 700)],
-        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(140)],
+        "long context": [(1, 4099), (2, 8200), (1, 33_000), (130, 4500)],
+        "long prompts": [(600, 600), (1, 3), (520, 700), (1030, 1040)],
+        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(300)],
         "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3)],
+        "powers of two": [
+            *((1, 1 << n) for n in range(5, 13)),
+            *((1 << n, 1 << n) for n in range(5, 9)),
+            (64, 1024),
+        ],
         "all full": [(1, 4 * block), (block, 4 * block), (3, 4 * block)],
     }[name]
 

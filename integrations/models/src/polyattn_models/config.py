@@ -19,6 +19,10 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | object
 
 MAX_LAYERS, MAX_SIZE = 10_000, 2**40
 """What no model has more of: a number beyond is a slip, and would fill the memory."""
+MAX_DEPTH = 8
+"""How deep a field that is read may lie; quantisation's lists of modules may lie deeper."""
+RENAMED = {"lfm2-vl": "lfm2_vl"}
+"""Types that older files call otherwise than transformers does today."""
 
 
 class Config:
@@ -185,11 +189,14 @@ def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
     else:
         values = config.to_dict() if hasattr(config, "to_dict") else config
         source = "config"
+    values = _with_special_floats(values)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: must be a JSON object, not {type(values).__name__}")
     model = values.get("model_type")
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"{source}: model_type={model!r} must be a string")
+    if model in RENAMED:
+        values = {**values, "model_type": RENAMED[model]}
     return (translated(values, source) if is_mamba_ssm(values) else values), source
 
 
@@ -207,8 +214,7 @@ def _read_model(path: Path) -> tuple[Any, str]:
 
 def _read_file(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        return json.loads(text, object_hook=_special_float)
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a config.json or its directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -217,10 +223,15 @@ def _read_file(path: Path) -> Any:
         raise ConfigError(f"{path}: can't be read: {error}") from error
 
 
-def _special_float(value: dict[str, Any]) -> Any:
-    """Return the infinity or NaN that transformers 5 writes as `{"__float__": "Infinity"}`."""
-    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-        return float(value["__float__"])
+def _with_special_floats(value: Any, depth: int = 0) -> Any:
+    """Return a config with the infinities that transformers 5 writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        if depth < MAX_DEPTH:
+            return {name: _with_special_floats(each, depth + 1) for name, each in value.items()}
+    if type(value) is list and depth < MAX_DEPTH:
+        return [_with_special_floats(each, depth + 1) for each in value]
     return value
 
 

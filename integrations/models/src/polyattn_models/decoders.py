@@ -61,10 +61,11 @@ def two_bases(local_field: str) -> Any:
         nested_parameters(cfg)
         if cfg.get("rope_parameters"):
             return read_rope(cfg, size, layer_type=kind, theta=cfg.cls.theta[_LOCALITY[kind]])
-        if kind == SLIDING:
-            base = cfg.number(local_field, cfg.cls.theta["local"])
-            return read_rope(cfg, size, theta=base, scaled=False)
-        return read_rope(cfg, size, theta=cfg.number("rope_theta", cfg.cls.theta["global"]))
+        base = {  # both are understood, also where all layers are of one kind
+            SLIDING: cfg.number(local_field, cfg.cls.theta["local"]),
+            FULL: cfg.number("rope_theta", cfg.cls.theta["global"]),
+        }
+        return read_rope(cfg, size, theta=base[kind], scaled=kind == FULL)
 
     return rope
 

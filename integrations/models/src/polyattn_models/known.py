@@ -27,6 +27,8 @@ BY_OTHERS = dict.fromkeys((
 QWEN3_5 = {
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
 }  # fmt: skip
+BOOKKEEPING = frozenset({"tokenizer_class"})
+"""Fields beside transformers' own that say nothing of layers, whoever's code reads them."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_qk_norm": True},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer"},
@@ -68,7 +70,7 @@ def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
         if name in published:
             if value != published[name]:
                 yield name
-        elif name in cfg.cls.fields or name.startswith("_"):
+        elif name in cfg.cls.fields or name in BOOKKEEPING or name.startswith("_"):
             continue
         elif name in reads:
             if value != reads[name] and (reads[name] or value not in NEUTRAL):

@@ -196,8 +196,13 @@ def _rwkv7(cfg: Config) -> Towers:
 
 
 def unserved(what: str) -> Any:
-    """Return a reader of models whose every layer lacks the same."""
-    return lambda cfg: {"text": [(Missing(what),)] * cfg.need("num_hidden_layers")}
+    """Return a reader of models whose every layer lacks the same, whatever their fields say."""
+
+    def read(cfg: Config) -> Towers:
+        cfg.read.update(cfg.values)
+        return {"text": [(Missing(what),)] * cfg.need("num_hidden_layers")}
+
+    return read
 
 
 READERS: dict[str, Reader] = {

@@ -32,6 +32,8 @@ ENCODER_FIELDS = (
     "mlm_probability",
 )
 WITH_ALIBI = ("bloom", "mpt")
+EITHER = ("baichuan",)
+"""Models of some sizes have ALiBi, of others a rotary embedding, and no field says which."""
 ALIBI_NAME = re.compile(r".*(baichuan|refact|replit|btlm|mosaic|mpt|bloom|jina).*", re.I)
 """Names of models that have ALiBi without saying so in a field."""
 
@@ -87,6 +89,8 @@ def has_alibi(values: Mapping[str, Any]) -> bool:
 
 
 def _lookalike(values: Mapping[str, Any], encoder: bool, alibi: bool) -> str | None:
+    if values.get("model_type") in EITHER:
+        return None
     rotated = any("rope" in str(name) or "rotary" in str(name) for name in values)
     if alibi or encoder:
         grouped = "num_key_value_heads" in values

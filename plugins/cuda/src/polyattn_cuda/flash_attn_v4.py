@@ -13,8 +13,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     blank,
@@ -22,7 +21,6 @@ from polyattn.kernel import (
     store_lse,
     window_sizes,
 )
-from torch import Tensor
 
 from polyattn_cuda.paging import PackedKeys
 
@@ -53,31 +51,21 @@ class FlashAttention4(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash4Plan:
         return Flash4Plan(batch, self.cache, self.spec_of(batch).causal)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, Flash4Plan)
+    def run(self, plan: Flash4Plan, frame: Frame) -> None:
+        key, value, lse = frame.key, frame.value, frame.lse
         batch = plan.batch
         if not batch.num_tokens:
             return
-        key, value = plan.keys.read(key, value, cache)
+        key, value = plan.keys.read(key, value, frame.cache)
         if plan.keys.total:
             result, found = self.func(
-                query, key, value, cu_seqlens_q=batch.query_start_loc,
+                frame.query, key, value, cu_seqlens_q=batch.query_start_loc,
                 cu_seqlens_k=batch.key_start_loc, max_seqlen_q=batch.max_query_len,
                 max_seqlen_k=batch.max_seq_len, softmax_scale=self.spec.scale,
                 causal=self.spec_of(batch).causal, window_size=self.window,
                 softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
             )  # fmt: skip
-            out.copy_(result)
+            frame.out.copy_(result)
             if lse is not None:
                 store_lse(lse, found)
-        blank(plan.empty, out, lse)
+        blank(plan.empty, frame.out, lse)

@@ -17,7 +17,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
+    Frame,
     LayerParams,
     LayerSpec,
     Plan,
@@ -216,36 +216,26 @@ class FlashInferAttention(AttentionBackend):
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, FlashInferPlan)
+    def run(self, plan: FlashInferPlan, frame: Frame) -> None:
+        cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
             return
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
-        if plan.keys is not None and key is None and cache is not None:
+        if plan.keys is not None and frame.key is None and cache is not None:
             plan.keys = None  # they were stored before: read where they are
             self._plan_paged(plan)
         if plan.keys is not None:
-            keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
+            keys: tuple[Any, ...] = plan.keys.read(frame.key, frame.value, cache)
         else:
             assert cache is not None
             keys = ((cache.key, cache.value),)
         plan.lease.wrapper.run(
-            query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
+            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
         if lse is not None:
             lse.mul_(math.log(2.0))
-        blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to
+        blank(plan.empty, frame.out, lse)  # older releases say -5e4 where nothing was attended to
 
     def _options(self, masked: dict[str, Tensor]) -> dict[str, Any]:
         """Return what wrappers plan with; a custom mask has the window in it."""

@@ -10,6 +10,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -69,26 +70,18 @@ class AiterAttention(AttentionBackend):
         size = parts * (spec.head_size * 2 + 2 * 4)
         self._workspace = at_least(self._workspace, size, self._outgrown)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, AiterPlan)
+    def run(self, plan: AiterPlan, frame: Frame) -> None:
+        cache, out = frame.cache, frame.out
         if not plan.batch.num_tokens:
             return
         if plan.decode:
             assert cache is not None
-            self._decode(plan, query, cache, params, out)
+            self._decode(plan, frame.query, cache, frame.params, out)
         else:
-            self._varlen(plan, query, key, value, cache, params, out, lse)
-        blank(plan.empty, out, lse)
+            self._varlen(
+                plan, frame.query, frame.key, frame.value, cache, frame.params, out, frame.lse
+            )
+        blank(plan.empty, out, frame.lse)
 
     def _varlen(
         self,

@@ -11,6 +11,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -89,18 +90,10 @@ class TritonAttention(PlannedAttention):
             with torch.cuda.device(self.torch_device):
                 load(warm_up(self, phases))
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""
+        query, cache, params = frame.query, frame.cache, frame.params
+        out, lse = frame.out, frame.lse
         if isinstance(plan, PrefixPlan):
             assert cache is not None and self.prefixes is not None
             scales, factors = self._scales(query, params), self._factors(query, cache.key, params)
@@ -110,12 +103,12 @@ class TritonAttention(PlannedAttention):
         if not plan.grid[0]:
             return
         if plan.way in ("prefill", "pieces"):
-            plan = self._prefill(plan, query, key, value, cache, params, out, lse)
+            plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
         if plan.merging is not None:
-            kept = cache.key if cache is not None else key
+            kept = cache.key if cache is not None else frame.key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 

@@ -14,6 +14,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -229,20 +230,12 @@ class TritonMLA(AttentionBackend):
         assert isinstance(plan, LatentPlan)
         return latent_reads(self.kernels, plan, batch)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""
-        assert cache is not None and isinstance(plan, LatentPlan)
-        self.kernels.launch(plan, query, cache, None, params, out, lse)
+        assert frame.cache is not None and isinstance(plan, LatentPlan)
+        self.kernels.launch(
+            plan, frame.query, frame.cache, None, frame.params, frame.out, frame.lse
+        )
 
 
 class TritonMLASparse(SparseBackend):
@@ -262,16 +255,8 @@ class TritonMLASparse(SparseBackend):
         keys = np.full(len(seq), -(-self.topk // config.block_n))
         return self.kernels.plan(batch, Tiles(seq, row, keys), False, reuse)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: LatentPlan, frame: Frame) -> None:
         """Attend as planned."""
-        assert isinstance(plan, LatentPlan)
-        self.kernels.launch(plan, query, cache, slots.contiguous(), params, out, lse)
+        assert frame.cache is not None and frame.choice is not None
+        rows, params = frame.choice.contiguous(), frame.params
+        self.kernels.launch(plan, frame.query, frame.cache, rows, params, frame.out, frame.lse)

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, caches, captures, served_phases, unread
-from polyattn.conformance.cases import forests, functions, lasting, published
+from polyattn.conformance.cases import forests, functions, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -92,6 +92,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases.append(Case("search", "", base, "drawn"))
             cases += _rows(caps, base, _batches_for(caps, base))
     can = [c for c in cases if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    if True in caps.cached and "decode" in caps.phases:
+        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
@@ -297,6 +299,13 @@ def _behaviour(
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases += [  # one of each batch above is of the first layout
+            Case("layout", f"{layout} {label}", spec, most)
+            for layout in caps.layouts[1:]
+            for label, spec in _variants(caps, base)
+            if label.startswith("feature ")
+            and (layout != "contiguous" or spec.head_size == spec.v_head_size)
+        ]
         cases += [
             Case("packed", caps.layouts[0], base, most),
             Case("stale", "", base, most),

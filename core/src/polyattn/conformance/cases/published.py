@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, served_phases
 from polyattn.device import Device
 from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -22,6 +22,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "MPT-30B": {"num_heads": 2, "num_kv_heads": 2, "head_size": 112},
     "H2O-Danube3": {"num_heads": 8, "num_kv_heads": 2, "head_size": 120},
     "head_size 144": {"num_heads": 2, "num_kv_heads": 2, "head_size": 144},
+    "DeepSeek's prefill": {"num_heads": 4, "num_kv_heads": 4, "head_size": 192, "v_head_size": 128},
     "Gemma": {"num_heads": 4, "num_kv_heads": 1, "head_size": 256},
     "Qwen2": {"num_heads": 14, "num_kv_heads": 2},
     "Phi-4-mini": {"num_heads": 24, "num_kv_heads": 8},
@@ -34,9 +35,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "group 17": {"num_heads": 17, "num_kv_heads": 1},
     "StarCoder": {"num_heads": 48, "num_kv_heads": 1},
     "Falcon": {"num_heads": 71, "num_kv_heads": 1},
+    "Llama-405B": {"num_heads": 128, "num_kv_heads": 8},
     "block 48": {"block_size": 48},
     "gpt-oss": {"sliding_window": 128, "learned_sinks": True},
+    "Gemma-3-1B": {"sliding_window": 512},
     "Gemma-3": {"sliding_window": 1024},
+    "Phi-3-mini": {"sliding_window": 2047},
     "Mistral": {"sliding_window": 4096},
     "chunk 1024": {"chunk_size": 1024},
     "Llama-4": {"chunk_size": 8192},
@@ -53,7 +57,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "9 kept beside a window": {"causal": False, "sliding_window": 2, "sink_tokens": 9},
 }  # fmt: skip
-"""Layers as published models have them, of fewer heads, and what else was seen: fields of a spec."""
+"""Layers as published models have them, of fewer heads, and what else was seen: fields of a spec.
+
+Every other one returns its LSE, where a backend claims it.
+"""
 
 CAP, SLOPES, SINKS = {"logit_soft_cap": 1.5}, {"alibi": True}, {"learned_sinks": True}
 WINDOW, KEPT, CHUNK = (
@@ -85,7 +92,9 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 """Features together: each is right by itself, and every pair."""
 
-LENGTHS = ("long context", "long prompts", "many sequences", "after context", "all full")
+LENGTHS = (
+    "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
+)  # fmt: skip
 """Steps that are looked at of the plainest layer."""
 
 
@@ -99,8 +108,11 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         if base.cached or batch != "all full":
             yield Case("published", f"{where} {batch}", base, batch)
     reaching = "reaching" if prefills else "reaching decodes"
-    for label, fields in PUBLISHED.items():
+    for index, (label, fields) in enumerate(PUBLISHED.items()):
         spec = _changed(base, fields)
+        if spec is not None and index % 2 and "lse" in caps.features:
+            with_lse = spec.replace(needs_lse=True)
+            spec = with_lse if served_phases(caps, with_lse, device) else spec
         if spec is not None and _walks(caps, spec.block_size):
             yield Case("published", f"{where} {label}", spec, reaching)
     batches = ["after context" if prefills else "decode"]

@@ -12,6 +12,7 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, Lie
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.merge import AttentionState
+from polyattn.runtime.program import Frame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import without_first
 from polyattn.runtime.step.shared_prefix import SharedRun
@@ -38,10 +39,11 @@ def refusal(case: Case, harness: Harness) -> None:
 
 
 def layout(case: Case, harness: Harness) -> None:
-    """Every claimed physical layout works."""
-    layer = harness.layer(case.spec, layout=case.label)
+    """Every claimed physical layout works, with every feature. The label begins with its name."""
+    name = case.label.split()[0]
+    layer = harness.layer(case.spec, layout=name)
     inputs = harness.step(layer, case.batch)
-    assert inputs.cache is not None and inputs.cache.layout == case.label
+    assert inputs.cache is not None and inputs.cache.layout == name
     inputs.check()
 
 
@@ -179,12 +181,12 @@ def context(case: Case, harness: Harness) -> None:
     walked = group.kernel_format(group.selection.backend("prefill"))
     backend = group.backend("prefill", AttentionBackend, cache=walked)
     parts = taken_apart(inputs.batch, form.block_size if form else 1)
-    given = (inputs.key, inputs.value) if form is None else (None, None)
+    key, value = (inputs.key, inputs.value) if form is None else (None, None)
     states = []
     for plan in [backend.plan(part) for part in parts]:
         out = torch.full_like(like, torch.nan)
         lse = torch.full(out.shape[:2], torch.nan, device=out.device)
-        backend.run(plan, inputs.query, *given, inputs.cache, layer.params, out, lse)
+        backend.run(plan, Frame(inputs.query, key, value, inputs.cache, layer.params, out, lse))
         states.append(AttentionState(out, lse))
     whole = states[0].merge(states[1])
     inputs.compare(whole.output, whole.lse, "own keys and context, merged: ")

@@ -13,7 +13,7 @@ from polyattn.runtime.backend import PagesLie
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.steps import batches
 
@@ -152,6 +152,37 @@ def reuse(case: Case, harness: Harness) -> None:
             if t is not None
         )
         step = given.remembered().but(batch=filled, query=query, key=key, value=value)
+        step.run(captured)
+        lse = None if step.lse is None else step.lse[:tokens]
+        given.compare(step.out[:tokens], lse, "a plan reused: ")
+
+
+def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
+    """Run a captured plan of single tokens after each of several other steps was planned into it.
+
+    `fields`: what of a workload is widened by the padding rows; None stays None.
+    """
+    layer = harness.layer(case.spec)
+    layer.checks = False  # the captured plan's lengths are the longest, not the step's
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = batches(case.batch, form.block_size)
+    rows = len(lengths) + 2
+    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
+    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    for chosen in (lengths, lengths[::-1], lengths[1:4]):
+        given = harness.step(layer, chosen)
+        tokens = given.batch.num_tokens
+        filled = buffers.fill(given.batch)
+        layer.group.plan(filled, reuse=captured)
+
+        def wide(tensor: Tensor | None, short: int = rows - tokens) -> Tensor | None:
+            if tensor is None:
+                return None
+            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
+
+        widened = {name: wide(getattr(given, name)) for name in fields}
+        step = given.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
         given.compare(step.out[:tokens], lse, "a plan reused: ")

@@ -16,7 +16,7 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import used_scales
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Plan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.base import Workload
 

@@ -6,9 +6,9 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.checks.attention import with_stale_tables
+from polyattn.conformance.checks.captured import refilled
 from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
-from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import batches, pairs
 
@@ -107,27 +107,4 @@ def latent_graph(case: Case, harness: Harness) -> None:
 
 def latent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    rows = len(lengths) + 2
-    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.step(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
-        layer.group.plan(filled, reuse=captured)
-
-        def wide(tensor: torch.Tensor, short: int = rows - tokens) -> torch.Tensor:
-            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
-
-        step = given.remembered().but(
-            batch=filled, query=wide(given.query), latent=wide(given.latent),
-            rope=wide(given.rope), topk=None if given.topk is None else wide(given.topk),
-        )  # fmt: skip
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        given.compare(step.out[:tokens], lse, "a plan reused: ")
+    refilled(case, harness, ("query", "latent", "rope", "topk"))

@@ -17,6 +17,7 @@ from polyattn.conformance.checks import (
     recurrent,
     search,
     services,
+    sparse,
 )
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.rotation import RotationHarness
@@ -48,6 +49,10 @@ _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrent_plans, recurrent.recurrent_graph, recurrent.recurrent_reuse,
     search.recurrent_search,
 )  # fmt: skip
+_SPARSE: tuple[Check, ...] = (
+    sparse.sparse, sparse.sparse_plans, sparse.sparse_others, sparse.sparse_graph,
+    sparse.sparse_reuse, sparse.sparse_search,
+)  # fmt: skip
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)
 _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
@@ -55,7 +60,9 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
     "batches": (Harness, search.batches),
-    **{check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT)},
+    **{
+        check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT, *_SPARSE)
+    },
     **{check.__name__: (StoreHarness, check) for check in _STORE},
     **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},

@@ -16,6 +16,7 @@ from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, PagesLie
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
+from polyattn.runtime.program import Frame
 from polyattn.runtime.stateless import place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import current
@@ -154,9 +155,8 @@ class Way:
         tokens = (query if query.dim() == 3 else query.flatten(0, 1)).contiguous()
         of_lse = None if lse is None else lse.view(self.step_shape[:2])
         with own_precision(self.device_type):
-            step.run(
-                tokens, None, None, pages_of(key, value), params, out.view(self.step_shape), of_lse
-            )
+            cache, result = pages_of(key, value), out.view(self.step_shape)
+            step.run(Frame(tokens, None, None, cache, params, result, of_lse))
         return out, lse
 
     def after(self, lens: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
@@ -33,7 +33,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import LayerParams, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection

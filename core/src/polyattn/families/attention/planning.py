@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,37 +17,71 @@ from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, raw
-from polyattn.runtime.cache.scales import dequantized, input_dtype, output_dtype
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
-from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
-from polyattn.runtime.store import RunRotated, claimed_rotation
+from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
 
 
-class AttentionStep(StepPlan):
-    """The calls of a step, the store before them, and the shapes that its layers are held to."""
+class TransformInputs(Op):
+    """Queries, keys and values as the layer's variant changes them."""
 
-    def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
-        super().__init__(group, batch)
-        self._calls = calls
-        self.store: StorePlan | None = None
-        self.stored_by: StoreBackend | None = None
-        self.rotated_by: RunRotated | None = None
-        # How the step's tokens are rotated, by a layer that rotates; of given keys, how those are.
-        self.rotation: Rotation | None = None
-        self.key_rotation: Rotation | None = None
-        self.device, self.device_type = group.torch_device, group.device_type
+    def __init__(
+        self, transforms: Transforms, batch: Batch, places: Callable[[], Places], keys_reach: int
+    ):
+        self.transforms, self.batch = transforms, batch
+        self.places, self.keys_reach = places, keys_reach
+
+    def run(self, frame: Frame) -> None:
+        changed, inputs = self.transforms.changed, {**self.batch.inputs, **frame.params.inputs}
+        places, key, value = self.places(), frame.key, frame.value
+        frame.query = changed("query", frame.query, places, inputs)
+        if key is None or value is None:
+            return
+        if frame.cache is None:
+            places = Places.of_keys(self.batch, self.keys_reach)
+            key, value = key[: self.keys_reach], value[: self.keys_reach]
+        frame.key = changed("key", key, places, inputs)
+        frame.value = changed("value", value, places, inputs)
+
+
+class TransformOutput(Op):
+    """The output likewise, after all calls."""
+
+    def __init__(self, transforms: Transforms, batch: Batch, places: Callable[[], Places]):
+        self.transforms, self.batch, self.places = transforms, batch, places
+
+    def run(self, frame: Frame) -> None:
+        inputs = {**self.batch.inputs, **frame.params.inputs}
+        frame.out.copy_(self.transforms.changed("output", frame.out, self.places(), inputs))
+
+
+class AttentionStep(StepPlan):
+    """What a step does, `before` its calls first, and the shapes that its layers are held to."""
+
+    def __init__(self, group: LayerGroup, batch: Batch, before: Store, calls: tuple[Call, ...]):
+        self.before = before
         spec, tokens = group.spec, batch.num_tokens
+        ops: tuple[Op, ...] = (before, *calls)
+        transforms = Transforms.of(spec)
+        if transforms is not None:
+            places = cache(lambda: Places.of_queries(batch))
+            ops = (
+                TransformInputs(transforms, batch, places, before.keys_reach), *ops,
+                TransformOutput(transforms, batch, places),
+            )  # fmt: skip
+        super().__init__(group, batch, ops)
+        self.device, self.device_type = group.torch_device, group.device_type
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
@@ -56,14 +91,6 @@ class AttentionStep(StepPlan):
         if spec.cached:
             self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
             self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
-        # Of keys that are given whole, as many as the sequences reach must be there.
-        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
-        self.keys_reach = max(ends, default=0)
-        self.transforms = Transforms.of(spec)
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return self._calls
 
     def call(
         self,
@@ -110,11 +137,12 @@ class AttentionStep(StepPlan):
             raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
+        frame = Frame(query, key, value, cache, params, out, lse)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                self.run(query, key, value, cache, params, out, lse)
+                self.run(frame)
         else:
-            self.run(query, key, value, cache, params, out, lse)
+            self.run(frame)
         return out
 
     def _checked(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,56 +163,10 @@ class AttentionStep(StepPlan):
             return key.contiguous(), value.contiguous()
         return key, value
 
-    def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Add the bias, rotate and store. Returns what attention takes."""
-        rotation = self.rotation if params.rotate else None
-        if query.dtype.itemsize == 1:
-            query, key, value = self._dequantized(query, key, value, params)
-        new = NewTokens(query, key, value, params.qkv_bias)
-        if self.store is not None and key is not None:
-            assert cache is not None and self.rotated_by is not None
-            return self.rotated_by(self.store, rotation, new, cache, params, self.keeps_keys)
-        dtype = query.dtype
-        if not self.group.spec.cached:
-            assert key is not None and value is not None
-            # Behind the last sequence's keys lies what nobody reads.
-            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
-        query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
-        if self.group.spec.cached:  # nothing is stored: the cache holds the keys already
-            return query.to(dtype), None, None
-        assert key is not None and value is not None
-        return query.to(dtype), key.to(dtype), value.to(dtype)
-
-    def _dequantized(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return in the layer's dtype what came quantised: rotations and biases are added to that."""
-        dtype = STORAGE_DTYPES[self.group.spec.dtype]
-        query = dequantized(query, params.q_scale, dtype)
-        if key is None or value is None:
-            return query, None, None
-        return (
-            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
-        )  # fmt: skip
-
-    @cached_property
-    def keeps_keys(self) -> bool:
-        """Whether a call can take rotated keys beside the cache: of whole prompts, stored unrounded."""
-        spec, batch = self.group.spec, self.batch
-        lens = zip(batch.query_lens, batch.lens, strict=True)
-        return spec.stored_dtype == spec.dtype and any(1 < q == n for q, n in lens)
-
     def _check_given(self, key: Tensor, value: Tensor) -> None:
         """Keys that are given whole: at least as many as the batch's sequences reach."""
         spec, dtype = self.group.spec, self.dtype
-        tokens = max(key.shape[0], self.keys_reach)
+        tokens = max(key.shape[0], self.before.keys_reach)
         for name, tensor, size in (
             ("key", key, spec.head_size),
             ("value", value, spec.v_head_size),
@@ -203,103 +185,6 @@ class AttentionStep(StepPlan):
         if cache is None and not self.group.spec.cached:
             raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Store the new keys and values and attend. Writes `out` (and `lse`)."""
-        self.check_blocks(cache)
-        if self.transforms is not None:
-            query, key, value = self._transformed(self.transforms, query, key, value, params)
-        if params.rotate or params.qkv_bias is not None:
-            query, key, value = self._prepare(query, key, value, cache, params)
-        elif self.store is not None and key is not None:
-            assert value is not None and cache is not None and self.stored_by is not None
-            self.stored_by.run(self.store, key, value, cache, params)
-        for call in self._calls:
-            view = cache if call.block_size is None else call.view(cache)
-            rows = call.rows
-            if rows is None:
-                call.backend.run(call.plan, query, key, value, view, params, out, lse)
-            elif isinstance(rows, slice):
-                call.backend.run(
-                    call.plan, query[rows], self._own(key, rows), self._own(value, rows), view,
-                    params, out[rows], _rows(lse, rows),
-                )  # fmt: skip
-            else:
-                own = self._own(key, rows), self._own(value, rows)
-                _run_gathered(call, rows, query, *own, view, params, out, lse)
-        if self.transforms is not None:
-            inputs = {**self.batch.inputs, **params.inputs}
-            out.copy_(self.transforms.changed("output", out, self.query_places, inputs))
-
-    def _own(self, keys: Tensor | None, rows: Rows) -> Tensor | None:
-        """Return a call's new keys or values; what is given whole a plan finds by itself."""
-        return _rows(keys, rows) if self.group.spec.cached else keys
-
-    def _transformed(
-        self,
-        transforms: Transforms,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        params: LayerParams,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return queries, keys and values as the layer's variant changes them."""
-        inputs, places = {**self.batch.inputs, **params.inputs}, self.query_places
-        query = transforms.changed("query", query, places, inputs)
-        if key is None or value is None:
-            return query, key, value
-        if not self.group.spec.cached:
-            places = Places.of_keys(self.batch, self.keys_reach)
-            key, value = key[: self.keys_reach], value[: self.keys_reach]
-        return (
-            query, transforms.changed("key", key, places, inputs),
-            transforms.changed("value", value, places, inputs),
-        )  # fmt: skip
-
-    @cached_property
-    def query_places(self) -> Places:
-        """Where the step's tokens stand, for transforms."""
-        return Places.of_queries(self.batch)
-
-
-def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
-    if tensor is None or tensor.dtype.itemsize > 1 or isinstance(rows, slice):
-        return None if tensor is None else tensor[rows]
-    return raw(tensor)[rows].view(tensor.dtype)
-
-
-def _run_gathered(
-    call: Call,
-    rows: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    cache: KVCache | None,
-    params: LayerParams,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Run a call whose tokens don't lie side by side: copied together, and their results back.
-
-    `key` and `value` are the call's own.
-    """
-    taken = _rows(query, rows)
-    assert taken is not None
-    part = out.new_empty(len(rows), *out.shape[1:])
-    part_lse = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
-    call.backend.run(call.plan, taken, key, value, cache, params, part, part_lse)
-    raw(out).index_copy_(0, rows, raw(part))
-    if lse is not None and part_lse is not None:
-        lse.index_copy_(0, rows, part_lse)
-
 
 class Planner(StepPlanner):
     """Plans for attention over a cache, or over keys and values that are given."""
@@ -308,6 +193,7 @@ class Planner(StepPlanner):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
         self.sharing = Sharing.of(group)
+        self.store, self.rotated_by = None, None
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
@@ -348,15 +234,15 @@ class Planner(StepPlanner):
             for phase, info, part in assigned
         )
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
-        step = AttentionStep(self.group, batch, calls)
-        if self.spec.cached and batch.slot_mapping is not None:
-            step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
-            step.rotated_by = self.rotated_by
+        rotation = key_rotation = None
         if self.spec.rope is not None:
-            step.rotation = rotation_of(self.spec, batch, None if reuse is None else reuse.rotation)
+            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
             if not self.spec.cached:
-                step.key_rotation = key_rotation_of(self.spec, batch)
-        return step
+                key_rotation = key_rotation_of(self.spec, batch)
+        store = Store(
+            self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
+        )
+        return AttentionStep(self.group, batch, store, calls)
 
     def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:
         """Return who runs what: of the whole step, or of what its whole prompts leave."""

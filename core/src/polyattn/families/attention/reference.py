@@ -14,10 +14,10 @@ from torch import Tensor
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.transforms import Places, Transforms
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.rows import decoded
 from polyattn.runtime.functions.pointwise import Pointwise
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec

@@ -11,7 +11,7 @@ from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import Call, Rows
+from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
 from polyattn.spec.decompose import unrotated

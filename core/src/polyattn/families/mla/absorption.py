@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.cache.rows import decoded
+from polyattn.runtime.program import LayerParams
 
 Weights = tuple[Tensor, Tensor]
 """W_UK (num_heads, nope size, rank) and W_UV (num_heads, rank, v_head_size)."""

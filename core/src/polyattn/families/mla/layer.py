@@ -9,7 +9,7 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
@@ -23,7 +23,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape, positive
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import Frame, LayerParams, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
@@ -152,11 +152,14 @@ class LatentAttention(Layer):
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
-        entry = None
+        entry = value = None
         if latent is not None and rope_key is not None:
             entry = torch.cat([latent, rope_key], dim=1)[:, None]
+            value = entry[..., : cache.format.v_head_size]
+        params = self.params
+        params.weights = self.weights
         with own_precision(self.group.device_type):
-            step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
+            step.run(Frame(query, entry, value, cache, params, out, lse, topk))
 
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending, as `Attention.store` does keys and values.
@@ -225,7 +228,7 @@ class LatentAttention(Layer):
             check_tensor(name, tensor, device)
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, shape, dtype)
-        if self.w_uk is None and step.expansions:
+        if self.w_uk is None and step.expands:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
                 "give them to LatentAttention, or pass shorter rows"

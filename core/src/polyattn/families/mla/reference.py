@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention import reference
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 

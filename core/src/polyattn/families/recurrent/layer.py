@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.graphs import torch_compile
@@ -22,7 +21,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import RecurrentFrame, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_state_slots
 from polyattn.selection.selection import Selection
@@ -110,7 +109,6 @@ class Recurrent(Layer):
         if torch.compiler.is_compiling():
             return torch_compile.recurrence(self, inputs, states, plan, out)
         step = self.group.plan_for(plan)
-        assert isinstance(step, RecurrentStep)
         if out is None and inputs:
             check_tensor(next(iter(self.form.inputs)), inputs[0], self.group.torch_device)
             shape = self.output_shape(step.batch.num_tokens)
@@ -121,7 +119,7 @@ class Recurrent(Layer):
 
     def run(
         self,
-        step: RecurrentStep,
+        step: StepPlan,
         inputs: tuple[Tensor, ...],
         states: StateCache,
         out: Tensor | None,
@@ -147,7 +145,7 @@ class Recurrent(Layer):
         if self.checks and not capturing(out):
             check_state_slots(step.batch, states.num_slots)
         with own_precision(self.group.device_type):
-            step.run(named, self.params, states.data, out)
+            step.run(RecurrentFrame(named, self.params, states.data, out))
 
     def _named(self, inputs: tuple[Tensor, ...], tokens: int) -> dict[str, Tensor]:
         form, spec = self.form, self.spec

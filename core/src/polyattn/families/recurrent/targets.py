@@ -15,18 +15,20 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.decompositions import Part
+from polyattn.runtime.program import Op, RecurrentFrame
 from polyattn.runtime.step.batch import Batch
 
 
 @dataclass(frozen=True)
-class StateCopy:
+class StateCopy(Op):
     """States that are copied before a call: slots int64 (sequences,) each."""
 
     sources: Tensor
     targets: Tensor
 
-    def run(self, states: Tensor) -> None:
-        """Copy within `states` (slots, …); never waits for the device."""
+    def run(self, frame: RecurrentFrame) -> None:
+        """Copy within the states; never waits for the device."""
+        states = frame.states
         states.index_copy_(0, self.targets, states.index_select(0, self.sources))
 
 

@@ -77,7 +77,8 @@ def grouped(row: Tensor, count: int) -> Tensor:
 
 def written(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values (..., n), rounded to a dtype, as their bytes, uint8 (..., n * itemsize)."""
-    return values.to(dtype).contiguous().view(torch.uint8)
+    # `contiguous` keeps a stride of 0 where a dimension has one element; a copy has none.
+    return values.to(dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def packed(codes: Tensor, bits: int = 4) -> Tensor:

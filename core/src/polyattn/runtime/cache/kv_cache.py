@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -214,7 +215,7 @@ class KVCache:
         """Blocks in the cache."""
         return self.key.shape[0]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.key.shape[1]
@@ -256,6 +257,10 @@ class KVCache:
     def _blocks(self) -> dict[int, tuple[KVCache, int]]:
         return {}
 
+    @cached_property
+    def _pages(self) -> dict[int, tuple[KVCache, tuple[int, int, int]]]:
+        return {}
+
     def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
         """View the cache in smaller blocks, for a kernel that takes only those.
 
@@ -275,6 +280,29 @@ class KVCache:
                 )
             form = replace(self.format, block_size=size) if self.key.dtype == torch.uint8 else None
             found = self._blocks[size] = (KVCache(key, value, form), step)
+        return found
+
+    def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
+        """View the cache as pages of one KV head and `size` consecutive tokens of a block.
+
+        Returns the view, whose pages overlap where heads or tokens lie between one another, and how
+        many pages lie between neighbouring blocks, runs of `size` tokens, and heads. Only for reading.
+        Raises `CacheError`.
+        """
+        found = self._pages.get(size)
+        if found is None:
+            if size < 1 or self.block_size % size:
+                raise CacheError(f"size={size} doesn't divide the block size, {self.block_size}")
+            (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
+            if steps != others:
+                raise CacheError(
+                    f"keys and values lie differently ({self.key.stride()}, {self.value.stride()}), so "
+                    f"that one table can't name the pages of both; allocate the cache in one layout"
+                )
+            form = replace(
+                self.format, block_size=size, num_kv_heads=1, layout="NHD", interleaved=False
+            )
+            found = self._pages[size] = (KVCache(key, value, form), steps)
         return found
 
     def __repr__(self) -> str:
@@ -345,3 +373,21 @@ def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:
     count = (n - 1) * step + block // size
     view = tensor.as_strided((count, size, heads, width), (size * stride[1], *stride[1:]))
     return view, step
+
+
+def _paged(tensor: Tensor, size: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """View (blocks, block_size, heads, width) as pages of one head, and say what lies between."""
+    blocks, block, heads, width = tensor.shape
+    by_block, by_token, by_head, _ = tensor.stride()
+    unit = math.gcd(by_block, size * by_token, by_head)
+    steps = (by_block // unit, size * by_token // unit, by_head // unit)
+    count = (blocks - 1) * steps[0] + (block // size - 1) * steps[1] + (heads - 1) * steps[2] + 1
+    if count > LARGEST_PAGE:
+        raise CacheError(
+            f"a cache of {tuple(tensor.shape)} has {count} pages of {size} tokens, and int32 names "
+            f"{LARGEST_PAGE}; use a larger granularity, or fewer blocks"
+        )
+    return tensor.as_strided((count, size, 1, width), (unit, by_token, by_token, 1)), steps
+
+
+LARGEST_PAGE = (1 << 31) - 1

@@ -14,7 +14,7 @@ from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.checks import flag
 

@@ -19,7 +19,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.inputs import refuse_gradients
-from polyattn.runtime.plan import StepPlan, plan_of
+from polyattn.runtime.program import StepPlan, plan_of
 from polyattn.runtime.step.batch import Batch
 
 _numbers = itertools.count(1)

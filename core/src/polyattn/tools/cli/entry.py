@@ -66,6 +66,11 @@ def run(arguments: Sequence[str]) -> int:
             if code == INTERRUPTED or _interrupts:
                 raise KeyboardInterrupt
             return code
+        except Exception as error:
+            # An import that an interrupt ended may fail later: "numpy has no attribute 'ndarray'".
+            if _interrupts:
+                raise KeyboardInterrupt from error
+            raise
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:

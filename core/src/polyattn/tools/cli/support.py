@@ -12,10 +12,6 @@ COMMON = frozenset({"causal", "gqa"})
 """Features that are left out where a backend has them: nearly all do."""
 
 
-HOST = "x86_64"
-"""The architecture of a CPU whose records are shown."""
-
-
 def matrix(infos: Iterable[BackendInfo]) -> str:
     """Return the claims as Markdown: a table for each plugin, a row for each backend."""
     plugins: dict[str, list[BackendInfo]] = {}
@@ -84,13 +80,12 @@ def _proofs(info: BackendInfo) -> Iterator[str]:
     """Yield how far a backend is proven, by build where these differ, with the record that says so."""
     for where, declared in info.proof.items():
         platforms = [p for p in info.proof if p != where and info.proof[p] is not declared]
-        arch = HOST if where == "cpu" else where
         builds: dict[str, list[str]] = {}
         for build in info.builds:
             if (where == "cpu") != ("cpu" in build.capabilities.platforms) and info.variants:
                 continue
-            records = records_of(build, arch)
-            level = build.proof_at(arch, where).value
+            records = records_of(build, where)
+            level = build.proof_at(where).value
             if records and declared is Proof.MEASURED:
                 level = f"[{level}: {records[0].text}](../{records[0].path})"
             elif declared is Proof.MEASURED and platforms:  # which is said of the platform

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
     BatchError,
+    Frame,
     LayerParams,
     LayerSpec,
     Lie,
@@ -98,7 +99,7 @@ class StepPlan:
     def listed(self) -> tuple[Ints, Ints, Ints]:
         """Return numbers int64 (6,), items int32 (items, 13) and groups int32 (groups, 2).
 
-        Their fields are `pa_plan_list`'s in `polyattn_cpu.h`.
+        Their fields are `pa_plan_list`'s in the library's header.
         """
         lib, numbers = load(), np.zeros(6, np.int64)
         lib.pa_plan_list(self.handle, numbers.ctypes.data, None, None)
@@ -117,42 +118,32 @@ def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-class Bound(Protocol):
-    """A step's call, for each layer of a form."""
+def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]:
+    """Return the call that attends for every sequence of the plan, for each layer of a form.
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
-        params: LayerParams, out: Tensor, lse: Tensor | None,
-    ) -> None: ...  # fmt: skip
-
-
-def packed_strides(key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """Return `strides` of packed tensors, (num_tokens, num_kv_heads, size): those of a single block."""
-    return (0, *key.stride()), (0, *value.stride()), key.dtype
-
-
-def bound(plan: StepPlan, block_table: Tensor | None) -> Bound:
-    """Return the call that attends for every sequence of the plan; it writes `out` and `lse`.
-
-    `query` (num_tokens, num_heads, head_size), `out` likewise with the V head size, `lse` float32
-    (num_tokens, num_heads). `key`, `value`: a paged cache (num_blocks, block_size, num_kv_heads,
-    size) of any strides whose last is 1, with `block_table` int32 (num_seqs, max_blocks); or packed
-    (num_tokens, num_kv_heads, size) with None. `strides` are theirs, as `KVCache.strides` or
-    `packed_strides` has them, `blocks` is their number. Sinks and slopes float32 (num_heads,),
-    contiguous. The call raises `BatchError` where the block table points outside the cache.
+    With `block_table` int32 (num_seqs, max_blocks) it reads the frame's cache, whose last stride is 1;
+    with None the frame's keys and values, (num_tokens, num_kv_heads, size). Sinks and slopes float32
+    (num_heads,), contiguous. The call raises `BatchError` where the table points outside the cache.
     """
     lib, pack = load(), _TENSORS.pack
-    call = lib.pa_attend
+    call, paged = lib.pa_attend, block_table is not None
     table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
 
     # Each microsecond is paid once a layer: what the step or the cache knows isn't asked for again.
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
-        params: LayerParams, out: Tensor, lse: Tensor | None,
-    ) -> None:  # fmt: skip
+    def attend(frame: Frame) -> None:
+        query, params, out, lse = frame.query, frame.params, frame.out, frame.lse
+        key: Any
+        value: Any
+        if paged:
+            cache: Any = frame.cache
+            key, value, blocks = cache.key, cache.value, cache.num_blocks
+            (kb, kt, kh, _), (vb, vt, vh, _), _ = cache.strides
+        else:
+            key, value, kb, vb, blocks = frame.key, frame.value, 0, 0, 1
+            kt, kh, _ = key.stride()
+            vt, vh, _ = value.stride()
         qt, qh, _ = query.stride()
         ot, oh, _ = out.stride()
-        (kb, kt, kh, _), (vb, vt, vh, _), _ = strides
         lt, lh = (0, 0) if lse is None else lse.stride()
         sinks, alibi = params.sinks, params.alibi_slopes
         tensors = pack(

@@ -11,6 +11,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -25,7 +26,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes, packed_strides
+from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.reading import reads
 from polyattn_cpu.native.store import Part, plain, store
@@ -71,25 +72,8 @@ class NativeAttention(AttentionBackend):
         assert isinstance(plan, NativePlan) and self.cache is None
         return addressed(plan.step, self.spec, lie)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, NativePlan)
-        if cache is not None:
-            plan.attend(
-                query, cache.key, cache.value, cache.strides, cache.num_blocks, params, out, lse
-            )
-            return
-        assert key is not None and value is not None
-        plan.attend(query, key, value, packed_strides(key, value), 1, params, out, lse)
+    def run(self, plan: NativePlan, frame: Frame) -> None:
+        plan.attend(frame)
 
 
 class NativeMLA(NativeAttention):

@@ -17,6 +17,7 @@ from polyattn.kernel import (
     Batch,
     BlockSparseMask,
     CustomMask,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -62,9 +63,9 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
                 # A lone prompt stands for what is cut, which only some heads make worth it.
                 plan = backend.plan_rows(_without(batch, of_layer), cut=batch.num_seqs == 1)
-                backend.run(plan, query, key, value, cache, params, out, lse)
+                backend.run(plan, Frame(query, key, value, cache, params, out, lse))
                 if cache is not None and plan.fresh:
-                    backend.run(plan, query, None, None, cache, params, out, lse)
+                    backend.run(plan, Frame(query, None, None, cache, params, out, lse))
                 if plan.merging is None:
                     continue
                 for merging in plan.merging.of_each_variant():

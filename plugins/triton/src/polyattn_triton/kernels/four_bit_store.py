@@ -124,11 +124,16 @@ def store_four_bits(
 ) -> None:
     """Write a step's keys and values; `scales` or `numbers`: what is divided by, as `by` says."""
     tokens, heads, size = key.shape
+    pages = cache.value
+    if (
+        cache.value_in_key
+    ):  # a latent's row holds both: it is written as the key's, the second time too
+        value, pages, scales, numbers = key, cache.key, (scales[0],) * 2, (numbers[0],) * 2
     constants = four_bit_constants(heads, size, value.shape[2], cache.block_size, by)
-    k, v = cache.key.stride(), cache.value.stride()
+    k, v = cache.key.stride(), pages.stride()
     _write_four(
         (tokens, 1, 1),
-        (key, value, cache.key, cache.value, plan.slots, *scales),
+        (key, value, cache.key, pages, plan.slots, *scales),
         numbers,
         (
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),

@@ -20,11 +20,11 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.stateless.views import View, packed_rows, token_view
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import LayerParams, Lie
+from polyattn.runtime.backend import Lie
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, refuse_gradients
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import Frame, LayerParams, StepPlan
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import integers
@@ -319,11 +319,12 @@ class DenseCall:
         value = (
             value.as_strided(of_value[0], of_value[1]) if of_value else packed_rows(value, first)
         )
+        frame = Frame(query, key, value, None, params, out, lse)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                self.run(query, key, value, None, params, out, lse)
+                self.run(frame)
         else:
-            self.run(query, key, value, None, params, out, lse)
+            self.run(frame)
         out = out.as_strided(self.out_shape, self.out_stride)
         return out, None if lse is None else lse.as_strided(self.lse_shape, self.lse_stride)
 

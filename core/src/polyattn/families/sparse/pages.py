@@ -1,0 +1,86 @@
+"""Where do chosen keys lie? A choice as a block table and a length for each token and KV head.
+
+Attention doesn't go by the order of its keys. So a token that attends to some of them is a decode over
+pages of its own: the chosen ones, complete ones first, packed. Any paged kernel computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
+
+
+def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's sequence, its place in it, and the sequence's length, int64 (num_tokens,).
+
+    From the device's own lengths, which a captured graph finds changed.
+    """
+    tokens = torch.arange(batch.num_tokens, device=batch.device)
+    if not batch.num_tokens:
+        return tokens, tokens, tokens
+    seqs = tokens
+    if not batch.all_decode:
+        ends = batch.query_start_loc[1:].long()
+        seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    lens = batch.seq_lens.long()[seqs]
+    return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
+
+
+NONE = torch.iinfo(torch.int32).max
+"""Stands for an id that names nothing, so that it comes last."""
+
+
+def visible_entries(
+    tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
+) -> Tensor:
+    """Return how many of a sequence's entries each token sees, int64 (num_tokens,).
+
+    `positions`, `lens` (num_tokens,): as `token_places` gives them.
+    """
+    tokens = torch.minimum(positions + 1, lens) if causal else lens
+    return tokens.clamp(min=0) // tokens_per_entry
+
+
+def pages_of(
+    spec: LayerSpec, ids: Tensor, visible: Tensor, seqs: Tensor, table: Tensor, block_size: int,
+    size: int, steps: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the block table int32 (rows, pages) and the lengths int32 (rows,) of a choice.
+
+    A row is a token and a KV head, or, where the scope is `"head"`, a token and a query head. `ids`
+    int32 (num_tokens, scope, K); `visible`, `seqs` int64 (num_tokens,): how many entries a token sees,
+    and its row of `table`, whose blocks have `block_size` entries. `size`, `steps`: of the pages, as
+    `KVCache.in_pages_of` says. Never waits for the device.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    group, each = sparse.granularity, ids.long()
+    if sparse.physical:
+        inside = each >= 0
+        counts = inside.long()
+    else:
+        first = each * group
+        inside = (each >= 0) & (first < visible[:, None, None])
+        counts = (visible[:, None, None] - first).clamp(max=group).where(inside, 0)
+    # Of a token's groups only the last may be incomplete, and it has the largest id.
+    order = each.masked_fill(~inside, NONE).sort(-1).values
+    lens = counts.sum(-1)
+    entries = order[..., None] * group + torch.arange(0, group, size, device=ids.device)
+    entries = entries.flatten(2)
+    blocks = entries // block_size
+    if not sparse.physical:
+        width = table.shape[1]
+        at = seqs[:, None, None] * width + blocks.clamp(max=max(width - 1, 0))
+        blocks = table.reshape(-1)[at].long() if width else torch.zeros_like(at)
+    by_block, by_run, by_head = steps
+    pages = blocks * by_block + entries % block_size // size * by_run
+    pages = pages.masked_fill(entries >= NONE, 0)
+    heads = torch.arange(spec.num_kv_heads, device=ids.device)
+    if sparse.scope == "head":
+        heads = heads.repeat_interleave(spec.gqa_ratio)
+    pages = pages + heads[:, None] * by_head
+    lens = lens.expand(len(ids), len(heads))
+    return pages.int().flatten(0, 1), lens.int().flatten()

@@ -1,0 +1,314 @@
+"""How does a step run? A plan is a program: ops, one after another, over a frame of tensors."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.cache.kv_cache import KVCache, raw
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import blocks_of_table
+
+if TYPE_CHECKING:
+    from polyattn.runtime.group import LayerGroup
+
+Rows = slice | Tensor | None
+"""Which of the step's tokens a call is for: all (None), neighbours (a slice), or these (int64)."""
+
+
+@dataclass(slots=True)
+class LayerParams:
+    """What differs between layers of one spec.
+
+    `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
+    `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
+    with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
+    (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
+    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
+    layer brings of its variant's. `weights`: the halves of an MLA layer's up-projection, W_UK and W_UV.
+    """
+
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+    qkv_bias: Tensor | None = None
+    rotate: bool = False
+    q_scale: Any = 1.0
+    out_scale: Any = 1.0
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    weights: tuple[Tensor, Tensor] | None = None
+
+
+class Frame:
+    """A call's tensors as one value: what a step's ops read and write, and a backend's `run` takes.
+
+    - `query` (num_tokens, num_heads, head size).
+    - `key`, `value` (num_tokens, num_kv_heads, head size): the new tokens', which `cache` holds already,
+      or None. A layer that isn't cached has no `cache`; these are all its keys then, where
+      `batch.key_starts` says.
+    - `params`: what differs between layers of one spec.
+    - `out` (num_tokens, num_heads, V head size) is written, and where it is given `lse` (num_tokens,
+      num_heads), float32, natural logarithm.
+    - `choice` int32: the keys that each token attends to, for kernels that are given a choice, -1 for
+      none. It may be made on the device.
+
+    A backend writes the elements of `out` and `lse` and sets no field: other calls of the step read the
+    same frame. `but` returns a changed copy.
+    """
+
+    __slots__ = ("cache", "choice", "key", "lse", "out", "params", "query", "value")
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+        choice: Tensor | None = None,
+    ):
+        self.query, self.key, self.value = query, key, value
+        self.cache, self.params, self.out = cache, params, out
+        self.lse, self.choice = lse, choice
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with these fields changed."""
+        other = copy.copy(self)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def part(self, rows: slice | Tensor) -> Frame:
+        """Return the frame of some tokens: views of neighbours, copies of tokens that lie apart.
+
+        Keys that are given whole stay whole: a plan says where its sequences' keys are.
+        """
+        key, value = self.key, self.value
+        if self.cache is not None:
+            key, value = rows_of(key, rows), rows_of(value, rows)
+        out, lse = space(self.out, rows), self.lse
+        if lse is not None:
+            lse = space(lse, rows)
+        query, choice = rows_of(self.query, rows), rows_of(self.choice, rows)
+        assert query is not None
+        return Frame(query, key, value, self.cache, self.params, out, lse, choice)
+
+    def put(self, rows: Tensor, part: Frame) -> None:
+        """Write the results of tokens that lie apart to their places."""
+        put_rows(self.out, rows, part.out)
+        if self.lse is not None and part.lse is not None:
+            put_rows(self.lse, rows, part.lse)
+
+
+class RecurrentFrame:
+    """The same of a recurrence.
+
+    `inputs` and `params` by the names in `polyattn.spec.recurrence`, parameters float32; `states` is the
+    whole `StateCache.data`; `out` is written.
+    """
+
+    __slots__ = ("inputs", "out", "params", "states")
+    cache = None
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ):
+        self.inputs, self.params, self.states, self.out = inputs, params, states, out
+
+    but = Frame.but
+
+    def part(self, rows: slice | Tensor) -> RecurrentFrame:
+        """Return the frame of some tokens, as `Frame.part` does."""
+        inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
+        return RecurrentFrame(inputs, self.params, self.states, space(self.out, rows))
+
+    def put(self, rows: Tensor, part: RecurrentFrame) -> None:
+        """Write the results of tokens that lie apart to their places."""
+        put_rows(self.out, rows, part.out)
+
+
+def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+    """Return a call's rows of a tensor: a view of neighbours, else a copy (8-bit floats too)."""
+    if tensor is None or isinstance(rows, slice) or tensor.dtype.itemsize > 1:
+        return None if tensor is None else tensor[rows]
+    return raw(tensor)[rows].view(tensor.dtype)
+
+
+def space(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return where a call writes its rows of a tensor: there, or to a buffer for `put_rows`."""
+    if isinstance(rows, slice):
+        return tensor[rows]
+    return tensor.new_empty(len(rows), *tensor.shape[1:])
+
+
+def put_rows(tensor: Tensor, rows: Tensor, part: Tensor) -> None:
+    """Write rows that were computed apart to their places."""
+    raw(tensor).index_copy_(0, rows, raw(part))
+
+
+class Op(ABC):
+    """One instruction of a step, over some of its tokens. It runs for any frames and remembers none."""
+
+    rows: Rows = None
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The backends' parts of the step that this runs, for people."""
+        return ()
+
+    @abstractmethod
+    def run(self, frame: Any) -> None:
+        """Read and write the tensors of the frame, which is of `rows` alone.
+
+        An op over all rows may set the frame's fields: what comes after it reads those.
+        """
+
+
+class Plan:
+    """What one backend needs for one step. A backend derives its own; `batch` is the call's."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+
+    @property
+    def detail(self) -> str:
+        """What `StepPlan.explain` says of the call beside its backend's name; "" for nothing."""
+        return ""
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Where a step's keys and values go: `slots` int64 (num_tokens,), -1 skips."""
+
+    slots: Tensor
+
+
+class Call(Op):
+    """One backend's part of a step: which tokens, in which blocks, and its own plan."""
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return (self,)
+
+    def __init__(
+        self,
+        phase: str,
+        name: str,
+        backend: Any,
+        plan: Any,
+        rows: Rows,
+        block_size: int | None = None,
+        saved_bytes: int = 0,
+    ):
+        self.phase, self.name, self.backend = phase, name, backend
+        self.plan, self.rows = plan, rows
+        # Of the blocks that it walks, where they are smaller than the cache's.
+        self.block_size = block_size
+        # Of the cache, by reading once what rows share.
+        self.saved_bytes = saved_bytes
+
+    def run(self, frame: Any) -> None:
+        """Run the backend, over the cache in the blocks that it walks."""
+        if self.block_size is not None:
+            frame = frame.but(cache=self.view(frame.cache))
+        self.backend.run(self.plan, frame)
+
+    def view(self, cache: KVCache | None) -> KVCache | None:
+        """Return a layer's cache in the blocks that the backend walks."""
+        if cache is None or self.block_size is None:
+            return cache
+        return cache.in_blocks_of(self.block_size)[0]
+
+    def __repr__(self) -> str:
+        return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"
+
+
+UNKNOWN = 1 << 32
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
+
+
+class StepPlan:
+    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
+
+    `ops`: what it does, in order.
+
+    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
+    that another step is no other graph.
+    """
+
+    def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
+        self.group, self.batch, self.ops = group, batch, tuple(ops)
+        # Looked up once a step: a layer's call pays for each attribute.
+        self._program = tuple((op.rows, op.run) for op in self.ops)
+        number = next(_numbers)
+        _alive[number] = self
+        self.handle = torch.tensor(number)
+        # The cache must have as many blocks; a table that only the device has isn't read.
+        table = batch.block_table
+        on_host = table is not None and table.device.type == "cpu"
+        # A captured step's plan is refilled with other steps than its batch says.
+        refilled = group.spec.graph_capture or group.spec.length_bounds
+        self._num_blocks = UNKNOWN if on_host and not refilled else 0
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The backends' parts, in the order in which they run."""
+        return tuple(call for op in self.ops for call in op.calls)
+
+    def run(self, frame: Any) -> None:
+        """Run the step for a layer, whose tensors are checked, but not what a block table says.
+
+        Of a table on the host its entries are read once a step. Raises `BatchError`.
+        """
+        cache = frame.cache
+        if cache is not None and self._num_blocks > cache.num_blocks:
+            self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
+        for rows, run in self._program:
+            if rows is None:
+                run(frame)
+                continue
+            part = frame.part(rows)
+            run(part)
+            if isinstance(rows, Tensor):
+                frame.put(rows, part)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
+
+    def explain(self) -> str:
+        """Return who runs which of the step's sequences, a line each.
+
+        Of decodes it says which shared prefixes are read once, or why none is.
+        """
+        lines = []
+        for call in self.calls:
+            batch, detail = call.plan.batch, call.plan.detail
+            lines.append(
+                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
+                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
+                f"{self.group.planner.note(self, call)}"
+            )
+        return "\n".join(lines)
+
+
+def plan_of(handle: Tensor) -> StepPlan | None:
+    """Return the plan behind a handle, None where it is gone."""
+    return _alive.get(int(handle))
