@@ -20,9 +20,9 @@ def matrix(infos: Iterable[BackendInfo]) -> str:
     lines = [
         "# What each backend claims",
         "",
-        "Generated from the plugins' declarations and the kits' records; each claim is a test of the kit.",
-        "All serve a causal mask and groups of query heads unless their features say `no …`. How far they",
-        "are proven follows from the records: `measured` where each case of today's claims passed,",
+        "Generated from the plugins' declarations and the kits' records; each claim is a test of the",
+        "kit. All serve a causal mask and groups of query heads unless their features say `no …`. How",
+        "far they are proven follows from records: `measured` where each case of today's claims passed,",
         "`measured in part` where a record names no cases or lacks some; `declared` is a plugin's word.",
     ]
     for plugin, members in sorted(plugins.items()):
