@@ -163,15 +163,18 @@ def test_layers_that_read_anothers_keys_have_no_cache(tmp_path: Path) -> None:
     assert code == 0 and report["checked_tokens"] == 2 * 35
 
 
-def test_a_checkpoints_cache_is_what_the_caller_says(tmp_path: Path) -> None:
+def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     text = {"model_type": "llama", "num_hidden_layers": 1, "dtype": "float32"}
-    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
     line = ["run", str(config), "--device=cpu", "--requests=1", "--scale=0.1", "--max-tokens=1"]
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    for options, cache in (([], "fp8_e4m3"), (["--kv-cache-dtype=auto"], "fp8_e4m3"),
+                           (["--kv-cache-dtype=float32"], None)):  # fmt: skip
+        code, out, _ = here(*line, *options)
+        assert code == 0 and ("fp8_e4m3" in out) == (cache is not None)
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}))
     code, _, err = here(*line)
-    assert code == 2 and "quantization_config.kv_cache_quant_algo='FP8'" in err
-    for dtype in ("auto", "fp8"):
-        assert here(*line, f"--kv-cache-dtype={dtype}")[0] == 0
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='NVFP4'" in err
 
 
 def test_a_profile_is_its_plugins() -> None:
