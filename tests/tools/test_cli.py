@@ -177,6 +177,22 @@ def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path:
     assert code == 2 and "quantization_config.kv_cache_quant_algo='NVFP4'" in err
 
 
+def test_explain_compares_formats_of_the_cache() -> None:
+    """Bytes by hand: 32 layers of 8 heads of 128, keys and values; int4 has 8 bytes of scales a row."""
+    command = ("explain", "llama-3.1-8b", "--device", "h200", "--formats")
+    (group,) = json.loads(polyattn(*command, "--json").stdout)["groups"]
+    rows = {row["kv_cache_dtype"]: row for row in group["formats"]}
+    bytes_of = {name: row["bytes_per_token"] for name, row in rows.items() if "cannot" not in row}
+    assert list(bytes_of.values()) == sorted(bytes_of.values())
+    for name, row in (("auto", 256), ("fp8_e4m3", 128), ("int8_rows", 132), ("int4", 72)):
+        assert bytes_of[name] == 32 * 2 * 8 * row
+    assert rows["auto"]["decode"] == "TRITON_ATTN" and rows["int4"]["decode"]
+    assert list(rows["auto"]["us"]) == ["32q1s4k", "q2k"] and not rows["int4"]["us"]
+    assert "has no rows of that size" in rows["fp8_ds_mla"]["cannot"]
+    text = polyattn(*command).stdout
+    assert "cache formats" in text and "unmeasured" in text and "fp8_ds_mla: head_size=128" in text
+
+
 def test_a_profile_is_its_plugins() -> None:
     command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
     text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr
