@@ -138,6 +138,9 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Compare the formats that the cache could have.")
+    ] = False,
     kv_cache_dtype: CacheDtypeOption = None,
     block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
@@ -150,7 +153,7 @@ def explain(
     from polyattn.tools.cli.models import Reading
 
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot, formats))
 
 
 @app.command()
