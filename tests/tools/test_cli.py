@@ -163,15 +163,34 @@ def test_layers_that_read_anothers_keys_have_no_cache(tmp_path: Path) -> None:
     assert code == 0 and report["checked_tokens"] == 2 * 35
 
 
-def test_a_checkpoints_cache_is_what_the_caller_says(tmp_path: Path) -> None:
+def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     text = {"model_type": "llama", "num_hidden_layers": 1, "dtype": "float32"}
-    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
     line = ["run", str(config), "--device=cpu", "--requests=1", "--scale=0.1", "--max-tokens=1"]
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    for options, cache in (([], "fp8_e4m3"), (["--kv-cache-dtype=auto"], "fp8_e4m3"),
+                           (["--kv-cache-dtype=float32"], None)):  # fmt: skip
+        code, out, _ = here(*line, *options)
+        assert code == 0 and ("fp8_e4m3" in out) == (cache is not None)
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}))
     code, _, err = here(*line)
-    assert code == 2 and "quantization_config.kv_cache_quant_algo='FP8'" in err
-    for dtype in ("auto", "fp8"):
-        assert here(*line, f"--kv-cache-dtype={dtype}")[0] == 0
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='NVFP4'" in err
+
+
+def test_explain_compares_formats_of_the_cache() -> None:
+    """Bytes by hand: 32 layers of 8 heads of 128, keys and values; int4 has 8 bytes of scales a row."""
+    command = ("explain", "llama-3.1-8b", "--device", "h200", "--formats")
+    (group,) = json.loads(polyattn(*command, "--json").stdout)["groups"]
+    rows = {row["kv_cache_dtype"]: row for row in group["formats"]}
+    bytes_of = {name: row["bytes_per_token"] for name, row in rows.items() if "cannot" not in row}
+    assert list(bytes_of.values()) == sorted(bytes_of.values())
+    for name, row in (("auto", 256), ("fp8_e4m3", 128), ("int8_rows", 132), ("int4", 72)):
+        assert bytes_of[name] == 32 * 2 * 8 * row
+    assert rows["auto"]["decode"] == "TRITON_ATTN" and rows["int4"]["decode"]
+    assert list(rows["auto"]["us"]) == ["32q1s4k", "q2k"] and not rows["int4"]["us"]
+    assert "has no rows of that size" in rows["fp8_ds_mla"]["cannot"]
+    text = polyattn(*command).stdout
+    assert "cache formats" in text and "unmeasured" in text and "fp8_ds_mla: head_size=128" in text
 
 
 def test_a_profile_is_its_plugins() -> None:
@@ -197,7 +216,7 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
 def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
     batch = ("explain", "llama-3.1-8b", "--device", "cpu", "--batch", "24q1s4k")
     text = polyattn(*batch, POLYATTN_TIMINGS="0").stdout
-    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table that" in text
+    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table for" in text
 
 
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from polyattn.registry.variants import register_variant as register_variant
 from polyattn.registry.variants import unregister_variant as unregister_variant
 from polyattn.registry.variants import variants as variants
 from polyattn.runtime.backend import AttentionBackend as AttentionBackend
+from polyattn.runtime.cache.convert import convert_blocks as convert_blocks
 from polyattn.runtime.cache.kv_cache import KVCache as KVCache
 from polyattn.runtime.cache.state_cache import StateCache as StateCache
 from polyattn.runtime.functions.variants import deberta_buckets as deberta_buckets

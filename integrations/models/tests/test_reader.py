@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
 from polyattn.tools.cli.models import bundled, bundled_models
-from polyattn_models import READERS, layer_specs, model_layers
+from polyattn_models import READERS, cache_scales, layer_specs, model_layers
 from polyattn_models.config import read_values
 from polyattn_models.encoders import READERS as ENCODERS
 from polyattn_models.rotary import KNOWN
@@ -320,13 +321,26 @@ def test_scales_of_the_modelling_code() -> None:
     assert scale(model_type="gemma2", query_pre_attn_scalar=144) == 144**-0.5
 
 
-COMPRESSED = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
-SCHEMES: list[tuple[dict[str, Any], str]] = [
-    ({"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": COMPRESSED}},
-     "quantization_config.kv_cache_scheme={'num_bits': 8"),
-    ({"compression_config": {"kv_cache_scheme": COMPRESSED}}, "compression_config.kv_cache_scheme="),
-    ({"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
-     "quantization_config.kv_cache_quant_algo='FP8'"),
+COMPRESSED = {
+    "num_bits": 8,
+    "type": "float",
+    "dynamic": False,
+    "strategy": "tensor",
+    "symmetric": True,
+}
+E4M3_SCHEMES: list[dict[str, Any]] = [
+    {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": COMPRESSED}},
+    {"compression_config": {"kv_cache_scheme": COMPRESSED | {"strategy": "attn_head"}}},
+    {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
+    {"quantization_config": {"quant_method": "modelopt",
+                             "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+]  # fmt: skip
+OTHER_SCHEMES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"quantization_config": {"kv_cache_scheme": COMPRESSED | change}}, "kv_cache_scheme={")
+        for change in ({"type": "int"}, {"num_bits": 4}, {"dynamic": True}, {"strategy": "channel"},
+                       {"symmetric": False})
+    ),
     ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "NVFP4"}}},
      "quantization_config.quantization.kv_cache_quant_algo='NVFP4'"),
     ({"quantization_config": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj"]}}},
@@ -339,14 +353,24 @@ PLAIN_SCHEMES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "name"), SCHEMES)
-def test_a_quantised_cache_is_refused_unless_the_caller_names_its_dtype(
+@pytest.mark.parametrize("scheme", E4M3_SCHEMES)
+def test_a_checkpoints_e4m3_cache_is_read(scheme: dict[str, Any]) -> None:
+    wanted = [spec.replace(kv_cache_dtype="fp8_e4m3") for spec in layer_specs(LLAMA)]
+    assert layer_specs(LLAMA | scheme) == wanted
+    assert layer_specs(LLAMA | scheme, kv_cache_dtype="auto") == wanted
+    (spec, *_) = layer_specs({"model_type": "llava", "text_config": LLAMA | scheme})
+    assert spec.kv_cache_dtype == "fp8_e4m3"
+    own = layer_specs(LLAMA)
+    assert layer_specs(LLAMA | scheme, kv_cache_dtype=own[0].dtype) == own
+
+
+@pytest.mark.parametrize(("scheme", "name"), OTHER_SCHEMES)
+def test_another_cache_is_refused_unless_the_caller_names_its_dtype(
     scheme: dict[str, Any], name: str
 ) -> None:
     text = refused(LLAMA | scheme)
-    assert name in text and "kv_cache_dtype='auto'" in text
+    assert name in text and "kv_cache_dtype='fp8_e4m3'" in text
     assert name in refused({"model_type": "llava", "text_config": LLAMA | scheme})
-    assert layer_specs(LLAMA | scheme, kv_cache_dtype="auto") == layer_specs(LLAMA)
     (spec, *_) = layer_specs(LLAMA | scheme, kv_cache_dtype="fp8")
     assert spec.kv_cache_dtype == "fp8_e4m3"
     assert "kv_cache_dtype='int3'" in refused(LLAMA | scheme, kv_cache_dtype="int3")
@@ -362,8 +386,50 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
     )
-    with pytest.raises(ConfigError, match="kv_cache_quant_algo='FP8'"):
-        layer_specs(tmp_path)
+    assert layer_specs(tmp_path)[0].kv_cache_dtype == "fp8_e4m3"
+
+
+def test_a_checkpoints_scales_are_read(tmp_path: Path) -> None:
+    """Names as compressed-tensors, ModelOpt, Quark and AutoFP8 write them; weights' scales aren't."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    heads = torch.tensor([0.5, 0.25])
+    first = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.5),
+        "model.layers.0.self_attn.v_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.k_proj.k_scale": torch.tensor(2.0, dtype=torch.bfloat16),
+        "model.layers.1.self_attn.v_proj.v_scale": torch.tensor(4.0),
+        "model.layers.1.self_attn.k_proj.weight_scale": torch.tensor(9.0),
+        "model.layers.1.self_attn.k_proj.input_scale": torch.tensor(9.0),
+        "model.layers.1.self_attn.q_proj.output_scale": torch.tensor(9.0),
+    }
+    second = {
+        "language_model.model.layers.12.self_attn.k_proj.output_scale": torch.tensor(0.125),
+        "model.layers.3.self_attn.kv_scale": torch.tensor(0.75),
+        "model.layers.4.self_attn.k_scale": heads,
+    }
+    safetensors.save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    safetensors.save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    scales = cache_scales(tmp_path)
+    per_head = scales.pop(4)
+    assert list(per_head) == ["k_scale"] and torch.equal(
+        torch.as_tensor(per_head["k_scale"]), heads
+    )
+    assert scales == {
+        0: {"k_scale": 0.5, "v_scale": 0.25},
+        1: {"k_scale": 2.0, "v_scale": 4.0},
+        3: {"k_scale": 0.75, "v_scale": 0.75},
+        12: {"k_scale": 0.125},
+    }
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        name = "model.layers.0.self_attn.k_scale"
+        safetensors.save_file(
+            {name: torch.tensor(wrong)}, tmp_path / "model-00001-of-00002.safetensors"
+        )
+        with pytest.raises(ConfigError, match=f"{name}.*must be positive and finite"):
+            cache_scales(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="can't be read, or is truncated"):
+        cache_scales(tmp_path)
 
 
 def test_layers_that_read_anothers_keys_say_whose() -> None:

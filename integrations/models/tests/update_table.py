@@ -67,9 +67,10 @@ that is read as another one (`assume`), or that transformers has no code for, is
 that is unknown. `ignore` names fields that change nothing, and `strict=False` warns instead of refusing;
 commands take `--assume` and `--ignore`.
 
-A checkpoint's quantised cache (`kv_cache_scheme`, `kv_cache_quant_algo`) is refused unless
-`kv_cache_dtype` says what the cache holds. Layers that read another layer's keys (Gemma 3n) have that
-layer's index as `LayerSpec.kv_source`.
+A checkpoint whose cache is e4m3 with stored scales (`kv_cache_scheme`, `kv_cache_quant_algo`) gives
+layers with `kv_cache_dtype="fp8_e4m3"`; `polyattn_models.cache_scales(folder)` reads its scales. Any
+other scheme is refused unless `kv_cache_dtype` names a dtype. Layers that read another layer's keys
+(Gemma 3n) have that layer's index as `LayerSpec.kv_source`.
 
 A package adds a type by an entry point in the group polyattn.readers, whose name is the `model_type`:
 

@@ -16,7 +16,7 @@ from polyattn import Batch, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, Frame, KVCache, LayerParams, quantize
-from polyattn.registry.discovery import refresh
+from polyattn.registry.discovery import discover, refresh
 from polyattn.tools.cli import doctoring
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -270,7 +270,7 @@ def test_store_has_torch_s_bits(isa, stored):
 )
 def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
-    wanted = "wanted 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
+    wanted = "must be 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
     says = f"{variable}='{value}': {wanted}"
     refresh()
     try:
@@ -289,8 +289,11 @@ def test_doctor_and_explain_say_which_instruction_set_runs(isa):
         state = {row["name"]: row["state"] for row in doctoring.examine()["backends"]}
     finally:
         refresh()
-    assert f"NATIVE_ATTN for decode, by {isa} (priority 100, measured)" in selection.explain()
-    assert state["NATIVE_MLA"] == f"ready: {isa}, measured"
+    named = ("NATIVE_ATTN", "NATIVE_MLA")
+    proof = {n: discover().backend(n).proof_on(selection.device, isa).value for n in named}
+    said = f"NATIVE_ATTN for decode, by {isa} (priority 100, {proof['NATIVE_ATTN']}"
+    assert said in selection.explain()
+    assert state["NATIVE_MLA"] == f"ready: {isa}, {proof['NATIVE_MLA']}"
 
 
 def test_every_instruction_set_has_its_proof():

@@ -10,6 +10,7 @@ from typing import Any
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.proofs import Record, records_of
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.validate import (
     BACKEND_NAME,
@@ -31,13 +32,19 @@ LARGEST_SCORE = 10**6
 
 
 class Proof(str, Enum):
-    """How far a claim about a platform has been proven, strongest first."""
+    """How far a claim about a platform has been proven, strongest first.
+
+    MEASURED and IN_PART are what records of results say (`registry.proofs`), of one build on one
+    architecture; DECLARED is a plugin's word that it ran there, without a record.
+    """
 
     MEASURED = "measured"
+    IN_PART = "measured in part"
     EMULATED = "emulated"
     COMPILED = "compiled"
     INTERPRETED = "interpreted"
     SIGNATURE = "signature"
+    DECLARED = "declared"
     UNPROVEN = "unproven"
 
 
@@ -129,7 +136,8 @@ class BackendInfo:
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
-    - `proof`: platform (or arch) to how far the claims there are proven.
+    - `proof`: platform (or arch) to how far the claims there are proven. "measured" counts where a record
+      of results says so; without one it is "declared", or what is declared of the platform.
     - `proof_of_runs`: what `runs` may name (an instruction set) to how far that is proven, where it
       isn't as far as its arch.
     - `by_name_only`: it serves where the user names it, and is never chosen by itself.
@@ -228,9 +236,27 @@ class BackendInfo:
 
         `runs`: what of it runs there, which may be proven to another degree.
         """
-        there = self.proof.get(device.arch) or self.proof.get(device.platform)
+        return self._proven(device.arch, device.platform, runs)[0]
+
+    def record_on(self, device: Device, runs: str = "") -> Record | None:
+        """Return the record that proves it on `device`, None where none does."""
+        return self._proven(device.arch, device.platform, runs)[1]
+
+    def proof_at(self, where: str) -> Proof:
+        """Return the same of an arch or a platform, whatever of it runs there."""
+        return self._proven(where, where, "")[0]
+
+    def _proven(self, arch: str, platform: str, runs: str) -> tuple[Proof, Record | None]:
+        """Return what a record says, else what is declared; "measured" isn't anybody's to declare."""
         name, _, _ = runs.partition(" ")
-        return Proof.UNPROVEN if there is None else self.proof_of_runs.get(name, there)
+        declared = [self.proof[where] for where in (arch, platform) if where in self.proof]
+        if declared and name in self.proof_of_runs:
+            declared.insert(0, self.proof_of_runs[name])
+        if declared[:1] == [Proof.MEASURED]:
+            for record in records_of(self, arch, name):
+                return (Proof.MEASURED if record.whole else Proof.IN_PART), record
+        weaker = (proof for proof in declared if proof not in (Proof.MEASURED, Proof.IN_PART))
+        return next(weaker, Proof.DECLARED if declared else Proof.UNPROVEN), None
 
 
 def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:

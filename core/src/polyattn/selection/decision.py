@@ -17,7 +17,8 @@ class Verdict:
     """What became of one candidate in one phase. No rejections means that it can serve.
 
     `build` is the package whose claims were judged, where several bring the library; `runs` what of
-    the backend runs on this device, where it says so (an instruction set).
+    the backend runs on this device, where it says so (an instruction set). `record`: which results
+    prove it, "" where none do.
     """
 
     backend: str
@@ -28,6 +29,7 @@ class Verdict:
     proof: str = ""
     build: str = ""
     runs: str = ""
+    record: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -136,7 +138,8 @@ def verdict_line(verdict: Verdict) -> str:
     text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
         text += f", by {verdict.runs}" if verdict.runs else ""
-        text += f" (priority {verdict.score}, {verdict.proof})"
+        record = f": {verdict.record}" if verdict.record else ""
+        text += f" (priority {verdict.score}, {verdict.proof}{record})"
         text += f": {verdict.why}" if verdict.why else ""
     return text
 
@@ -151,5 +154,6 @@ def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
         "priority": verdict.score,
         "why": verdict.why,
         "proof": verdict.proof,
+        "record": verdict.record,
         "rejections": [vars(rejection) for rejection in verdict.rejections],
     }

@@ -261,10 +261,11 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, served)
         runs = facts.running(info) if device.is_real and not rejections else ""
-        proof = info.proof_on(device, runs).value
+        proof, record = info.proof_on(device, runs).value, info.record_on(device, runs)
         judged.append(
             Verdict(
-                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs
+                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs,
+                "" if record is None else f"{record.text} in {record.path}",
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))

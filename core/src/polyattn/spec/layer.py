@@ -302,9 +302,9 @@ class LayerSpec:
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
         a directory that holds one. `assume` names the type to read it as; `ignore` the fields
         that don't change attention; `strict=False` warns of those that aren't understood instead
-        of refusing them; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
-        dtype. It has to be named where the checkpoint asks for a quantised cache. `polyattn-models`
-        reads the config. Raises `ConfigError`, also where that isn't installed.
+        of refusing them; `kv_cache_dtype` what the caches hold. By default, and for `"auto"`, it is
+        what the checkpoint asks for, else the model's dtype. `polyattn-models` reads the config.
+        Raises `ConfigError`, also where that isn't installed.
         """
         return model_reader().layer_specs(
             config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype

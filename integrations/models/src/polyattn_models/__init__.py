@@ -13,7 +13,7 @@ from polyattn_models.layers import Layer, ModelLayers, Reader, Towers, model_of
 from polyattn_models.multimodal import READERS as WITH_TOWERS
 from polyattn_models.multimodal import text_part, towers
 from polyattn_models.outside import outside_reader
-from polyattn_models.quantization import check_cache_scheme
+from polyattn_models.quantization import cache_dtype_of, cache_scales
 from polyattn_models.recurrent import READERS as RECURRENT
 from polyattn_models.unknown import why_unknown
 
@@ -24,6 +24,7 @@ __all__ = [
     "ModelLayers",
     "Reader",
     "Towers",
+    "cache_scales",
     "layer_specs",
     "model_layers",
     "read_config",
@@ -50,7 +51,8 @@ def layer_specs(
     - `assume`: the `model_type` to read it as.
     - `ignore`: fields that are known not to change attention.
     - `strict` False: warn of a field that isn't understood (logger `polyattn`) instead of refusing it.
-    - `kv_cache_dtype`: what the caches hold, whatever the checkpoint asks for.
+    - `kv_cache_dtype`: what the caches hold; `"auto"` and None: what the checkpoint asks for, else the
+      model's dtype. `cache_scales` reads the checkpoint's scales.
 
     Raises `ConfigError`, among others where a layer can't be served: `model_layers` has those, and the
     towers of images.
@@ -87,8 +89,8 @@ def model_layers(
     try:
         found = reader(cfg)
         check_fields(cfg, assume is not None, ignore, strict)
-        if kv_cache_dtype is None:
-            check_cache_scheme(cfg)
-        return model_of(source, model, found, kv_cache_dtype or "auto")
+        if kv_cache_dtype in (None, "auto"):
+            kv_cache_dtype = cache_dtype_of(cfg)
+        return model_of(source, model, found, kv_cache_dtype)
     except SpecError as error:
         raise ConfigError(f"{source}: {error}") from error

@@ -1,33 +1,59 @@
-"""What does a checkpoint say about its cached keys and values? Its quantisation may name a format."""
+"""What does a checkpoint say about its cached keys and values: their dtype and their scales?"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from polyattn.errors import ConfigError, describe
 
 from polyattn_models.config import Config
 
 WHERE = ("quantization_config", "compression_config")
 PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values that leave the cache as it is."""
+STATIC_E4M3: dict[str, tuple[Any, ...]] = {
+    "type": ("float",), "num_bits": (8,), "dynamic": (None, False), "symmetric": (None, True),
+    "strategy": (None, "tensor", "attn_head"),
+}  # fmt: skip
+"""Fields of compressed-tensors' `QuantizationArgs` that say e4m3, with scales in the checkpoint."""
+SCALE = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.)?"
+    r"(?:(?P<both>kv_scale)|(?:[a-z_]*proj\.)?(?P<one>[kv])_scale|(?P<out>[kv])_proj\.output_scale)$"
+)
+"""Names of scales: compressed-tensors', ModelOpt's, Quark's, AutoFP8's (one for both)."""
 
 
-def check_cache_scheme(cfg: Config) -> None:
-    """Refuse a quantised cache that the checkpoint asks for, in the model or a tower of it.
+def cache_dtype_of(cfg: Config) -> str:
+    """Return the `kv_cache_dtype` that a model's checkpoint, or one of its towers', asks for.
 
-    compressed-tensors and fp8 call it `kv_cache_scheme`, ModelOpt `kv_cache_quant_algo`, Quark
-    `kv_cache_group`. Raises `ConfigError`.
+    `"auto"` is the model's own dtype. compressed-tensors and fp8 call the field `kv_cache_scheme`,
+    ModelOpt `kv_cache_quant_algo`, Quark `kv_cache_group`. Raises `ConfigError` for a scheme that isn't
+    e4m3 with stored scales.
     """
+    dtypes = {cache_dtype_of(part) for part in cfg.parts}
     for place in WHERE:
         for path, value in _schemes(cfg.values.get(place), place):
-            raise cfg.error(
-                path,
-                value,
-                "is a format of cached keys and values that isn't read yet; name the cache's dtype "
-                "yourself, kv_cache_dtype='auto' for the model's own (--kv-cache-dtype auto)",
-            )
-    for part in cfg.parts:
-        check_cache_scheme(part)
+            if not _is_static_e4m3(path, value):
+                raise cfg.error(
+                    path,
+                    value,
+                    "is a format of cached keys and values that isn't read; name the cache's dtype "
+                    "yourself, such as kv_cache_dtype='fp8_e4m3' or the model's own dtype",
+                )
+            dtypes.add("fp8_e4m3")
+    return "fp8_e4m3" if "fp8_e4m3" in dtypes else "auto"
+
+
+def _is_static_e4m3(path: str, value: Any) -> bool:
+    if path.endswith(".kv_cache_quant_algo"):
+        return str(value).upper() == "FP8"
+    if not path.endswith(".kv_cache_scheme") or not isinstance(value, Mapping):
+        return False
+    return all(value.get(name) in valid for name, valid in STATIC_E4M3.items())
 
 
 def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -39,3 +65,47 @@ def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", inner
         else:
             yield from _schemes(inner, f"{path}.{name}")
+
+
+def cache_scales(folder: str | Path) -> dict[int, dict[str, Any]]:
+    """Return the scales of cached keys and values that a checkpoint's safetensors files hold.
+
+    By layer: `k_scale`, `v_scale` or both, as `Attention` takes them: a number, or a tensor (KV heads,)
+    of one a head. Layers without any are left out; theirs are 1.
+
+        scales = cache_scales("Llama-3.1-8B-Instruct-FP8-KV")
+        layers = [Attention(group, **scales.get(index, {})) for index in range(32)]
+
+    Raises `ConfigError` for a file that can't be read and for a scale that isn't positive and finite.
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ConfigError(
+            f'{folder}: its scales need safetensors: pip install "polyattn[weights]"'
+        ) from error
+    scales: dict[int, dict[str, Any]] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if SCALE.search(name)]  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in names}
+        except Exception as error:
+            raise ConfigError(
+                f"{path}: can't be read, or is truncated: {describe(error)}"
+            ) from error
+        for name, tensor in tensors.items():
+            found = SCALE.search(name)
+            assert found is not None
+            which = "kv" if found["both"] else found["one"] or found["out"]
+            values = tensor.float().flatten()
+            if not all(math.isfinite(value) and value > 0 for value in values.tolist()):
+                raise ConfigError(
+                    f"{path}: {name}={values.tolist()} must be positive and finite; remove it from "
+                    "the file where the checkpoint has no scale"
+                )
+            scale = float(values) if values.numel() == 1 else values
+            scales.setdefault(int(found[1]), {}).update(
+                {f"{letter}_scale": scale for letter in which}
+            )
+    return scales

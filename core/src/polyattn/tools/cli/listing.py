@@ -114,7 +114,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "plugin": registry.owners[info.name].name,
             "platforms": list(info.capabilities.platforms),
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
-            "proof": {where: proof.value for where, proof in info.proof.items()},
+            "proof": {where: info.proof_at(where).value for where in info.proof},
             "problem": problem,
             "runs": "" if problem else running(info, timeout),
             "builds": _builds(info, timeout),

@@ -138,6 +138,9 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Compare the formats that the cache could have.")
+    ] = False,
     kv_cache_dtype: CacheDtypeOption = None,
     block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
@@ -150,7 +153,7 @@ def explain(
     from polyattn.tools.cli.models import Reading
 
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot, formats))
 
 
 @app.command()
@@ -219,7 +222,7 @@ def run(
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
     sliding_window: Annotated[
-        int | None, count("Let every attention layer see the last N tokens alone.")
+        int | None, count("Let every attention layer see only the last N tokens.")
     ] = None,
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
