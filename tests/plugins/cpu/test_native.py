@@ -271,7 +271,7 @@ def test_store_has_torch_s_bits(isa, stored):
 )
 def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
-    wanted = "wanted 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
+    wanted = "must be 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
     says = f"{variable}='{value}': {wanted}"
     refresh()
     try:

@@ -39,7 +39,7 @@ _ATTENTION: tuple[Check, ...] = (
     forests.forest, forests.forest_reuse, forests.forest_graph,
     published.published, published.combined, published.masks, published.twins,
     lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
-    lasting.many_calls, lasting.reassigned, lasting.loaded_later, lasting.process,
+    lasting.many_calls, lasting.many_lengths, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,

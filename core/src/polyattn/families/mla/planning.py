@@ -157,7 +157,9 @@ class Planner(StepPlanner):
         assert self.group.cache_format is not None
         check_pages(self.spec, batch, self.group.cache_format.block_size)
         if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):
-            raise BatchError("a captured step of MLA is of single-token rows alone")
+            raise BatchError(
+                "a captured step of MLA has rows of one token only; run longer rows eagerly"
+            )
         phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
         ops: list[Op] = []
         for phase, part in (("decode", phases.decode), ("prefill", phases.prefill)):
