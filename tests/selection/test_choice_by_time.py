@@ -244,6 +244,19 @@ def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
     assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
 
 
+def test_bits_that_must_not_depend_on_the_batch_have_one_backend(table: Any) -> None:
+    table([
+        model("TORCH_SDPA", "decode", launch=1, byte=1e-3),
+        model("NATIVE_ATTN", "decode", launch=500, byte=1e-5),
+    ])  # fmt: skip
+    selection = select(SPEC.replace(batch_invariant=True), "cpu")
+    assert any("one backend runs all steps" in note for note in selection.decision.notes)
+    group = LayerGroup(selection)
+    blocks = torch.arange(260, dtype=torch.int32)[None]
+    ran = {group.plan(Batch([0, 1], [length], blocks)).calls[0].name for length in (5, 4000)}
+    assert ran == {selection.backend("decode").name}  # type: ignore[union-attr]
+
+
 def test_a_named_backend_is_not_chosen_otherwise(table: Any) -> None:
     table([model("TORCH_SDPA", kind, launch=1) for kind in KINDS])
     group = LayerGroup(select(SPEC, "cpu", backend="HPU_ATTN"))

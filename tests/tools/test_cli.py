@@ -216,7 +216,7 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
 def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
     batch = ("explain", "llama-3.1-8b", "--device", "cpu", "--batch", "24q1s4k")
     text = polyattn(*batch, POLYATTN_TIMINGS="0").stdout
-    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table that" in text
+    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table for" in text
 
 
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_values_are_plotted_as_points(tmp_path: Path) -> None:
 def test_run_asks_before_it_draws_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("run", "llama-3.1-8b", "--weights", "random", "--device", "cpu")
     code, _, said = here(*command)
-    assert code == 2 and "draws 15 GiB; nobody is there to ask: pass --yes" in said
+    assert code == 2 and "draws 15 GiB; no terminal to ask at: pass --yes" in said
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(weights, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
     monkeypatch.setattr(weights.typer, "confirm", lambda text, err: False)

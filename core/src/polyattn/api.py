@@ -56,7 +56,9 @@ def select(
     `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
     """
     if not isinstance(spec, LayerSpec):
-        raise SpecError(f"spec={shown(spec)} must be a LayerSpec; from_dict makes one of a mapping")
+        raise SpecError(
+            f"spec={shown(spec)} must be a LayerSpec; LayerSpec.from_dict makes one from a mapping"
+        )
     settings = _checked(settings, verify)
     if not isinstance(backend, str | None):
         raise SettingsError(
@@ -220,9 +222,12 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
     notes = measured.notes(device)
+    if models and spec.batch_invariant:
+        models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
+        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
-        notes.append(f"who runs is chosen for each step, by times measured in {sources}")
+        notes.append(f"the backend is chosen for each step, by times measured in {sources}")
     return Selection(
         replace(decision, notes=(*decision.notes, *notes)),
         tuple((phase, infos[name]) for phase, name in decision.chosen),

@@ -208,7 +208,9 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
         raise ValueError(f"backend={backend!r}, kind={kind!r}; a kind is one of {', '.join(KINDS)}")
     layer, of, overlap = entry["layer"], entry.get("of", []), entry.get("overlap", False)
     if not isinstance(layer, dict) or not layer.keys() <= _CLASS:
-        raise ValueError(f"layer={layer!r} must say of layers some of {', '.join(sorted(_CLASS))}")
+        raise ValueError(
+            f"layer={layer!r} must map some of these to lists: {', '.join(sorted(_CLASS))}"
+        )
     names = isinstance(of, list) and all(isinstance(name, str) for name in of)
     if not names or not isinstance(overlap, bool):
         raise ValueError(f"of={of!r} must be a list of packages, overlap={overlap!r} true or false")

@@ -222,7 +222,7 @@ def run(
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
     sliding_window: Annotated[
-        int | None, count("Let every attention layer see the last N tokens alone.")
+        int | None, count("Let every attention layer see only the last N tokens.")
     ] = None,
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
