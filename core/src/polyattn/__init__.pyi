@@ -53,6 +53,7 @@ from polyattn.settings import Settings as Settings
 from polyattn.spec.cache_window import CacheWindow as CacheWindow
 from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
+from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
 from polyattn.spec.layer import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
