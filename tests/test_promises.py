@@ -108,7 +108,14 @@ DISTRIBUTIONS = sorted(
 def test_distributions_say_the_same_of_themselves(folder: Path) -> None:
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     core = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
-    for field in ("license", "license-files", "readme", "authors", "requires-python", "classifiers"):
+    for field in (
+        "license",
+        "license-files",
+        "readme",
+        "authors",
+        "requires-python",
+        "classifiers",
+    ):
         assert project[field] == core[field], field
     assert "attention" in project["keywords"] and project["dynamic"] == ["version"]
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
