@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from fakes import GENERAL, backend, choose
 from polyattn import (
@@ -105,3 +107,15 @@ def test_steps_with_kept_first_tokens_are_refused_by_name() -> None:
     spec = SPEC.replace(batch_invariant="steps", sliding_window=8, sink_tokens=2)
     with pytest.raises(SelectionError, match="kept first tokens and the window may share a tile"):
         select(spec, resolve_device("cpu"), backend="NATIVE_ATTN")
+
+
+def test_a_cost_that_was_not_measured_is_named_so(caplog: pytest.LogCaptureFixture) -> None:
+    layer = LayerSpec(num_heads=24, num_kv_heads=8, head_size=128)
+    for device, others in (
+        ("h200", r"TORCH_SDPA \(\w+: [\d.]+ us for a"),
+        ("mi300x", r"TORCH_SDPA and "),
+    ):
+        notes = " ".join(select(layer.replace(batch_invariant=True), device).decision.notes)
+        said = rf"TORCH_SDPA runs prefill, not \w+; no timing table of this device has {others}"
+        assert re.search(said, notes)
+        assert notes[:60] in caplog.text

@@ -21,7 +21,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
-REMEDY = "measure anew: polyattn tune"
+REMEDY = "measure again: polyattn tune"
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""

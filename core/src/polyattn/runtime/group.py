@@ -405,5 +405,5 @@ def load_backend(
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"backend {info.name} can't be loaded from {info.path}: {describe(error)}; until its plugin "
-            "is mended, POLYATTN_BACKEND or backend= may name another"
+            "is fixed, POLYATTN_BACKEND or backend= may name another"
         ) from error
