@@ -12,8 +12,9 @@ from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings

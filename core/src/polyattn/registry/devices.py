@@ -7,8 +7,9 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.errors import DeviceError, describe, shown
 from polyattn.registry.catalogue import catalogue, unknown
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.machine import detect
 from polyattn.settings import Settings, current
 

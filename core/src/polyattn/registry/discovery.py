@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -22,8 +22,9 @@ from polyattn.registry.distributions import distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
+from polyattn.registry.installed import IMPORTS_TORCH, Registry
 from polyattn.registry.machine import forget_probes
-from polyattn.registry.names import backend_named, not_a_backend, without_conflicts
+from polyattn.registry.names import without_conflicts
 from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
@@ -34,64 +35,6 @@ from polyattn.registry.validate import (
 from polyattn.settings import Settings, current
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
-
-
-@dataclass(frozen=True)
-class Registry:
-    """Who is installed: plugins, their backends and platforms, and everything that is wrong."""
-
-    plugins: tuple[PluginRecord, ...]
-    backends: dict[str, BackendInfo]
-    owners: dict[str, PluginRecord]
-    platforms: dict[str, Platform]
-    platform_owners: dict[str, PluginRecord]
-    variants: dict[str, AttentionVariant]
-    row_formats: dict[str, RowFormat]
-    conflicts: dict[str, str]
-    manager: pluggy.PluginManager = field(repr=False)
-    late_policies: set[str] = field(default_factory=set, repr=False)
-
-    @property
-    def problems(self) -> list[str]:
-        """One line for each plugin that is broken and each name that two plugins claim."""
-        broken = [
-            f"{p.origin}: {p.problem} (until it is fixed: {p.removal})"
-            for p in self.plugins
-            if p.status == "broken"
-        ]
-        return broken + list(self.conflicts.values())
-
-    @property
-    def notes(self) -> list[str]:
-        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
-        return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
-
-    @property
-    def torch_importers(self) -> dict[str, str]:
-        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
-        return {
-            p.name: f"{p.origin}: {p.note}"
-            for p in self.plugins
-            if p.note.startswith(IMPORTS_TORCH)
-        }
-
-    @property
-    def disabled(self) -> list[str]:
-        """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
-        return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
-
-    def backend(self, name: str) -> BackendInfo:
-        """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""
-        name = name.upper()
-        own = backend_named(name, self.backends)
-        if own is not None:
-            return self.backends[own]
-        key = f"backend {name}"
-        if key in self.conflicts:
-            raise PluginError(self.conflicts[key])
-        notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
-        raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
-
 
 _registered: dict[str, Any] = {}
 _generation = 0
@@ -324,9 +267,6 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
 
 SLOW = 0.5
 """Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
-
-
-IMPORTS_TORCH = "its hook module imports torch"
 
 
 def _cost(imports_torch: bool, seconds: float) -> str:

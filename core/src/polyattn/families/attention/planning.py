@@ -23,9 +23,9 @@ from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
-from polyattn.runtime.group import LayerGroup, StepPlanner
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import Store, claimed_rotation

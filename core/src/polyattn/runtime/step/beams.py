@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import integers
+from polyattn.runtime.step.integers import integers
 
 
 def beam_batch(

@@ -14,7 +14,7 @@ from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
 from polyattn.runtime.inputs import check_is_tensor
-from polyattn.runtime.step.batch_checks import integers
+from polyattn.runtime.step.integers import integers
 from polyattn.spec.checks import flag
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
