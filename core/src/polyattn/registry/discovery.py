@@ -42,9 +42,24 @@ _cache: dict[Any, Registry] = {}
 
 
 def register(plugin: Any, name: str | None = None) -> None:
-    """Add a plugin (a module, or an object with hook methods) to this process.
+    """Add a plugin to this process.
 
-    `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
+    Args:
+        plugin: a module or an object with hook methods, or what `polyattn.kernel.backend` returns.
+        name: the plugin's; default: its `__name__`.
+
+    Raises:
+        PluginError: the name is taken, or a declaration is wrong.
+
+    Example:
+        >>> from polyattn.kernel import backend
+        >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=(64,), features=("causal",))
+        ... def mine(query, key, value, mask, scale): ...
+        >>> register(mine)
+        >>> "MINE" in discover().backends
+        True
+        >>> unregister(mine)
+
     """
     global _generation
     name = str(getattr(plugin, "__name__", "")) if name is None else name
@@ -58,7 +73,20 @@ def register(plugin: Any, name: str | None = None) -> None:
 
 
 def unregister(plugin: Any) -> None:
-    """Remove a plugin that `register` added: the plugin itself, or its name. Raises `PluginError`."""
+    """Remove a plugin that `register` added.
+
+    Args:
+        plugin: the plugin itself, or its name.
+
+    Raises:
+        PluginError: no such plugin was registered.
+
+    Example:
+        >>> unregister("mine")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no plugin named 'mine' was registered
+
+    """
     global _generation
     name = plugin
     if not isinstance(plugin, str):
@@ -89,7 +117,22 @@ def generation() -> int:
 
 
 def discover(settings: Settings | None = None) -> Registry:
-    """Return the registry of installed plugins, cached until something changes it."""
+    """Return the registry of installed plugins, cached until something changes it.
+
+    Args:
+        settings: instead of those of the environment and the file.
+
+    Returns:
+        The registry: `backends` by name, `plugins`, and `problems` with their remedies.
+
+    Raises:
+        SettingsError: a setting names a plugin that isn't installed.
+
+    Example:
+        >>> discover().backends["TORCH_MERGE"].summary
+        "attention states merged by torch's elementwise operators"
+
+    """
     settings = current() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
