@@ -308,7 +308,7 @@ def test_stale_models_are_named_and_ignored(table: Any) -> None:
     assert selection.timings == ()
     (note,) = [n for n in selection.decision.notes if str(path) in n]
     assert "HPU_ATTN, NATIVE_ATTN, TORCH_SDPA: measured with torch 1.0.0" in note
-    assert _torch() in note and note.endswith("is installed; measure anew: polyattn tune")
+    assert _torch() in note and note.endswith("is installed; measure again: polyattn tune")
 
 
 def test_a_broken_table_is_named_and_ignored(table: Any, tmp_path: Path) -> None:
