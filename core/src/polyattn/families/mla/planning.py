@@ -23,8 +23,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.calls import planned_call
-from polyattn.runtime.decompositions import Part, by_phase
+from polyattn.runtime.decompositions import Part, by_phase, planned_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
