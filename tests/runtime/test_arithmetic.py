@@ -1,0 +1,157 @@
+"""Planners' integer formulas by exhaustion: every small case, and for the native planner every length.
+
+What this proves, and up to which bounds, is in docs/proofs.md; ranges of keys are in
+tests/spec/test_key_ranges.py, and the same on the device in tests/plugins/triton/seen.py.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from polyattn import Device, LayerSpec
+from polyattn.runtime.reads import check_plan
+from polyattn_cpu.native import library
+from test_reads import form_of, step_of
+
+pytest.importorskip("triton")
+from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.prefix_schedule import Shape, Tiles, cut
+from polyattn_triton.reading import Work
+from polyattn_triton.reading import stretches as walked
+from polyattn_triton.schedule import Line, Rates, rows_of, stretches, whole
+
+slow = pytest.mark.slow
+
+
+def lengths(most: int, count: int) -> list[np.ndarray]:
+    """Return all lists of up to `count` numbers of key tiles up to `most`."""
+    found = (product(range(most + 1), repeat=n) for n in range(1, count + 1))
+    return [np.array(keys) for some in found for keys in some]
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "items"),
+    [(5, 3, (1,)), pytest.param(3, 4, (1, 2, 3), marks=slow), pytest.param(40, 1, (1, 2), marks=slow)],
+)  # fmt: skip
+def test_stretches_have_every_key_tile_once(most: int, count: int, items: tuple[int, ...]) -> None:
+    """Of all such lists, for 1 to 6 programs: walked as a program does, in the order of the keys."""
+    for keys in lengths(most, count):
+        for programs, item, least in product(range(1, 7), items, (1, 2)):
+            dealt = stretches(Line.of(keys, item), programs, Rates(item, least))
+            faults: list[str] = []
+            pieces = walked(Work(torch.from_numpy(dealt.work()), faults), programs, False)
+            order = np.lexsort((pieces.begin, pieces.part, pieces.seq))
+            tile, begin, part = pieces.seq[order], pieces.begin[order], pieces.part[order]
+            end = np.clip(
+                pieces.end[order], 0, keys[tile]
+            )  # below 0: not all of its queries' units
+            case = (keys, programs, item, least)
+            first = np.diff(tile, prepend=-1) > 0
+            assert not faults and tile[first].tolist() == list(range(len(keys))), case
+            assert (begin[first] == 0).all(), case
+            # A part may have a tile's queries alone, or what is behind its keys: [n, n).
+            assert (
+                np.minimum(begin, keys[tile])[~first] == end[np.flatnonzero(~first) - 1]
+            ).all(), case
+            assert (end[[*(np.flatnonzero(first)[1:] - 1), -1]] == keys).all(), case
+            mine = part[part >= 0]
+            assert len(set(mine)) == len(mine) and (mine < 2 * programs).all(), case
+
+
+def test_whole_tiles_are_dealt_out_once() -> None:
+    """Of all lists of up to 4 numbers up to 4: each tile, the longest first."""
+    for keys in lengths(4, 4):
+        for slots, item, merge in product((1, 2, 3, 5), (1, 3), (0, 6)):
+            order = whole(keys, slots, Rates(item, 2, merge))
+            if order is not None:
+                assert sorted(order) == list(range(len(keys)))
+                assert (np.diff(keys[order]) <= 0).all()
+
+
+def test_tiles_have_every_row_once() -> None:
+    """Up to 3 sequences of up to 5 tokens, groups up to 5, tiles of up to 8 rows."""
+    for queries in lengths(5, 3):
+        for group, height in product(range(1, 6), range(1, 9)):
+            seq, row = rows_of(queries, group, height)
+            there = queries[seq] * group
+            stop = np.minimum(row + height, there)
+            covered = [(s, r) for s, a, b in zip(seq, row, stop, strict=True) for r in range(a, b)]
+            assert covered == [(s, r) for s, n in enumerate(queries) for r in range(n * group)]
+            assert (row < there).all()
+
+
+@pytest.mark.parametrize("most", [17, pytest.param(33, marks=slow)])
+def test_pieces_of_prefixes_have_every_key_tile_once(most: int) -> None:
+    """Up to 3 tiles of 1 to 33 keys in tiles of 8, of one row or of four, for 1 to 5 programs."""
+    config = PrefixConfig(
+        tall=64, block_n=8, num_warps=4, num_stages=2, on_one=1, small_us=7, tall_us=19, item_us=11
+    )
+    shape = Shape(4, 16, config)
+    spans = (1, 8, 9, most)
+    for count in (1, 2, 3):
+        for keys, rows in product(product(spans, repeat=count), product((1, 9), repeat=count)):
+            stop = np.array(keys)
+            none = np.zeros(count, np.int64)
+            tiles = Tiles(np.arange(count), none, stop, none, np.array(rows), none)
+            for programs in range(1, 6):
+                pieces = cut(tiles, shape, programs)
+                case = (keys, rows, programs)
+                parts = [
+                    (int(tile), tile_at)
+                    for tile, begin, end in zip(pieces.tile, pieces.begin, pieces.end, strict=True)
+                    for tile_at in range(begin, end)
+                ]
+                assert parts == [(i, k) for i, n in enumerate(keys) for k in range(-(-n // 8))], (
+                    case
+                )
+                assert (np.diff(pieces.program) >= 0).all(), case
+                assert ((pieces.program >= 0) & (pieces.program < programs)).all(), case
+
+
+NATIVE_MASKS: list[dict[str, Any]] = [
+    {}, {"sliding_window": 5}, {"sliding_window": 520, "sink_tokens": 3}, {"chunk_size": 100},
+    {"sliding_window": 5, "causal": False},
+]  # fmt: skip
+
+
+def native(heads: int, kv_heads: int, **mask: Any) -> Any:
+    from polyattn_cpu.native.backends import NativeAttention
+
+    if library.why_not() is not None:
+        pytest.skip("no native kernels")
+    spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=64, dtype="float32", **mask)
+    return NativeAttention(spec, form_of(spec), Device("cpu", "x86_64", torch_device="cpu"))
+
+
+@pytest.mark.parametrize("mask", NATIVE_MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("queries", "least", "most"),
+    [(1, 500, 530), *(pytest.param(q, 0, 3300, marks=slow) for q in (1, 9))],
+)
+def test_every_length_of_a_native_step(
+    queries: int, least: int, most: int, mask: dict[str, Any]
+) -> None:
+    """Every number of keys, alone and with its successors in one step; parts have 512 or 1,024."""
+    backend = native(8, 2, **mask)
+    for first in range(max(least, queries), most, 50):
+        lens = [*range(first, min(first + 50, most))]
+        batch = step_of([queries] * len(lens), lens)
+        assert check_plan(backend, backend.plan(batch), batch)
+    for length in range(max(least, queries), most, 1 if most < 600 else 97):
+        batch = step_of([queries], [length])
+        assert check_plan(backend, backend.plan(batch), batch)
+
+
+@pytest.mark.parametrize("heads", [1, 7, 71, 130])
+@pytest.mark.parametrize("most", [40, pytest.param(400, marks=slow)])
+def test_every_number_of_queries_of_a_native_step(heads: int, most: int) -> None:
+    """A block has 100 rows at the most, of one token at least: every number of tokens, and their keys."""
+    backend = native(heads, 1, sliding_window=5)
+    for first in range(1, most, 20):
+        queries = [*range(first, min(first + 20, most))]
+        batch = step_of(queries, [2 * n for n in queries])
+        assert check_plan(backend, backend.plan(batch), batch)
