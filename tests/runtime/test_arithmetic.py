@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from polyattn import Device, LayerSpec
-from polyattn.runtime.reads import check_plan
+from polyattn.runtime.reads import check_plan, shows
 from polyattn_cpu.native import library
 from test_reads import form_of, step_of
 
@@ -22,7 +22,16 @@ from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.prefix_schedule import Shape, Tiles, cut
 from polyattn_triton.reading import Work
 from polyattn_triton.reading import stretches as walked
-from polyattn_triton.schedule import Line, Rates, rows_of, stretches, whole
+from polyattn_triton.schedule import (
+    Line,
+    Rates,
+    key_tiles,
+    most_key_tiles,
+    most_keys,
+    rows_of,
+    stretches,
+    whole,
+)
 
 slow = pytest.mark.slow
 
@@ -82,6 +91,36 @@ def test_tiles_have_every_row_once() -> None:
             covered = [(s, r) for s, a, b in zip(seq, row, stop, strict=True) for r in range(a, b)]
             assert covered == [(s, r) for s, n in enumerate(queries) for r in range(n * group)]
             assert (row < there).all()
+
+
+TILE_MASKS: list[dict[str, Any]] = [
+    {"causal": causal, "sliding_window": window, "sink_tokens": kept, "chunk_size": chunk}
+    for causal, window, kept, chunk in product((True, False), (None, 1, 4, 7), (0, 1, 6), (None, 5, 8))
+    if window or not kept
+]  # fmt: skip
+
+
+def test_key_tiles_are_those_that_hold_a_key_that_is_shown() -> None:
+    """Of each run of up to 5 queries over up to 30 keys, in tiles of 4: by the rule, key by key."""
+    last = np.array([(n - q, n - 1, n) for n in range(1, 31) for q in range(1, min(n, 5) + 1)]).T
+    inner = np.array([(a, b, 30) for b in range(30) for a in range(max(0, b - 4), b + 1)]).T
+    first, stop, lens = np.concatenate([last, inner], 1)
+    query = first[:, None] + np.arange(5)
+    keys = np.arange(32)
+    for mask in TILE_MASKS:
+        spec = LayerSpec(num_heads=1, head_size=64, **mask)
+        seen = shows(spec, query[..., None], keys, lens[:, None, None])
+        seen = (seen & (query <= stop[:, None])[..., None]).any(1)
+        tiles = seen.reshape(len(lens), 8, 4).any(2).sum(1)
+        assert (key_tiles(spec, first, stop, lens, 4) == tiles).all(), mask
+        for longer in (0, 1, 2, 3, 7):  # the same queries of a longer sequence's bound
+            bound = most_key_tiles(spec, first + longer, stop + longer, lens + longer, 4)
+            assert (tiles <= bound).all(), mask
+        some = slice(0, last.shape[1])
+        most = most_keys(spec, lens[some], (stop - first + 1)[some])
+        more = most - seen[some].sum(1)
+        assert (more >= 0).all() and (more == 0).any(), mask
+        assert spec.chunk_size or (more == 0).all(), mask
 
 
 @pytest.mark.parametrize("most", [17, pytest.param(33, marks=slow)])
