@@ -2,6 +2,7 @@
 
     python .ci/versions.py oldest [--with torch==2.13.0] [TESTS ...]
     python .ci/versions.py newest [TESTS ...]
+    python .ci/versions.py oldest --resolve    # which versions pip would take; installs and runs nothing
 
 Every distribution of `requirements-dev.txt` is installed: core, the plugins and the integrations, with
 what their `EXTRAS` need. The oldest: each dependency at the highest of its lower bounds; one that
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import sys
 import tomllib
 import venv
 from pathlib import Path
@@ -88,8 +90,14 @@ def main() -> int:
     parser.add_argument(
         "--with", dest="instead", action="append", default=[], metavar="NAME==VERSION"
     )
+    parser.add_argument("--resolve", action="store_true", help="ask pip alone, install nothing")
     arguments = parser.parse_args()
     instead = {re.split("[=><]", text)[0]: text for text in arguments.instead}
+    if arguments.resolve:
+        ask = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed"]
+        declared = [str(each) for each in requirements() if each.name not in instead]
+        asked = [*pins(arguments.which, instead), *declared]
+        return subprocess.run([*ask, "--report", "-", *asked], check=False).returncode
     folder = ROOT / "build" / "versions" / arguments.which
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")

@@ -127,7 +127,7 @@ def test_a_plan_says_what_is_shared_or_why_nobody_looked(monkeypatch: pytest.Mon
     shared = group.plan(batch).explain()
     assert f"reads 2 shared prefixes once, which saves {megabytes:.3g} MB a layer" in shared
     unseen = group.plan(on_device_alone(batch)).explain()
-    assert "nobody looked, as the block table is on the device alone; give the Batch" in unseen
+    assert "unknown, because the block table is on the device only" in unseen
     apart = torch.arange(4 * 2, dtype=torch.int32).view(4, 2)
     lens = [20, 30, 9, 17]
     assert "rows share no blocks" in group.plan(Batch([0, 1, 2, 3, 4], lens, apart)).explain()

@@ -303,7 +303,7 @@ def test_a_captured_plan_s_angles_are_computed_in_its_own_tensors() -> None:
 
 def test_who_rotates_has_to_be_said() -> None:
     selection = select(SPEC, "cpu")
-    with pytest.raises(SpecError, match="rotate=True where"):
+    with pytest.raises(SpecError, match="rotate=True if"):
         Attention(selection)
     assert not Attention(selection, rotate=False).params.rotate
     with pytest.raises(SpecError, match="rotate=True, and the spec has no rope"):

@@ -125,8 +125,8 @@ def test_bad_input_is_refused(change: Callable[[Any], dict[str, Any]], match: st
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"sliding_window": 4}, "choice alone says"),
-        ({"alibi": True}, "choice alone says"),
+        ({"sliding_window": 4}, "choice names the keys"),
+        ({"alibi": True}, "choice names the keys"),
         ({"sparse": None}, "give sparse=SparseSpec"),
         ({"kind": "attention"}, "leave sparse out"),
         ({"mask": "custom"}, "mask"),

@@ -1,4 +1,4 @@
-"""Writes the selection tables: what each model gets on each profile. Run after changing priorities."""
+"""Writes the selection tables, what each model gets on each profile, and the list of messages."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ def _verdicts(spec: LayerSpec, profile: str) -> str:
 
 
 def main() -> None:
+    import messages
+
+    messages.main()
     (Path(__file__).parent / EXPLAINED).write_text(explained(TABLES["tpu.md"]))
     for name, profiles in TABLES.items():
         (Path(__file__).parent / name).write_text(table(profiles))

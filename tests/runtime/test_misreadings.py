@@ -102,7 +102,7 @@ MASKS = [
 
 CACHES = [
     refused(CacheError, "form=3 must be a CacheFormat", KVCache, *zeros(2, 2, 16, 2, 32), 3),
-    refused(CacheError, "form says blocks of 16, 2 KV heads of 32/32", KVCache,
+    refused(CacheError, "form has blocks of 16, 2 KV heads of 32/32", KVCache,
             *zeros(2, 2, 16, 2, 64), FORM),
     refused(CacheError, "form=3 must be", KVCache.allocate, 3, 4),
     refused(CacheError, "device='cpux' is no torch device", KVCache.allocate, FORM, 4, "cpux"),
@@ -131,7 +131,7 @@ CACHES = [
     refused(SpecError, "CacheWindow.block_size=-1", CacheWindow, -1, 4),
     refused(SpecError, "CacheWindow.sinks=-1", CacheWindow, 16, 4, -1),
     refused(SpecError, "CacheWindow.chunk=-3", CacheWindow, 16, 4, 0, -3),
-    refused(SpecError, "keeps everything; give one of both", CacheWindow, 16, None),
+    refused(SpecError, "keeps everything; set window, chunk or both", CacheWindow, 16, None),
 ]  # fmt: skip
 
 CHOICES = [

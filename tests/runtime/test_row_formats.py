@@ -265,7 +265,7 @@ def test_who_does_not_claim_it_is_refused_by_name() -> None:
         SPEC.replace(head_size=40)
     with pytest.raises(SpecError, match="kv_cache_dtype='nvfp5' is unknown; did you mean 'nvfp4'"):
         SPEC.replace(kv_cache_dtype="nvfp5")
-    with pytest.raises(CacheError, match="rows of bytes, which don't say of what: give form="):
+    with pytest.raises(CacheError, match="rows of bytes, whose format is unknown: pass form="):
         KVCache(torch.zeros(1, 1, 1, 9, dtype=torch.uint8), torch.zeros(1, 1, 1, 9).byte())
 
 

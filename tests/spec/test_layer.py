@@ -250,6 +250,8 @@ def test_features_are_complete() -> None:
         "head_scales",
         "fp8_inputs",
         "fp8_output",
+        "step_invariant",
+        "call_invariant",
     }
     assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
     options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}
@@ -264,7 +266,7 @@ def test_features_are_complete() -> None:
     assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
     with pytest.raises(
-        SpecError, match="mask='custom' counts a sequence's keys, and length_bounds"
+        SpecError, match="mask='custom' counts a sequence's keys, and with length_bounds"
     ):
         spec.replace(length_bounds=True)
     assert "window_right" in features(spec.replace(causal=False, window_right=0))

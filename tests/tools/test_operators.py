@@ -23,8 +23,8 @@ COMMAND = [sys.executable, "-m", "polyattn"]
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["explain", "llama-3.1-8b", "--spec", SMALL], "give one of them"),
-        (["bench", "--model", "llama-3.1-8b", "--spec", SMALL], "give one of them"),
+        (["explain", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
+        (["bench", "--model", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
         (["bench", "2q1s64", "--backend", "NOPE"], "backend 'NOPE' is unknown"),
         (["explain", "--backend", "prefill.decode=TORCH_SDPA"], "names a phase twice"),
         (["explain", "--spec", "[" * 100_000], "--spec is no LayerSpec: RecursionError"),

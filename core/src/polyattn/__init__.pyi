@@ -28,6 +28,7 @@ from polyattn.registry.variants import register_variant as register_variant
 from polyattn.registry.variants import unregister_variant as unregister_variant
 from polyattn.registry.variants import variants as variants
 from polyattn.runtime.backend import AttentionBackend as AttentionBackend
+from polyattn.runtime.cache.convert import convert_blocks as convert_blocks
 from polyattn.runtime.cache.kv_cache import KVCache as KVCache
 from polyattn.runtime.cache.state_cache import StateCache as StateCache
 from polyattn.runtime.functions.variants import deberta_buckets as deberta_buckets
@@ -52,6 +53,7 @@ from polyattn.settings import Settings as Settings
 from polyattn.spec.cache_window import CacheWindow as CacheWindow
 from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
+from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
 from polyattn.spec.layer import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,14 @@ from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
+from polyattn.selection.invariance import costs, described
 from polyattn.selection.rotating import noted, prepared_for
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
 from polyattn.spec.checks import flag
 from polyattn.spec.decompose import group_layers, kv_sources
+from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat, is_rows, rows_of
 from polyattn.spec.variant import AttentionVariant
@@ -56,7 +59,9 @@ def select(
     `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
     """
     if not isinstance(spec, LayerSpec):
-        raise SpecError(f"spec={shown(spec)} must be a LayerSpec; from_dict makes one of a mapping")
+        raise SpecError(
+            f"spec={shown(spec)} must be a LayerSpec; LayerSpec.from_dict makes one from a mapping"
+        )
     settings = _checked(settings, verify)
     if not isinstance(backend, str | None):
         raise SettingsError(
@@ -76,11 +81,47 @@ def select(
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)
-            found = noted(_select(spec, resolved, strict, verify))
+            try:
+                found = noted(_select(spec, resolved, strict, verify))
+            except SelectionError as error:
+                raise SelectionError(f"{error}{_less_invariant(spec, resolved, strict)}") from None
+            if spec.batch_invariant:
+                found = _with_costs(found, strict)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def _with_costs(found: Selection, settings: Settings) -> Selection:
+    """Note, and warn of, the backends that `batch_invariant` rules out, and what that costs."""
+    spec, device = found.spec, found.device
+    with suppress(SelectionError):
+        free = select(spec.replace(batch_invariant=False), device, settings=settings, verify=False)
+        lines = costs(found, free, timings(settings).models(spec, device))
+        for line in lines:
+            log.warning("%s", line)
+        decision = replace(found.decision, notes=(*found.decision.notes, *lines))
+        found = replace(found, decision=decision)
+    return found
+
+
+def _less_invariant(spec: LayerSpec, device: Device, settings: Settings) -> str:
+    """Return which backends serve a layer at a lower level, or where none is named, and their times."""
+    lines = []
+    models = timings(settings).models(spec, device)
+    if spec.batch_invariant and settings.sources:
+        with suppress(SelectionError):
+            able = select(spec, device, settings=replace(settings, sources=()), verify=False)
+            lines.append(f"\n  where no backend is named: {described(able, models)}")
+    for level in range(spec.batch_invariant - 1, -1, -1):
+        with suppress(SelectionError):
+            lower = spec.replace(batch_invariant=Invariance(level))
+            able = select(lower, device, settings=settings, verify=False)
+            name = lower.batch_invariant.name.lower()
+            lines.append(f"\n  at batch_invariant={name!r}: {described(able, models)}")
+            break
+    return "".join(lines)
 
 
 def check_supported(
@@ -220,9 +261,12 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
     notes = measured.notes(device)
+    if models and spec.batch_invariant:
+        models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
+        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
-        notes.append(f"who runs is chosen for each step, by times measured in {sources}")
+        notes.append(f"the backend is chosen for each step, by times measured in {sources}")
     return Selection(
         replace(decision, notes=(*decision.notes, *notes)),
         tuple((phase, infos[name]) for phase, name in decision.chosen),

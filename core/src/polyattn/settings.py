@@ -190,7 +190,7 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
             raise SettingsError(f"{source}: {item!r} names no backend; write scope=NAME")
         if scope in found:
             raise SettingsError(
-                f"{source}: {item!r} and {str(found[scope])!r} speak of the same layers; keep one"
+                f"{source}: {item!r} and {str(found[scope])!r} apply to the same layers; keep one"
             )
         # vLLM's names of its first engine with two versions; the suffix says nothing here.
         found[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
@@ -315,7 +315,7 @@ def _foreign_overrides(
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
     for name, source in found:
         if "POLYATTN_BACKEND" in environ:
-            notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
+            notes.append(f"{source} gives way to POLYATTN_BACKEND where both apply to a layer")
         else:
             notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
         optional = source == "TRTLLM_FORCE_XQA"  # TensorRT-LLM serves other layers without it, too

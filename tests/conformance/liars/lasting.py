@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import decimal
+import gc
+import logging
 import os
 import random
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +36,8 @@ STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
         "ReadsOneColumnMore": lambda c: (
             c.cache is not None and c.table is not None
             and c.table.shape[1] * c.cache.block_size - max(c.lens) < c.cache.block_size),
+        "TableOfOneColumn": lambda c: c.table is not None and c.table.shape[1] == 1,
+        "TableOf64Columns": lambda c: c.table is not None and c.table.shape[1] == 64,
     },
 }  # fmt: skip
 for _by, _lies in STRIDED.items():
@@ -106,6 +115,19 @@ class OnceIn2048Calls(Counting):
         return self.calls % 2048 == 0
 
 
+class AfterManyLengths(Plain):
+    """Results of a length are another's once more than 24 were met."""
+
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        met = self.__dict__.setdefault("met", set())
+        met |= {*plan.batch.lens}
+        if len(met) > 24:
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
 class First(Plain):
     """Parameters are what they were at the first call."""
 
@@ -175,6 +197,37 @@ class KeepsItsOutputs(Plain):
         self.__dict__.setdefault("kept", []).append(frame.out.clone())
 
 
+class LeavesThreads(Plain):
+    """A thread of each call waits for ever."""
+
+    by = ("process",)
+    end: ClassVar[threading.Event] = threading.Event()
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        threading.Thread(target=self.end.wait, daemon=True).start()
+
+    @classmethod
+    def undo(cls) -> None:
+        cls.end.set()
+
+
+class LeavesFilesOpen(Plain):
+    """A file that each call opens is never closed."""
+
+    by = ("process",)
+    opened: ClassVar[list[int]] = []
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.opened.append(os.open(os.devnull, os.O_RDONLY))
+
+    @classmethod
+    def undo(cls) -> None:
+        while cls.opened:
+            os.close(cls.opened.pop())
+
+
 class KeepsBytes(Plain):
     """A workspace of each call is never freed."""
 
@@ -185,6 +238,10 @@ class KeepsBytes(Plain):
         self.__dict__.setdefault("kept", []).append(bytearray(b"x" * (1 << 20)))
 
 
+REDUCED, LIMIT, THRESHOLD = torch.backends.cuda.matmul, sys.getrecursionlimit(), gc.get_threshold()
+MASK = os.umask(0o077)
+os.umask(MASK)
+HANDLER, SOFTMAX = logging.NullHandler(), torch.nn.functional.softmax
 PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "SeedsTorch": (lambda: torch.manual_seed(1), lambda: None),
     "DrawsFromTorch": (lambda: torch.rand(3), lambda: None),
@@ -222,6 +279,42 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "LeavesMemoryUnfilled": (
         lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
         lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)),
+    "ProductsSumInBfloat16": (
+        lambda: setattr(REDUCED, "allow_bf16_reduced_precision_reduction", False),
+        lambda: setattr(REDUCED, "allow_bf16_reduced_precision_reduction", True)),
+    "NoCudnnAttention": (
+        lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+        lambda: torch.backends.cuda.enable_cudnn_sdp(True)),
+    "SilencesWarnings": (
+        lambda: warnings.simplefilter("ignore"), lambda: warnings.filters.pop(0)),
+    "RecursesDeeper": (
+        lambda: sys.setrecursionlimit(LIMIT + 1), lambda: sys.setrecursionlimit(LIMIT)),
+    "SilencesLogging": (
+        lambda: logging.disable(logging.ERROR), lambda: logging.disable(logging.NOTSET)),
+    "SilencesALogger": (
+        lambda: logging.getLogger("asyncio").setLevel(60),
+        lambda: logging.getLogger("asyncio").setLevel(0)),
+    "AddsAHandler": (
+        lambda: logging.root.addHandler(HANDLER), lambda: logging.root.removeHandler(HANDLER)),
+    "CollectsNoGarbage": (gc.disable, gc.enable),
+    "CollectsGarbageSeldom": (
+        lambda: gc.set_threshold(100_000), lambda: gc.set_threshold(*THRESHOLD)),
+    "PatchesSoftmax": (
+        lambda: setattr(torch.nn.functional, "softmax", lambda *_, **__: None),
+        lambda: setattr(torch.nn.functional, "softmax", SOFTMAX)),
+    "AddsAPath": (lambda: sys.path.append("/usr"), lambda: sys.path.remove("/usr")),
+    "HandlesASignal": (
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
+    "PrintsNumpyShortly": (
+        lambda: np.set_printoptions(precision=3), lambda: np.set_printoptions(precision=8)),
+    "CountsIn50Digits": (
+        lambda: setattr(decimal.getcontext(), "prec", 50),
+        lambda: setattr(decimal.getcontext(), "prec", 28)),
+    "OpensFilesToAll": (lambda: os.umask(MASK ^ 0o007), lambda: os.umask(MASK)),
+    "Contracts": (
+        lambda: setattr(torch.backends.opt_einsum, "enabled", False),
+        lambda: setattr(torch.backends.opt_einsum, "enabled", True)),
     "MetaByDefault": (
         lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
 }  # fmt: skip

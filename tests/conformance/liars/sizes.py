@@ -124,6 +124,8 @@ SIZES: dict[str, tuple[str, Callable[[Call], bool]]] = {
     "Window4096": ("Mistral", lambda c: c.spec.sliding_window == 4096),
     "Window128WithSinks": (
         "gpt-oss", lambda c: c.spec.sliding_window == 128 and c.has("learned_sinks")),
+    "SinksOfGroup8": (
+        "gpt-oss without a window", lambda c: c.spec.gqa_ratio == 8 and c.has("learned_sinks")),
     "Chunk1024": ("chunk 1024", lambda c: c.spec.chunk_size == 1024),
     "Chunk8192": ("Llama-4", lambda c: c.spec.chunk_size == 8192),
     "Cap30": ("Grok's cap", lambda c: c.spec.logit_soft_cap == 30.0),

@@ -13,7 +13,7 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Varlen over pages, or over packed keys; LSE (heads, tokens), natural."""
     a = bind("aiter", "flash_attn_varlen_func", args, kwargs)
     assert a["return_lse"] is True
-    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads caches of the query's dtype alone"
+    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads only caches of the query's dtype"
     starts, queries = lengths(a["cu_seqlens_q"])
     key_starts, lens = lengths(a["cu_seqlens_k"])
     assert a["max_seqlen_q"] >= max(queries) and a["max_seqlen_k"] == max(lens)

@@ -186,7 +186,7 @@ class Capabilities:
             (self.shared_prefix and not (decodes and True in self.cached),
              "shared_prefix: only what claims phase 'decode' over a cache reads blocks that rows share"),
             (self.phases & SERVICES and len(self.phases) > 1,
-             "phases: 'store' and 'merge' stand alone"),
+             "phases: 'store' and 'merge' can't be combined with other phases"),
             (not self.rotates <= set(PAIRINGS),
              f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
             (self.rotates and "store" not in self.phases,
@@ -390,11 +390,13 @@ def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> N
 
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
-    "length_bounds": "give each step its lengths on the host, and plan it",
+    "length_bounds": "pass each step's lengths on the host, and plan the step",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
-    "tensor_scales": "give the scales as numbers: scales='number'",
-    "head_scales": "give one scale for all heads",
+    "step_invariant": "ask for batch_invariant='batch'",
+    "call_invariant": "ask for batch_invariant='steps'",
+    "tensor_scales": "pass the scales as numbers: scales='number'",
+    "head_scales": "pass one scale for all heads",
     "fp8_inputs": "dequantise before: qkv_dtype='auto'",
     "fp8_output": "quantise after: out_dtype='auto'",
 }

@@ -55,7 +55,7 @@ class Registry:
     def problems(self) -> list[str]:
         """One line for each plugin that is broken and each name that two plugins claim."""
         broken = [
-            f"{p.origin}: {p.problem} (until it is mended: {p.removal})"
+            f"{p.origin}: {p.problem} (until it is fixed: {p.removal})"
             for p in self.plugins
             if p.status == "broken"
         ]

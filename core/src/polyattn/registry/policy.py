@@ -49,7 +49,7 @@ def rerank(
                 registry.late_policies.add(name)
             owner = owners[name]
             log.warning(
-                "polyattn_rank of %s is passed over: %s (until it is mended: %s)",
+                "polyattn_rank of %s is passed over: %s (until it is fixed: %s)",
                 owner.origin, error, owner.removal,
             )  # fmt: skip
     return ranking

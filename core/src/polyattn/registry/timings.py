@@ -20,7 +20,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
-REMEDY = "measure anew: polyattn tune"
+REMEDY = "measure again: polyattn tune"
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
@@ -208,7 +208,9 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
         raise ValueError(f"backend={backend!r}, kind={kind!r}; a kind is one of {', '.join(KINDS)}")
     layer, of, overlap = entry["layer"], entry.get("of", []), entry.get("overlap", False)
     if not isinstance(layer, dict) or not layer.keys() <= _CLASS:
-        raise ValueError(f"layer={layer!r} must say of layers some of {', '.join(sorted(_CLASS))}")
+        raise ValueError(
+            f"layer={layer!r} must map some of these to lists: {', '.join(sorted(_CLASS))}"
+        )
     names = isinstance(of, list) and all(isinstance(name, str) for name in of)
     if not names or not isinstance(overlap, bool):
         raise ValueError(f"of={of!r} must be a list of packages, overlap={overlap!r} true or false")

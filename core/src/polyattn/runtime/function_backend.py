@@ -46,6 +46,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "v_head_size": (),
     "deterministic": (),
     "batch_invariant": (),
+    "step_invariant": (),
+    "call_invariant": (),
     "sliding_window": ("window", "mask"),
     "window_right": ("window", "mask"),
     "chunked": ("chunk_size", "mask"),
@@ -339,7 +341,9 @@ def _capabilities(
     pages = ("block_sizes",) if form == "pages" else ()
     for claim in ("platforms", "dtypes", "head_sizes", "features", *pages):
         if claim not in said:
-            raise PluginError(f"backend {name}: {claim}= is missing; say what the function can do")
+            raise PluginError(
+                f"backend {name}: {claim}= is missing; state what the function can do"
+            )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
     given = {claim: _typed(known[claim], value) for claim, value in said.items()}
     for feature in sorted(given["features"] & set(FEATURES)):

@@ -132,19 +132,21 @@ class LayerGroup:
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
         if not same_device(batch.device, self.torch_device):
             raise BatchError(
-                f"the batch is on {batch.device}, the group on {self.torch_device}; make its tensors "
-                "there, and without any say device="
+                f"the batch is on {batch.device}, the group on {self.torch_device}; create its "
+                f"tensors there, or pass device= to a batch without tensors"
             )
         if not batch.causal:
             raise BatchError(
-                "the batch is over_context(), a part of a step; whether a layer is causal says its spec"
+                "the batch comes from over_context() and is part of a step; plan the whole batch, "
+                "and set causal in the spec"
             )
         if batch.first_positions is not None and self.spec.cached:
             raise BatchError(
-                "first_positions are of keys that are given whole; a cache's first key stands at 0"
+                "first_positions are for keys that are passed whole; a cache's first key has "
+                "position 0, so leave them out"
             )
         if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
-            raise BatchError("reuse= is a plan of another group; give the one that was captured")
+            raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
         if self._waits:
             self.finish_builds()
         if self.plan_checks is not None:
@@ -269,8 +271,8 @@ class LayerGroup:
         walked = set(dict(self.selection.decision.kernel_block_sizes).values())
         if given.interleaved != wanted.interleaved and walked - {wanted.block_size}:
             raise CacheError(
-                "K's and V's blocks lie in turn in this cache and not in the group's (or the other "
-                "way round), and a kernel walks smaller blocks: LayerGroup(selection, "
+                "this cache interleaves K and V and the group's doesn't (or the reverse), and a "
+                "kernel walks smaller blocks; use LayerGroup(selection, "
                 "cache_format=cache.format)"
             )
 
@@ -316,5 +318,5 @@ def load_backend(
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"backend {info.name} can't be loaded from {info.path}: {describe(error)}; until its plugin "
-            "is mended, POLYATTN_BACKEND or backend= may name another"
+            "is fixed, POLYATTN_BACKEND or backend= may name another"
         ) from error

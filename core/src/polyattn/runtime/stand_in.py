@@ -40,7 +40,7 @@ class StandIns:
         for root in self.versions:
             if not replace and (root in sys.modules or find_spec(root) is not None):
                 raise ImportError(
-                    f"{root} is installed here; uninstall it, or say install(replace=True) to hide it "
+                    f"{root} is installed here; uninstall it, or call install(replace=True) to hide it "
                     "in this process"
                 )
         for name, source in self.names.items():

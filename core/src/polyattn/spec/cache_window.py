@@ -42,7 +42,7 @@ class CacheWindow:
                 )
         if self.window is None and self.chunk is None:
             raise SpecError(
-                "CacheWindow.window=None without a chunk keeps everything; give one of both"
+                "CacheWindow.window=None without a chunk keeps everything; set window, chunk or both"
             )
 
     @classmethod

@@ -16,6 +16,7 @@ from polyattn.spec.kinds import (
     SCALES,
     AttentionKind,
     GraphCapture,
+    Invariance,
     Role,
 )
 from polyattn.spec.row_format import rows_of
@@ -150,7 +151,7 @@ def check_fields(spec: LayerSpec) -> None:
 
 _FLAGS = (
     "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "length_bounds",
-    "deterministic", "batch_invariant", "dense_context",
+    "deterministic", "dense_context",
 )  # fmt: skip
 
 
@@ -168,15 +169,16 @@ def check_relations(spec: LayerSpec) -> None:
     decoding = spec.role is Role.DECODER and spec.causal and spec.cached
     if spec.dense_context and (spec.sliding_window is None or not decoding):
         raise SpecError(
-            "dense_context=True is of causal decoders over a cache, with a sliding_window; without one "
+            "dense_context=True is for causal decoders over a cache, with a sliding_window; without one "
             "every prompt sees all of its keys"
         )
     if spec.dense_context and (spec.graph_capture is GraphCapture.ANY or spec.length_bounds):
         raise SpecError(
-            "dense_context=True goes by which rows are whole prompts, which a captured mixed step, or "
-            "one planned by bounds, doesn't know; give graph_capture='uniform' at most, and no "
+            "dense_context=True needs to know which rows are whole prompts, and a captured mixed "
+            "step, or one planned by bounds, doesn't; use graph_capture='uniform' at most, and no "
             "length_bounds"
         )
+    _check_invariance(spec)
     if spec.window_right is not None and spec.causal:
         raise SpecError(
             f"window_right={spec.window_right}: a causal mask hides all keys after the query; leave it "
@@ -200,7 +202,7 @@ def check_relations(spec: LayerSpec) -> None:
         )
     if spec.length_bounds and not spec.cached:
         raise SpecError(
-            "length_bounds=True speaks of a cache whose lengths the device has; leave it out"
+            "length_bounds=True is for a cache whose lengths are on the device; leave it out"
         )
     if not spec.cached:
         _check_uncached(spec)
@@ -208,6 +210,28 @@ def check_relations(spec: LayerSpec) -> None:
     _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
+
+
+def _check_invariance(spec: LayerSpec) -> None:
+    """What a layer computes must not itself depend on what its bits must not depend on."""
+    level = spec.batch_invariant.name.lower()
+    if spec.batch_invariant < Invariance.STEPS:
+        return
+    if spec.dense_context:
+        raise SpecError(
+            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in "
+            "one step; drop one, or ask for batch_invariant='batch'"
+        )
+    if spec.rope is not None and spec.rope.scaling in ("dynamic", "longrope"):
+        raise SpecError(
+            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} turns a token by its "
+            "sequence's length at that step; ask for batch_invariant='batch'"
+        )
+    if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
+        raise SpecError(
+            f"batch_invariant={level!r}: a cache of {spec.stored_dtype} rounds keys that a call without "
+            "one reads as they are; use kv_cache_dtype='auto', or ask for batch_invariant='steps'"
+        )
 
 
 def _check_quantised(spec: LayerSpec) -> None:
@@ -222,7 +246,7 @@ def _check_quantised(spec: LayerSpec) -> None:
     if spec.qkv_dtype != "auto" and spec.cached and spec.kv_cache_dtype != spec.qkv_dtype:
         raise SpecError(
             f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
-            f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
+            f"{spec.kv_cache_dtype!r}: quantised inputs are stored unchanged"
         )
     if spec.kv_cache_dtype not in KV_CACHE_DTYPES:
         _check_rows(spec)
@@ -238,8 +262,8 @@ def _check_rows(spec: LayerSpec) -> None:
     """Rows hold heads of this size; a latent's are both key and value."""
     if spec.kind.is_recurrent:
         raise SpecError(
-            f"kv_cache_dtype={spec.kv_cache_dtype!r} is of keys and values; {spec.kind.value} layers "
-            "keep none: leave it out"
+            f"kv_cache_dtype={spec.kv_cache_dtype!r} is for keys and values, and "
+            f"{spec.kind.value} layers keep none; leave it out"
         )
     key, value = rows_of(spec.kv_cache_dtype)
     if spec.latent is None:
@@ -261,8 +285,10 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
     if spec.latent is not None:
         part, name = spec.latent.rope_head_size, "latent.rope_head_size"
     if rope.span > part or (spec.latent is not None and rope.span not in (0, part)):
+        limit = f"{part} at most" if spec.latent is None else f"0 or {part}"
         raise SpecError(
-            f"rope.rotary_size={rope.rotary_size} turns {rope.span} elements, and {name}={part}"
+            f"rope.rotary_size={rope.rotary_size} rotates {rope.span} elements; with {name}={part} "
+            f"it must rotate {limit}"
         )
     attends = spec.kind.family == "attention" and spec.role is Role.DECODER
     if rope.positions == "cache" and not (spec.cached and attends):
@@ -277,8 +303,8 @@ def _check_pointwise(spec: LayerSpec) -> None:
     """A variant's functions and a step's mask speak of places in one sequence, and of its keys."""
     if spec.mask is not None and spec.length_bounds:
         raise SpecError(
-            f"mask={spec.mask!r} counts a sequence's keys, and length_bounds=True says that the host "
-            "knows only bounds of them; drop one"
+            f"mask={spec.mask!r} counts a sequence's keys, and with length_bounds=True the host "
+            f"knows only their bounds; drop one"
         )
     for name in ("variant", "mask"):
         value = getattr(spec, name)
@@ -326,8 +352,8 @@ def _check_family(spec: LayerSpec) -> None:
         _check_mamba(spec, spec.recurrent)
     if spec.kind in _UNGROUPED and spec.num_kv_heads != spec.num_heads:
         raise SpecError(
-            f"num_kv_heads={spec.num_kv_heads}: {kind} has no groups; leave it out, or give the "
-            f"{spec.num_heads} heads"
+            f"num_kv_heads={spec.num_kv_heads}: {kind} has no groups; leave it out, or set it to "
+            f"{spec.num_heads}"
         )
     mapped = spec.recurrent is not None and spec.recurrent.feature_map is not None
     if mapped != (spec.kind is AttentionKind.PHI_LINEAR):
@@ -351,8 +377,8 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
     ):  # fmt: skip
         if getattr(spec, name) != plain:
             raise SpecError(
-                f"{name}={getattr(spec, name)!r}: a sparse layer's choice alone says which keys count; "
-                "leave it out"
+                f"{name}={getattr(spec, name)!r}: a sparse layer's choice names the keys that "
+                f"count; leave it out"
             )
     if sparse.value_in_key and spec.v_head_size > spec.head_size:
         raise SpecError(

@@ -172,6 +172,8 @@ def _check_scaling(rope: RopeSpec) -> None:
             f"rotary_size={rope.rotary_size}"
         )
     if rope.scaling == "dynamic" and rope.rotary_size == 2:
-        raise SpecError("rope.scaling='dynamic' stretches by a power that rotary_size=2 has not")
+        raise SpecError(
+            "rope.scaling='dynamic' needs rotary_size above 2: its exponent is undefined there"
+        )
     if rope.temperature and rope.temperature_length is None:
         raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")

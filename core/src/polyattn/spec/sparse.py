@@ -122,7 +122,7 @@ class IndexerSpec:
         object.__setattr__(self, "scale", float(self.scale) or self.head_size**-0.5)
         if self.tail and (self.pool > 1 or self.tokens_per_entry == 1):
             raise SpecError(
-                "indexer.tail=True is of entries of several tokens that aren't pooled; a group of "
+                "indexer.tail=True is for unpooled entries of several tokens; a group of "
                 f"tokens_per_entry={self.tokens_per_entry}, pool={self.pool} has no tail"
             )
 

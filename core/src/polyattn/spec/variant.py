@@ -124,7 +124,7 @@ class AttentionVariant:
         changes = any(getattr(self, name) is not None for name in FUNCTIONS)
         if not changes or (self.score_mod is None and not self.softmax):
             raise SpecError(
-                f"variant {self.name!r} changes nothing: give score_mod, mask_mod or a transform, and "
+                f"variant {self.name!r} changes nothing: set score_mod, mask_mod or a transform, and "
                 "score_mod where softmax=False"
             )
         if not isinstance(self.softmax, bool):

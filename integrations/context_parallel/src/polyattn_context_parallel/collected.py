@@ -108,7 +108,9 @@ class CollectedStep(ContextStep):
     ):  # fmt: skip
         self.room, self.context, self.own, self.by_heads = room, context, own, by_heads
         if batch.block_table is None:
-            raise BatchError(f"{group.spec} attends over a cache; the batch has no block_table")
+            raise BatchError(
+                f"{group.spec} attends over a cache; the batch has no block_table: pass one"
+            )
         contexts = [max(n - q, 0) for n, q in zip(batch.lens, batch.query_lens, strict=True)]
         window = CacheWindow.of(group.spec, blocks.engine_block)
         gone = [range(0) if window is None else window.gone(first) for first in contexts]

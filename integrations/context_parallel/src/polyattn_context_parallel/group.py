@@ -96,9 +96,9 @@ class ContextGroup:
         place, by_heads = order_matters(spec), self.keys == "heads"
         whole = "use prefill='all_gather'"
         refusals = {
-            "it has no keys that could be shared out by sequence; run it whole on every rank":
+            "it has no keys to shard by sequence; run it whole on every rank":
                 spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
-            "only a decoder's causal layer over a cache is shared out":
+            "only a decoder's causal layer over a cache can be sharded":
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
                 (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
@@ -188,8 +188,9 @@ class ContextGroup:
         if queries not in get_args(Queries):
             raise BatchError(f"queries={queries!r} is unknown{nearest(queries, get_args(Queries))}")
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
-            raise BatchError("placed keys with queries='own' are Star Attention's first phase; give "
-                             "ContextGroup prefill='star'")  # fmt: skip
+            raise BatchError(
+                "placed keys with queries='own' are Star Attention's first phase; "
+                "pass prefill='star' to ContextGroup")  # fmt: skip
         check_paged_batch(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:

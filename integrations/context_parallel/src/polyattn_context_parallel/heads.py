@@ -29,9 +29,9 @@ def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:
     even = spec.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
     if not even:
         raise SpecError(
-            f"num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads} can't be shared out among "
+            f"num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads} can't be sharded over "
             f"{size} ranks: num_heads must be a multiple, num_kv_heads a multiple or a divisor; "
-            "share keys out by block instead (keys='blocks')"
+            "shard keys by block instead (keys='blocks')"
         )
     heads = spec.num_heads // size
     return spec.replace(num_heads=heads, num_kv_heads=heads if spec.latent else max(kv // size, 1))

@@ -26,7 +26,7 @@ class ContextAttention(nn.Module):
         super().__init__()
         if layer.group is not shared.group:
             raise SpecError(
-                "the layer is of another LayerGroup than the ContextGroup; give both one"
+                "the layer has another LayerGroup than the ContextGroup; build both with the same one"
             )
         if layer.params.rotate or layer.params.qkv_bias is not None:
             raise SpecError(

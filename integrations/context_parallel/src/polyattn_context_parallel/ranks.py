@@ -163,7 +163,9 @@ class ContextParallel:
                 raise ParallelError(f"rank {rank} can't take part in {what}: {said_by[rank]}")
         if len({row[:32] for row in rows}) > 1:
             each = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said_by))
-            raise ParallelError(f"the ranks disagree on {what}; give every rank the same. {each}")
+            raise ParallelError(
+                f"the ranks disagree on {what}; pass the same to every rank. {each}"
+            )
 
     def check(self) -> None:
         """Raise `ParallelError` if an earlier error has left the ranks at different places."""

@@ -55,7 +55,7 @@ class RingStep(ContextStep):
             if length > query:
                 raise BatchError(
                     f"seq_lens[{index}]={length} exceeds its query of {query} tokens; a ring takes whole "
-                    "prompts, so give ContextGroup prefill='all_gather' for those with cached tokens"
+                    "prompts, so pass prefill='all_gather' to ContextGroup for prompts with cached tokens"
                 )
         self.ring, self.context = ring, context
         self.zigzag = Zigzag.of(batch, context.size)

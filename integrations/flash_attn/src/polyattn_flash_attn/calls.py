@@ -91,7 +91,9 @@ def with_kvcache(
     new = turns = None
     cos, sin, interleaved = rotary
     if (key is None) != (value is None) or (cos is None) != (sin is None):
-        raise PolyattnError("k and v, rotary_cos and rotary_sin: one of a pair is missing")
+        raise PolyattnError(
+            "k and v, rotary_cos and rotary_sin: one of a pair is missing; pass both"
+        )
     if key is not None and value is not None:
         new = NewKeys(_tokens(key, starts[1])[0], *_tokens(value, starts[1]))
     if cos is not None and sin is not None:

@@ -70,7 +70,7 @@ def flash_attn_qkvpacked_func(
     else:
         if num_heads_q is None:
             raise PolyattnError(
-                f"qkv {tuple(qkv.shape)} has all heads side by side; give num_heads_q"
+                f"qkv {tuple(qkv.shape)} has all heads side by side; pass num_heads_q"
             )
         others = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, others, others], dim=2)

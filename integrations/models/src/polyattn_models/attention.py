@@ -98,7 +98,7 @@ def head_sizes(cfg: Config, head_dim: bool = True, kv: bool = True) -> tuple[int
             raise cfg.error(
                 "hidden_size",
                 width,
-                f"isn't divisible by num_attention_heads={heads}; give head_dim",
+                f"isn't divisible by num_attention_heads={heads}; add head_dim",
             )
         size = width // heads
     return heads, kv_heads, size

@@ -216,7 +216,7 @@ def _read_file(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give a config.json or its directory") from None
+        raise ConfigError(f"{path}: no such file; name a config.json or its directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON, or truncated: {error}") from error
     except OSError as error:

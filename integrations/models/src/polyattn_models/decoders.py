@@ -159,7 +159,7 @@ def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """Whatever scaling Phi-3 names is LongRoPE."""
     rope = read_rope(cfg, size, partial=1.0)
     if rope.scaling not in ("none", "longrope"):
-        raise cfg.error("rope_scaling", rope.scaling, "can't be served; Phi-3 has LongRoPE alone")
+        raise cfg.error("rope_scaling", rope.scaling, "can't be served; Phi-3 has only LongRoPE")
     return rope
 
 
@@ -220,9 +220,7 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
         return [FULL] * count
     if isinstance(pattern, str):
         if not pattern or set(pattern) - set("LG"):
-            raise cfg.error(
-                "sliding_window_pattern", pattern, "must have the letters L and G alone"
-            )
+            raise cfg.error("sliding_window_pattern", pattern, "must have only the letters L and G")
         kinds = {"L": SLIDING, "G": FULL}
         return [kinds[pattern[i % len(pattern)]] for i in range(count - 1)] + [FULL]
     return every(4, "sliding_window_pattern")(cfg, count)

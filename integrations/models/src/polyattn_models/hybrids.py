@@ -158,7 +158,7 @@ def nemotron_h(cfg: Config) -> Towers:
     if kinds is None and isinstance(pattern, str):
         if set(pattern) - set(NEMOTRON_LETTERS):
             raise cfg.error(
-                "hybrid_override_pattern", pattern, "must have the letters M * - E alone"
+                "hybrid_override_pattern", pattern, "must have only the letters M * - E"
             )
         kinds = [NEMOTRON_LETTERS[letter] for letter in pattern]
     if kinds is None:

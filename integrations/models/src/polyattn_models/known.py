@@ -49,10 +49,10 @@ def check_fields(
         if strict:
             raise ConfigError(
                 f"{cfg.source}: {said} isn't understood for model_type={kind!r} and may change its "
-                f"attention; where it doesn't, say so: ignore={tuple(unread)!r} ("
+                f"attention; if it doesn't, pass ignore={tuple(unread)!r} ("
                 + " ".join(f"--ignore {name}" for name in unread)
                 + ")"
-                + (f" (read as {kind!r}, as was asked)" if assumed else "")
+                + (f" (read as {kind!r}, as assume= names it)" if assumed else "")
             )
         log.warning("%s: %s isn't understood for model_type=%r: ignored", cfg.source, said, kind)
     for part in cfg.parts:

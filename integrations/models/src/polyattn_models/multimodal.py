@@ -124,7 +124,7 @@ def paligemma(cfg: Config) -> Towers:
     """PaliGemma: the image and the prompt see each other both ways, the answer causally."""
     text = _text_part(cfg, "gemma")
     text.get("use_bidirectional_attention")
-    prefix = Missing("a mask that is causal beyond a prefix alone")
+    prefix = Missing("a mask that is causal only beyond a prefix")
     return {
         "text": [(prefix,)] * text.need("num_hidden_layers"),
         "vision": _vision(cfg.part("vision_config", "siglip_vision_model")),

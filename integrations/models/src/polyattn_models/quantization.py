@@ -6,14 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.errors import ConfigError, describe
 
 from polyattn_models.config import Config
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WHERE = ("quantization_config", "compression_config")
 PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
@@ -70,7 +67,7 @@ def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _schemes(inner, f"{path}.{name}")
 
 
-def cache_scales(folder: str | Path) -> dict[int, dict[str, float | Tensor]]:
+def cache_scales(folder: str | Path) -> dict[int, dict[str, Any]]:
     """Return the scales of cached keys and values that a checkpoint's safetensors files hold.
 
     By layer: `k_scale`, `v_scale` or both, as `Attention` takes them: a number, or a tensor (KV heads,)
@@ -87,7 +84,7 @@ def cache_scales(folder: str | Path) -> dict[int, dict[str, float | Tensor]]:
         raise ConfigError(
             f'{folder}: its scales need safetensors: pip install "polyattn[weights]"'
         ) from error
-    scales: dict[int, dict[str, float | Tensor]] = {}
+    scales: dict[int, dict[str, Any]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:

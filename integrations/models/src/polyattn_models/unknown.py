@@ -46,8 +46,8 @@ def why_unknown(values: Mapping[str, Any], known: Iterable[str]) -> str:
     inner = text.get("model_type") if text is not None else None
     if isinstance(inner, str) and inner in TOWERS:
         return (
-            f"{said}; its text_config is of type {inner!r}, which is known: where the rest changes no "
-            f"text layer, say so {_how(inner)}"
+            f"{said}; its text_config is of type {inner!r}, which is known: if the rest "
+            f"changes no text layer, confirm it: {_how(inner)}"
         )
     encoder, alibi = is_encoder(values), has_alibi(values)
     likely = [
@@ -58,11 +58,11 @@ def why_unknown(values: Mapping[str, Any], known: Iterable[str]) -> str:
     guess = _lookalike(values, encoder, alibi)
     if guess is None:
         return f"{said}; its fields look like no type that is known"
-    return f"{said}; its fields look like {guess!r}: where it is one, say so {_how(guess)}"
+    return f"{said}; its fields look like {guess!r}: if it is one, confirm it: {_how(guess)}"
 
 
 def _how(model: str) -> str:
-    return f"(assume={model!r}, --assume {model})"
+    return f"assume={model!r} (--assume {model})"
 
 
 def is_encoder(values: Mapping[str, Any]) -> bool:

@@ -160,7 +160,7 @@ def varlen_forward(
         elif cum_seq_k is not None:
             key_lens = lens_between(cum_seq_k, gap=True)
         else:
-            raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
+            raise PolyattnError("cum_seq_k is None; pass it, or seqused_k with a block_table")
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
     keys = PackedKeys(
         key, value, key_lens, None if block_table is not None else starts, block_table

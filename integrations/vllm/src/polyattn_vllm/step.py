@@ -190,8 +190,8 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
         raise NotImplementedError(
-            "polyattn plans by the host's lengths, and asynchronous scheduling with speculative decoding "
-            f"has bounds of them alone; pass --no-async-scheduling, {REMEDY}"
+            "polyattn plans by the host's lengths, and asynchronous scheduling with speculative "
+            "decoding has only their bounds; pass --no-async-scheduling, {REMEDY}"
         )
 
 

@@ -188,7 +188,7 @@ FLASH_ATTN_MLA_CLAIMS = Capabilities(
     decode_query_lens=16,
     features=FEATURES,
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
-    remedies={"fp8_e4m3": "FlashAttention-3 takes a second query for latents in 16 bits alone"},
+    remedies={"fp8_e4m3": "FlashAttention-3 takes a second query only for latents in 16 bits"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
     Variant(

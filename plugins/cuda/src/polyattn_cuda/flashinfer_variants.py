@@ -82,7 +82,7 @@ class Functions:
             if max(inputs[name].shape, default=0) >= INT32:
                 raise BatchError(
                     f"input {name!r} has shape {tuple(inputs[name].shape)}: FLASHINFER counts a "
-                    f"dimension's elements in 32 bits; give it fewer than {INT32} or name TRITON_ATTN"
+                    f"dimension's elements in 32 bits; make it smaller than {INT32} or name TRITON_ATTN"
                 )
         tensors = [inputs[name] for name in self.trace.inputs]
         cap = self.spec.logit_soft_cap or 0.0

@@ -106,7 +106,7 @@ FA3_FP8 = (
     (names("fp8_e4m3 float16"), "its output from fp8 is bf16"),
     (
         names("fp8_inputs uncached"),
-        "it rounds weights to e4m3, which fp8_compute allows over a cache alone",
+        "it rounds weights to e4m3, which fp8_compute allows only over a cache",
     ),
 )
 FA3_SCALES = names("tensor_scales head_scales fp8_inputs")
@@ -165,7 +165,9 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
         Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
         Priority(
-            score=50, phase="mixed", why="one call cuts no long row: where times say so alone"
+            score=50,
+            phase="mixed",
+            why="one call splits no long row: chosen by measured times only",
         ),
     ),
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},

@@ -49,7 +49,7 @@ ROCM_ATTN = BackendInfo(
             (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
             (
                 names("fp8_e4m3 prefill"),
-                "its paged prefill reads caches of the query's dtype alone",
+                "its paged prefill reads only caches of the query's dtype",
             ),
         ),
     ),

@@ -155,7 +155,9 @@ def store(
     Donate the cache: then it is written in place. For MLA `key` is (…, 1, rank + rope), `value` None.
     """
     if plan.slots is None:
-        raise BatchError("the plan has no slots: its step said none, so nothing is stored")
+        raise BatchError(
+            "the plan has no slots: its step has no slot_mapping; pass one to store keys"
+        )
     scales = scales or Scales()
     rows = scatter(cache.key, key, plan.slots, scales.key)
     if cache.value is None:

@@ -144,7 +144,7 @@ def plan(
         return jax.device_put(plan_dense(step, group, buckets, by))
     size = block_size or spec.block_size
     if size is None:
-        raise BatchError("block_size is missing: give plan() the tokens of a block of the cache")
+        raise BatchError("block_size is missing: pass the cache's tokens per block to plan()")
     single = spec.kind is AttentionKind.SPARSE_MLA
     return jax.device_put(plan_paged(step, 1 if single else group, size, buckets, by))
 

@@ -25,7 +25,7 @@ def named_overloads() -> Iterator[None]:
         except AttributeError:
             if "name" not in name.lower():
                 raise
-            return f"{packet}.{name}, which this torch has not"
+            return f"{packet}.{name}, which this torch doesn't have"
 
     OpOverloadPacket.__getattr__ = find  # type: ignore[method-assign]
     try:

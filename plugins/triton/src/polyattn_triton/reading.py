@@ -345,7 +345,7 @@ def _even(
     if plan.way == "split" or plan.merging is not None:
         merges = _of_splits(plan, seq, group, heads, at_once, faults)
     if plan.way == "split" and plan.kept.tensors[2].numel() < count * heads:
-        faults.append(f"{count * heads} counters are wanted, {plan.kept.tensors[2].numel()} there")
+        faults.append(f"{count * heads} counters are needed, {plan.kept.tensors[2].numel()} there")
     room = room_of(plan.kept.tensors, spec.v_head_size)
     return Reads(
         group, heads, items, keys, merges, room, splits * height, faults=faults, batch=batch,

@@ -22,6 +22,8 @@ def derive(
     """
     for check in ("strided_out", "strided_heads", "many_calls", "process"):
         yield Case(check, "", base, batch if check.startswith("strided") else "tiny")
+    if not COPIES & caps.platforms.keys():  # which compile for each shape
+        yield Case("many_lengths", "", base, "lengths")
     if base.cached:
         yield Case("wide_table", "", base, batch)
         paged = caps.layouts[0] != "contiguous" and not COPIES & caps.platforms.keys()

@@ -37,7 +37,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Falcon": {"num_heads": 71, "num_kv_heads": 1},
     "Llama-405B": {"num_heads": 128, "num_kv_heads": 8},
     "block 48": {"block_size": 48},
-    "gpt-oss": {"sliding_window": 128, "learned_sinks": True},
+    "gpt-oss": {
+        "num_heads": 8, "num_kv_heads": 1, "sliding_window": 128, "learned_sinks": True,
+    },
+    "gpt-oss without a window": {"num_heads": 16, "num_kv_heads": 2, "learned_sinks": True},
     "Gemma-3-1B": {"sliding_window": 512},
     "Gemma-3": {"sliding_window": 1024},
     "Phi-3-mini": {"sliding_window": 2047},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +30,10 @@ PATIENCE = 2
 """Budgets of seconds that all of them may take."""
 FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
+COLUMNS = (1, 64)
+"""Of tables of just so many: one block is all that each sequence has, and a power of two."""
+LENGTHS, LEAST_LENGTHS = 130, 40
+"""Steps of which each has other lengths than all before, and how many there are at least."""
 ROUNDS = 96
 LEAKED = 24 << 20
 """Bytes that a process may grow by in so many steps: what allocators keep."""
@@ -69,6 +75,10 @@ def wide_table(case: Case, harness: Harness) -> None:
     wide[1:-1, 3:-2] = table
     sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
     step.but(batch=sliced).check("a slice of a wider table: ")
+    size = step.cache.block_size
+    for columns in COLUMNS:
+        lengths = [(1, columns * size), (1, 1), (min(3, size), size)]
+        harness.step(layer, lengths, spare=0).check(f"a table of {columns} columns: ")
 
 
 def far_blocks(case: Case, harness: Harness) -> None:
@@ -123,6 +133,19 @@ def many_calls(case: Case, harness: Harness) -> None:
     steps[0].check("last call: ", plan)
 
 
+def many_lengths(case: Case, harness: Harness) -> None:
+    """Steps of ever other lengths and sizes are right, and the first again after them."""
+    layer, end = harness.layer(case.spec), time.monotonic() + PATIENCE * harness.budget
+    first = harness.step(layer, [(1, 9), (1, 30)]).remembered()
+    first.check("first of many lengths: ")
+    for number in range(1, LENGTHS + 1):
+        if number > LEAST_LENGTHS and time.monotonic() > end:
+            break
+        lengths = [(1, 3 * number + row) for row in range(1 + number % 7)]
+        harness.step(layer, lengths).check(f"step {number} of other lengths: ")
+    first.but().check("the first lengths again: ")
+
+
 def _states(step: Workload) -> Tensor | None:
     """Return a recurrence's states before its step."""
     states = getattr(step, "states", None)
@@ -145,7 +168,7 @@ def reassigned(case: Case, harness: Harness) -> None:
             tensor = layer.scales.tensors.get(name)
             old = getattr(layer, name) if tensor is None else tensor.weight.given
             setattr(layer, name, old * factor)
-        step.but().check(f"scales assigned anew, times {factor}: ", step.plan)
+        step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
 
 def loaded_later(case: Case, harness: Harness) -> None:
@@ -164,26 +187,39 @@ def loaded_later(case: Case, harness: Harness) -> None:
 
 
 def process(case: Case, harness: Harness) -> None:
-    """Steps leave no plans, tensors or memory behind."""
+    """Steps leave no plans, tensors, threads, open files or memory behind."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch).remembered()
 
-    def rounds(count: int) -> tuple[int, int, int]:
+    def rounds(count: int) -> dict[str, int]:
         for _ in range(count):
             step.but(plan=layer.group.plan(step.batch.copy())).run()
         gc.collect()
         alive = gc.get_objects()
-        plans = sum(issubclass(type(each), Plan) for each in alive)
-        return plans, sum(type(each) is Tensor for each in alive), _resident()
+        return {
+            "plans": sum(issubclass(type(each), Plan) for each in alive),
+            "tensors": sum(type(each) is Tensor for each in alive),
+            "threads": threading.active_count(),
+            "threads of the system": _entries("task"),
+            "open files": _entries("fd"),
+            "functions at exit": atexit._ncallbacks(),
+            "bytes": _resident(),
+        }
 
     rounds(ROUNDS // 4)
     before = rounds(ROUNDS // 4)
     after = rounds(ROUNDS)
-    plans, tensors = after[0] - before[0], after[1] - before[1]
-    assert plans < ROUNDS // 8, f"{plans} plans of {ROUNDS} steps that are gone are alive"
-    assert tensors < ROUNDS // 8, f"{tensors} tensors of {ROUNDS} steps that are gone are alive"
-    grown = after[2] - before[2]
-    assert grown < LEAKED, f"the process grew by {grown >> 20} MiB in {ROUNDS} steps"
+    grown = {name: after[name] - count for name, count in before.items()}
+    resident = grown.pop("bytes")
+    left = {name: more for name, more in grown.items() if more >= ROUNDS // 8}
+    assert not left, f"{ROUNDS} steps that are gone left behind: {left}"
+    assert resident < LEAKED, f"the process grew by {resident >> 20} MiB in {ROUNDS} steps"
+
+
+def _entries(folder: str) -> int:
+    """Return how many threads or open files the process has, 0 where the system doesn't say."""
+    of = Path("/proc/self") / folder
+    return len(list(of.iterdir())) if of.exists() else 0
 
 
 def _resident() -> int:

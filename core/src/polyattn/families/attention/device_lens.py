@@ -178,7 +178,7 @@ class Way:
             if recorded:
                 raise BatchError(
                     "a graph is being captured, and the lengths or the block table aren't the tensors of "
-                    "the call before it; give the same ones, not new views of them"
+                    "the call before it; pass the same tensors, not new views of them"
                 )
             # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
             batch = Batch.on_buffers(

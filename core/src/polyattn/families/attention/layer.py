@@ -217,8 +217,8 @@ class Attention(Layer):
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
         if self.params.rotate or self.qkv_bias is not None:
             raise BatchError(
-                "store() writes keys and values as they are, and this layer rotates or adds a bias; give "
-                "them to forward, or build a layer with rotate=False and without qkv_bias"
+                "store() writes keys and values as they are, and this layer rotates or adds a "
+                "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
             )
         device, spec = self.group.torch_device, self.spec
         for name, tensor in (("key", key), ("value", value)):

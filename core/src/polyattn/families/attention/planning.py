@@ -181,7 +181,7 @@ class AttentionStep(StepPlan):
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
         if key is None and params.qkv_bias is not None:
-            raise BatchError("qkv_bias is added to query, key and value alike; key is missing")
+            raise BatchError("qkv_bias is added to query, key and value; pass key and value")
         if cache is None and not self.group.spec.cached:
             raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
 
@@ -214,7 +214,7 @@ class Planner(StepPlanner):
             prefill = self.chooser.chosen["prefill"].info
             others = by_position(self.spec, batch)
             if others and before:
-                raise BatchError("first_positions in a captured step; run such a step outside")
+                raise BatchError("first_positions can't be captured; run such a step eagerly")
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:

@@ -33,9 +33,9 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
         return False
     if rotate is None:
         raise SpecError(
-            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} elements): say "
-            "rotate=True where queries and keys come unrotated and the layer shall rotate them, or "
-            "rotate=False where they come rotated; spec.replace(rope=None) is the layer without one"
+            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} "
+            f"elements): pass rotate=True if the layer must rotate queries and keys, or "
+            f"rotate=False if they are rotated already; spec.replace(rope=None) is the layer without one"
         )
     if rope.positions == "cache" and not rotate:
         raise SpecError(

@@ -75,7 +75,7 @@ class Sharing:
         spec = unrotated(group.spec)
         reason = why_not(spec)
         if spec.length_bounds:
-            reason = "length_bounds: bounds don't say which blocks rows share"
+            reason = "length_bounds: bounds of lengths don't tell which blocks the rows share"
         if reason or not spec.cached:
             return cls(group, None, None, reason or "no layer with cached=False decodes")
         native = _native(group, spec)
@@ -129,8 +129,8 @@ class Sharing:
             return "a captured step has them with StepGraphs(..., shared_prefix=True)"
         if step.shared_prefix is None and step.host_block_table is None:
             return (
-                "nobody looked, as the block table is on the device alone; give the Batch "
-                "host_block_table= or shared_prefix="
+                "unknown, because the block table is on the device only; pass "
+                "host_block_table= or shared_prefix= to Batch"
             )
         form = self.group.cache_format
         assert form is not None

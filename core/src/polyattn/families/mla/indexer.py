@@ -40,7 +40,9 @@ def choose_tokens(
     each sequence's length. Raises `BatchError`.
     """
     if batch.block_table is None:
-        raise BatchError("the batch has no block_table; the index keys are in a paged cache")
+        raise BatchError(
+            "the batch has no block_table, and the index keys are in a paged cache: pass one"
+        )
     if keys.dim() != 3 or keys.shape[1] != block_size or keys.shape[2] != query.shape[2]:
         raise BatchError(
             f"keys {tuple(keys.shape)} must be (num_blocks, {block_size}, {query.shape[2]})"

@@ -168,7 +168,7 @@ class LatentAttention(Layer):
         """
         if self.params.rotate:
             raise BatchError(
-                "store() writes rope keys as they are, and this layer rotates; give them to forward, or "
+                "store() writes rope keys as they are, and this layer rotates; pass them to forward, or "
                 "build a layer with rotate=False"
             )
         part, device = self.spec.latent, self.group.torch_device
@@ -231,5 +231,5 @@ class LatentAttention(Layer):
         if self.w_uk is None and step.expands:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
-                "give them to LatentAttention, or pass shorter rows"
+                "pass them to LatentAttention, or pass shorter rows"
             )

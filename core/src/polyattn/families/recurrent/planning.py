@@ -39,7 +39,10 @@ class Planner(StepPlanner):
         """Plan one step. Raises `BatchError`."""
         check_queries(batch)
         if batch.state_slots is None and batch.num_seqs:
-            raise BatchError(f"{self.spec} keeps a state; the batch has no state_slots")
+            raise BatchError(
+                f"{self.spec} keeps a state; the batch has no state_slots: pass "
+                f"Batch(state_slots=...)"
+            )
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
         moves = batch.state_targets is not None
         if reuse is not None and moves != (reuse.batch.state_targets is not None):
@@ -90,8 +93,8 @@ class Planner(StepPlanner):
             return None
         return (
             f"state_targets names a slot for each sequence, and {self.spec} keeps drafts in its own "
-            "state, which a captured step doesn't move; run such a step eagerly, or give a slot for each "
-            "token, which moves the other groups' states alone"
+            "state, which a captured step doesn't move; run such a step eagerly, or pass a slot "
+            "for each token, which moves only the other groups' states"
         )
 
     @property
@@ -120,7 +123,7 @@ class Planner(StepPlanner):
             raise BatchError(
                 f"state_targets has a slot for each token, and {self.spec} keeps drafts in its own state "
                 f"(recurrent.draft_tokens={form.draft_tokens}); leave them out of this group's batch: "
-                "the next step's lengths say how many were accepted"
+                "the next step's lengths tell how many were accepted"
             )
 
     def _call(self, phase: str, part: Part, earlier: Any) -> Call:

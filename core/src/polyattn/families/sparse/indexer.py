@@ -154,7 +154,9 @@ class Indexer:
     ) -> None:  # fmt: skip
         spec, tokens = self.spec, batch.num_tokens
         if batch.block_table is None:
-            raise BatchError("the batch has no block_table; the index keys are in a paged cache")
+            raise BatchError(
+                "the batch has no block_table, and the index keys are in a paged cache: pass one"
+            )
         check_tensor("query", query, batch.device)
         check_tensor("keys", keys, batch.device)
         if query.shape != (tokens, spec.num_heads, spec.head_size):

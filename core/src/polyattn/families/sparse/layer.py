@@ -146,7 +146,7 @@ class SparseAttention(Layer):
         """
         if self._params.rotate:
             raise BatchError(
-                "store() writes keys as they are, and this layer rotates; give them to forward, or build "
+                "store() writes keys as they are, and this layer rotates; pass them to forward, or build "
                 "a layer with rotate=False"
             )
         spec, device = self.spec, self.group.torch_device

@@ -144,7 +144,9 @@ class Planner(StepPlanner):
                 f"{spec.sparse.tokens_per_entry} of them; leave it out, and store entries by store()"
             )
         if batch.block_table is None and batch.num_tokens:
-            raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
+            raise BatchError(
+                f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
+            )
         pieces: list[Piece] = []
         most = max(1, TABLE_BYTES // (8 * 4 * self.rows * self.width))
         for first in range(0, batch.num_tokens, most):

@@ -68,14 +68,14 @@ class KVCache:
         if form is None:
             if key.dtype == torch.uint8:
                 raise CacheError(
-                    "key and value are rows of bytes, which don't say of what: give form=CacheFormat(...)"
+                    "key and value are rows of bytes, whose format is unknown: pass form=CacheFormat(...)"
                 )
             return
         _check_form(form)
         sizes = (form.block_size, form.num_kv_heads, *form.widths)
         if sizes != (*key.shape[1:], value.shape[3]):
             raise CacheError(
-                f"form says blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
+                f"form has blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
                 f"{form.head_size}/{form.v_head_size}, {form.dtype}; key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} are others"
             )
@@ -198,7 +198,7 @@ class KVCache:
         A tensor of places is copied to the host, to be checked. Raises `CacheError`.
         """
         if self.layout != "contiguous":
-            raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+            raise CacheError(f"{self} isn't contiguous; its block tables come from the engine")
         if hasattr(sequences, "tolist"):  # a tensor or an array
             sequences = sequences.tolist()
         if not isinstance(sequences, Sequence):
@@ -296,7 +296,8 @@ class KVCache:
             (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
             if steps != others:
                 raise CacheError(
-                    f"keys and values lie differently ({self.key.stride()}, {self.value.stride()}), so "
+                    f"keys and values have different strides ({self.key.stride()}, "
+                    f"{self.value.stride()}), so "
                     f"that one table can't name the pages of both; allocate the cache in one layout"
                 )
             form = replace(

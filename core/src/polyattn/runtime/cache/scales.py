@@ -68,7 +68,7 @@ class LayerScales:
             if isinstance(value, Tensor):
                 raise SpecError(
                     f"{name} is a tensor, and the spec has scales='number'; select with "
-                    "scales='tensor' or 'head', or give a number"
+                    "scales='tensor' or 'head', or pass a number"
                 )
             self.numbers[name] = positive(name, value, used)
             return

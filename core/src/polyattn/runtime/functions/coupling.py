@@ -95,7 +95,7 @@ def _problem(
         return None
     what = "one head of one token" if function.which in TRANSFORMS else "one pair of query and key"
     remedy = (
-        "reduce over a head's elements alone, as in .mean(-1, keepdim=True)"
+        "reduce over a head's elements only, as in .mean(-1, keepdim=True)"
         if function.which in TRANSFORMS
         else "a function of scores reduces nothing"
     )

@@ -197,8 +197,8 @@ def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> 
         declared = _declared(spec.variant, spec.mask, generation())[name]
         if name not in batch.inputs:
             raise BatchError(
-                f"input {name!r} ({declared}) is missing: give it to the layer, "
-                f"Attention(group, inputs={{{name!r}: ...}}), or with the step, Batch(..., inputs=...)"
+                f"input {name!r} ({declared}) is missing: pass it to the layer, Attention(group, "
+                f"inputs={{{name!r}: ...}}), or with the step, Batch(..., inputs=...)"
             )
         tensor, wanted = batch.inputs[name], INPUT_DTYPES[declared.dtype]
         sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}

@@ -43,11 +43,11 @@ class StepSize:
                 "positive, or both 0"
             )
         if not self.rows and not self.prompts:
-            raise BatchError("StepSize.rows=0: give rows or prompts")
+            raise BatchError("StepSize.rows=0: set rows or prompts")
         if self.prompts and self.state_targets:
             raise BatchError(
                 f"StepSize.state_targets=True beside prompts={self.prompts}: prompts' states stay in "
-                "their slots; capture a size of rows alone"
+                "their slots; capture a size with prompts=0"
             )
 
     @property

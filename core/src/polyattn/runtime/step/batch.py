@@ -178,7 +178,7 @@ class Batch(Lengths):
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
-                raise BatchError("block_table without block_size; give the cache's block size")
+                raise BatchError("block_table without block_size; pass the cache's block size")
             if type(block_size) is not int or not 0 < block_size <= LARGEST:
                 raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
             batch.slot_mapping = batch.tail_slots(block_size)

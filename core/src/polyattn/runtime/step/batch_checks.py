@@ -110,8 +110,8 @@ def check_tensors(batch: Batch) -> None:
             )
         if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise BatchError(
-                f"{name}'s columns are {tensor.stride(1)} apart; kernels read them as neighbours: "
-                f"give {name}.contiguous()"
+                f"{name}'s columns are {tensor.stride(1)} apart; kernels need adjacent columns: "
+                f"pass {name}.contiguous()"
             )
         if not same_device(tensor.device, batch.device):
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
@@ -188,8 +188,8 @@ def check_padding(batch: Batch, unable: Sequence[str]) -> None:
     if several is not None and unable:
         raise BatchError(
             f"seq_lens[{several}]=0 is shorter than its query of {batch.query_lens[several]} tokens, and "
-            f"{', '.join(sorted(set(unable)))} takes padding rows (length 0) of one query token alone; "
-            "count cached context plus new tokens, give padding as rows of one token, or choose a "
+            f"{', '.join(sorted(set(unable)))} takes padding rows (length 0) of one query token "
+            f"only; count cached context plus new tokens, pass padding as rows of one token, or choose a "
             "backend that claims padding_rows"
         )
 
@@ -203,8 +203,8 @@ def check_table_width(batch: Batch, block_size: int) -> None:
         return
     if batch.block_size not in (None, block_size):
         raise BatchError(
-            f"block_size={batch.block_size}, with which the batch was made, isn't the cache's "
-            f"{block_size}; give Batch.from_lens the cache's"
+            f"block_size={batch.block_size}, with which the batch was made, differs from the cache's "
+            f"{block_size}; pass the cache's block size to Batch.from_lens"
         )
     width = batch.block_table.shape[1]
     if batch.max_seq_len <= width * block_size:
@@ -219,7 +219,9 @@ def check_table_width(batch: Batch, block_size: int) -> None:
 def check_pages(spec: LayerSpec, batch: Batch, block_size: int) -> None:
     """Check on the host that a step over a cache says where each length lies. Raises `BatchError`."""
     if batch.block_table is None and batch.num_seqs:
-        raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
+        raise BatchError(
+            f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
+        )
     check_table_width(batch, block_size)
 
 
@@ -343,13 +345,13 @@ def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) ->
             missing = slot < 0 and token < wanted and not batch.lens_are_bounds
             if not -1 <= slot < num_slots or (slot >= 0 and token >= wanted) or missing:
                 raise BatchError(
-                    f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} states "
-                    "has one, and what lies behind them is -1"
+                    f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} "
+                    f"states has one, and entries after them are -1"
                 )
             if slot in sources and (sources[slot] != index or slot in shared):
                 raise BatchError(
-                    f"{what}={slot} is where sequence {sources[slot]} starts from; of such slots a "
-                    "sequence's states may take its own alone"
+                    f"{what}={slot} is the slot that sequence {sources[slot]} starts from; only "
+                    f"that sequence may write to it"
                 )
             if slot in taken and slot >= 0:
                 raise BatchError(f"{what}={slot} is {taken[slot]} too; each state needs its own")

@@ -23,7 +23,7 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
     """
     known = _copied(cumulative)
     if not gap and known[1][0] != 0:
-        raise BatchError(f"cumulative lengths begin with {known[1][0]}; they begin with 0")
+        raise BatchError(f"cumulative lengths begin with {known[1][0]}; they must begin with 0")
     if known[2] is None:
         known[2] = tuple([b - a for a, b in pairwise(known[1])])
     return known[2]  # type: ignore[no-any-return]
@@ -36,8 +36,8 @@ def _copied(tensor: Tensor) -> list[Any]:
     """
     if capturing(tensor):  # known values, too: a replay would go on with them, whatever it holds
         raise BatchError(
-            "lengths are read on the host, and a graph is being captured; run this call outside of it, "
-            "or the way that leaves its lengths on the device"
+            "this call reads lengths on the host, and a graph is being captured; run it outside "
+            "the capture, or use the call whose lengths stay on the device"
         )
     version = None if tensor.is_inference() else tensor._version
     known: list[Any] | None = getattr(tensor, "_polyattn_host", None)

@@ -25,7 +25,8 @@ def check_beams(options: RunOptions) -> None:
     flag = f"--beams={options.beams}"
     if options.weights is None:
         raise SettingsError(
-            f"{flag} searches by a model's own tokens; say which: --weights=FOLDER, or --weights=random"
+            f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
+            f"--weights=random"
         )
     for name, given, usual in (
         ("samples", options.samples, None),

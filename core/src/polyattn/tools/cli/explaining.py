@@ -19,6 +19,7 @@ from polyattn.selection.selection import Selection
 from polyattn.settings import Settings, current
 from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
@@ -35,6 +36,7 @@ def show(
     as_json: bool,
     reading: Reading = AS_IT_IS,
     plot: Path | None = None,
+    formats: bool = False,
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
     if plot:
@@ -53,15 +55,27 @@ def show(
             found.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
     predicted = [_predicted(result, steps, settings) for *_, result in found]
+    compared = steps or {text: parse_batch(text) for text in DEFAULT_STEPS}
+    costs = [
+        formats_of(spec, len(layers), resolved, settings, compared)
+        if formats and spec.cached and not spec.kind.is_recurrent
+        else []
+        for spec, layers, *_ in found
+    ]
     if as_json:
-        rows = [_json(*g, times) for g, times in zip(found, predicted, strict=True)]
+        rows = [
+            _json(*g, times) | ({"formats": cost} if cost else {})
+            for g, times, cost in zip(found, predicted, costs, strict=True)
+        ]
         print_json({"device": str(resolved), "groups": rows, "notes": notes})
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
-        for (spec, layers, read, result), times in zip(found, predicted, strict=True):
+        for (spec, layers, read, result), times, cost in zip(found, predicted, costs, strict=True):
             console.print(_tree(spec, layers, read, result), highlight=False)
             for text, step in times.items():
                 print_forecast(text, step)
+            if cost:
+                print_formats(cost, compared)
         for note in notes:
             console.print(f"note: {note}", markup=False)
     if plot:

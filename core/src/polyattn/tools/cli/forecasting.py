@@ -11,7 +11,7 @@ from polyattn.selection.step_choice import CallChoice, step_choice
 from polyattn.spec.timing import TERMS
 from polyattn.tools.cli.output import add_row, console, table
 
-UNMEASURED = "no timing table that counts on this device speaks of this layer"
+UNMEASURED = "no timing table for this device covers this layer"
 
 
 def forecast(

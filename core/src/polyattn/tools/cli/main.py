@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyattn._version import __version__
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.tools.cli import stdout
 
 app = typer.Typer(
@@ -50,7 +51,8 @@ CacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-dtype",
-        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or a format of rows: "
+        f"{', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may add others.",
     ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
@@ -138,6 +140,9 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Compare the formats that the cache could have.")
+    ] = False,
     kv_cache_dtype: CacheDtypeOption = None,
     block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
@@ -150,7 +155,7 @@ def explain(
     from polyattn.tools.cli.models import Reading
 
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot, formats))
 
 
 @app.command()
@@ -219,7 +224,7 @@ def run(
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
     sliding_window: Annotated[
-        int | None, count("Let every attention layer see the last N tokens alone.")
+        int | None, count("Let every attention layer see only the last N tokens.")
     ] = None,
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
@@ -279,7 +284,7 @@ def bench(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Draw each batch's lengths anew: uniform, zipf or one-long, of the same mean, or "
+            help="Draw each batch's lengths again: uniform, zipf or one-long, of the same mean, or "
             "trace:FILE."
         ),
     ] = None,

@@ -36,9 +36,7 @@ from polyattn.tools.replay.runners import Options, Ranks
 from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
-PRETENDED = (
-    "interpreted on this machine's CPU: results are checked, times say nothing of the device"
-)
+PRETENDED = "interpreted on this machine's CPU: results are checked, times aren't the device's"
 
 
 @dataclass(frozen=True)

@@ -178,5 +178,6 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)
-    end = f"written: {path}" if path else "no table is written: too few points for any"
+    nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
+    end = f"written: {path}" if path else nothing
     console.print(f"{report['points']} points on {device}; {end}", markup=False, highlight=False)

@@ -52,7 +52,7 @@ class Whole:
             return
         what = f"--weights={RANDOM} draws {self.bytes / 2**30:.3g} GiB"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise SettingsError(f"{what}; nobody is there to ask: pass --yes to draw them")
+            raise SettingsError(f"{what}; no terminal to ask at: pass --yes to draw them")
         if not typer.confirm(f"{what}. Go on?", err=True):
             raise SettingsError(f"{what}; the answer was no")
 
@@ -86,7 +86,7 @@ def model_of(model: str | None, weights: str | None) -> str | None:
         folder = False
     if not folder:
         raise SettingsError(
-            f"--weights={shown(weights)} is no folder; give a checkpoint's, or '{RANDOM}'"
+            f"--weights={shown(weights)} is no folder; name a checkpoint's, or '{RANDOM}'"
         )
     return str(Path(weights).absolute()) if model is None else model
 

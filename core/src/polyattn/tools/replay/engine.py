@@ -266,7 +266,8 @@ def _cached(
     """Return what runs a group of decoder layers, or in a whole model its memory."""
     if layers.num_caches(len(layers.layers)) < len(layers.layers) and (model or options.context):
         raise ConfigError(
-            "layers that read another layer's keys (kv_source) are served by themselves alone; leave out "
+            "layers that read another layer's keys (kv_source) are served without weights on one "
+            "rank; leave out "
             "--weights and --context-parallel"
         )
     if model is not None:

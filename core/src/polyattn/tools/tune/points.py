@@ -48,7 +48,7 @@ class PointsFile:
 
     def _read(self, facts: dict[str, Any]) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        remedy = f"{self.path}: measured under other conditions; remove it, or give another --out"
+        remedy = f"{self.path}: measured under other conditions; remove it, or name another --out"
         try:
             theirs = json.loads(lines[0])["facts"]
             for name, value in facts.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 5
+ABI = 6
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -94,7 +94,7 @@ def isa() -> str:
     wanted, there = os.environ.get(ISA_VARIABLE), isas()
     pairs = os.environ.get(PAIRS_VARIABLE)
     if pairs not in (None, "", "0", "1"):
-        raise SettingsError(f"environment variable {PAIRS_VARIABLE}={pairs!r}: wanted 0 or 1")
+        raise SettingsError(f"environment variable {PAIRS_VARIABLE}={pairs!r}: must be 0 or 1")
     if not wanted:
         return there[0]
     if wanted not in there:

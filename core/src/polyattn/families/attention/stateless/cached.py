@@ -152,7 +152,10 @@ def _lens(
     """Return the lengths, their form checked. Raises `CacheError`."""
     if given is None:
         if cache.block_table is not None or new is not None:
-            raise CacheError("cache_seqlens is missing; a cache with room needs it")
+            raise CacheError(
+                "cache_seqlens is missing; pass each sequence's length, because the "
+                "cache has free room"
+            )
         return cache.key.shape[1]
     if not isinstance(given, int) and (not isinstance(given, Tensor) or given.shape != (count,)):
         found = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"

@@ -85,8 +85,8 @@ def _group_of(
 ) -> LayerGroup:  # fmt: skip
     if str(dtype).removeprefix("torch.") not in DTYPES:
         raise BatchError(
-            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or give "
-            "8-bit queries with their scales to an Attention whose spec has qkv_dtype"
+            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or "
+            f"pass 8-bit queries with their scales to an Attention whose spec has qkv_dtype"
         )
     if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")

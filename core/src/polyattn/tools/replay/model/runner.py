@@ -29,8 +29,8 @@ def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> No
     longest = max((request.prompt + request.output for request in requests), default=0)
     if longest > limit:
         raise SettingsError(
-            f"a request of {longest} tokens: rope_scaling={scaling!r} has other frequencies beyond "
-            f"{limit} tokens, and keys that are cached would have to be turned anew; keep requests "
+            f"a request of {longest} tokens: rope_scaling={scaling!r} changes its frequencies "
+            f"beyond {limit} tokens, and cached keys would have to be rotated again; keep requests "
             "within them (--scale, --max-tokens)"
         )
 

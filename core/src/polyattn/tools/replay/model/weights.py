@@ -130,8 +130,8 @@ class Checkpoint(Weights):
         if not index.is_file():
             if not (self.folder / SINGLE).is_file():
                 raise WeightsError(
-                    f"--weights={self.folder}: has neither {SINGLE} nor {INDEX}; give the folder of "
-                    "a checkpoint in Hugging Face's layout, or 'random'"
+                    f"--weights={self.folder}: has neither {SINGLE} nor {INDEX}; name the folder "
+                    f"of a checkpoint in Hugging Face's layout, or 'random'"
                 )
             return [(name, SINGLE) for name in self._open(SINGLE).keys()]  # noqa: SIM118
         try:
