@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,71 +116,85 @@ SWAPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
 Change = tuple[int, int, str, str]
 
 
-def of_python(text: str, spared: frozenset[str]) -> Iterator[Change]:
-    """Yield (start, stop, operator, replacement) for each place of a module that may be wrong."""
-    lines = [0]
-    for line in text.encode().splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
-    characters = [len(text.encode()[:at].decode()) for at in lines]
+class Source:
+    """A module's text, and where the nodes of its tree lie in it."""
 
-    def span(node: Any) -> tuple[int, int]:
-        whole = text.splitlines(keepends=True)
-        begin = len(whole[node.lineno - 1].encode()[: node.col_offset].decode())
-        end = len(whole[node.end_lineno - 1].encode()[: node.end_col_offset].decode())
-        return characters[node.lineno - 1] + begin, characters[node.end_lineno - 1] + end
+    def __init__(self, text: str, spared: frozenset[str]):
+        self.text, self.spared = text, spared
+        self.lines = text.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
 
-    def between(left: Any, right: Any, pattern: str) -> tuple[int, int] | None:
-        begin, end = span(left)[1], span(right)[0]
-        at = re.search(pattern, text[begin:end])
-        return at and (begin + at.start(), begin + at.end())
+    def span(self, node: Any) -> tuple[int, int]:
+        """Return where a node begins and ends; the tree's columns count bytes."""
+        places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+        first, last = (
+            self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+            for line, column in places
+        )
+        return first, last
 
-    def visit(node: ast.AST) -> Iterator[Change]:
-        if isinstance(node, ast.FunctionDef) and node.name in spared:
-            return
+    def said(self, node: Any) -> str:
+        return self.text[slice(*self.span(node))]
+
+    def between(self, left: Any, right: Any, pattern: str) -> tuple[int, int]:
+        """Return where the operator between two nodes lies."""
+        begin, end = self.span(left)[1], self.span(right)[0]
+        at = re.search(pattern, self.text[begin:end])
+        assert at is not None
+        return begin + at.start(), begin + at.end()
+
+    def changes(self, node: ast.AST) -> Iterator[Change]:
+        """Yield the changes of a node and of all below it."""
         if isinstance(node, ast.FunctionDef):
-            for child in node.body:
-                yield from visit(child)
+            for child in node.body if node.name not in self.spared else ():
+                yield from self.changes(child)
             return
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            at = between(node.left, node.comparators[0], "<=|>=|==|!=|<|>")
-            if at:
-                yield *at, "comparison", FLIPS[text[slice(*at)]]
-        if isinstance(node, ast.BinOp):
-            if isinstance(node.op, (ast.Add, ast.Sub)):
-                at = between(node.left, node.right, r"[+-]")
-                if at:
-                    yield *at, "sign", "-" if text[at[0]] == "+" else "+"
-                if isinstance(node.right, ast.Constant) and node.right.value == 1:
-                    yield span(node.left)[1], span(node.right)[1], "off by one", ""
-            if isinstance(node.op, ast.Mult) and "stride" in text[slice(*span(node.right))]:
-                yield span(node.left)[1], span(node.right)[1], "stride", ""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.BinOp):
-            inner = node.operand
-            if isinstance(inner.op, ast.FloorDiv) and isinstance(inner.left, ast.UnaryOp):
-                tail = (
-                    f"{text[slice(*span(inner.left.operand))]} // {text[slice(*span(inner.right))]}"
-                )
-                yield *span(node), "dropped tail", f"({tail})"
-        if isinstance(node, ast.Call):
+        if isinstance(node, (ast.Compare, ast.BinOp, ast.UnaryOp)):
+            yield from self.of_arithmetic(node)
+        elif isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in SWAPS and len(node.args) > 1:
-                end = span(node.func)[1]
+                end = self.span(node.func)[1]
                 yield end - len(name), end, "bound", SWAPS[name]
-                yield *span(node), "dropped bound", text[slice(*span(node.args[0]))]
-        if isinstance(node, ast.BoolOp):
-            at = between(node.values[0], node.values[1], r"\b(and|or)\b")
-            if at:
-                yield *at, "condition", "or" if text[slice(*at)] == "and" else "and"
-        if isinstance(node, (ast.Assign, ast.AugAssign)):
+                yield *self.span(node), "dropped bound", self.said(node.args[0])
+        elif isinstance(node, ast.BoolOp):
+            at = self.between(node.values[0], node.values[1], r"\b(and|or)\b")
+            yield *at, "condition", "or" if isinstance(node.op, ast.And) else "and"
+        elif isinstance(node, (ast.Assign, ast.AugAssign)):
             held = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(held, (ast.Attribute, ast.Subscript)) or isinstance(node, ast.AugAssign):
-                yield *span(node), "stale", "pass"
+                yield *self.span(node), "stale", "pass"
         for child in ast.iter_child_nodes(node):
-            yield from visit(child)
+            yield from self.changes(child)
 
+    def of_arithmetic(self, node: ast.Compare | ast.BinOp | ast.UnaryOp) -> Iterator[Change]:
+        if isinstance(node, ast.Compare):
+            if len(node.ops) == 1 and not isinstance(
+                node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+            ):
+                at = self.between(node.left, node.comparators[0], "<=|>=|==|!=|<|>")
+                yield *at, "comparison", FLIPS[self.text[slice(*at)]]
+        elif isinstance(node, ast.UnaryOp):
+            inner = node.operand
+            floors = isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.FloorDiv)
+            if floors and isinstance(inner.left, ast.UnaryOp):
+                floor = f"({self.said(inner.left.operand)} // {self.said(inner.right)})"
+                yield *self.span(node), "dropped tail", floor
+        elif isinstance(node.op, (ast.Add, ast.Sub)):
+            at = self.between(node.left, node.right, r"[+-]")
+            yield *at, "sign", "-" if isinstance(node.op, ast.Add) else "+"
+            if isinstance(node.right, ast.Constant) and node.right.value == 1:
+                yield self.span(node.left)[1], self.span(node.right)[1], "off by one", ""
+        elif isinstance(node.op, ast.Mult) and "stride" in self.said(node.right):
+            yield self.span(node.left)[1], self.span(node.right)[1], "stride", ""
+
+
+def of_python(text: str, spared: frozenset[str]) -> Iterator[Change]:
+    """Yield (start, stop, operator, replacement) for each place of a module that may be wrong."""
+    source = Source(text, spared)
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield from visit(node)
+            yield from source.changes(node)
 
 
 C_RULES = (
@@ -283,6 +298,34 @@ def score(rows: list[dict[str, Any]]) -> None:
             )
 
 
+def judge_all(name: str, args: argparse.Namespace, found: dict[str, Any], end: float) -> None:
+    """Judge a target's mutants that aren't among the rows yet, after the files as they are."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, text=True, capture_output=True, check=False).stdout.strip()
+    begun = time.monotonic()
+    outcome, failed = judged(TARGETS[name], 1200)
+    assert outcome == "survived", f"{name}: without a bug, {failed} fails"
+    limit = 4 * (time.monotonic() - begun) + 20
+    for mutant, text in mutants(name)[: args.each]:
+        row, path = mutant.row(text), ROOT / mutant.path
+        old = found.get(row["id"])
+        if time.monotonic() > end or (old and not (args.again and old["outcome"] == "survived")):
+            continue
+        begun = time.monotonic()
+        try:
+            path.write_text(text[: mutant.start] + mutant.after + text[mutant.stop :])
+            row["outcome"], row["by"] = judged(TARGETS[name], limit)
+        finally:
+            path.write_text(text)
+        row["seconds"] = round(time.monotonic() - begun, 1)
+        found[row["id"]] = row | {"date": str(date.today()), "commit": commit}
+        with args.out.open("a") as out:
+            out.write(json.dumps(found[row["id"]]) + "\n")
+        print(
+            row["outcome"], f"{row['path']}:{row['line']}", row["operator"], row["by"], flush=True
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--each", type=int, default=30, help="mutants of each target")
@@ -290,62 +333,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--again", action="store_true", help="judge survivors again")
-    parser.add_argument(
-        "--score", action="store_true", help="print what is in the output, and run nothing"
-    )
+    parser.add_argument("--score", action="store_true", help="print what is in the output")
     args = parser.parse_args()
-    rows = (
-        [json.loads(line) for line in args.out.read_text().splitlines()]
-        if args.out.exists()
-        else []
-    )
-    found = {row["id"]: row for row in rows}  # the last of each
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    found = {row["id"]: row for row in map(json.loads, lines)}  # the last of each
     if args.score:
         score([*found.values()])
         return
+    args.out = args.out.resolve()
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     import torch  # once, for all that run
 
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True
-    ).stdout.strip()
     end = time.monotonic() + args.seconds
     for name in args.only.split(",") if args.only else TARGETS:
-        begun = time.monotonic()
-        outcome, failed = judged(TARGETS[name], 1200)
-        assert outcome == "survived", f"{name}: without a bug, {failed} fails"
-        limit = 4 * (time.monotonic() - begun) + 20
-        for mutant, text in mutants(name)[: args.each]:
-            row, path = mutant.row(text), ROOT / mutant.path
-            old = found.get(row["id"])
-            if time.monotonic() > end or (
-                old and not (args.again and old["outcome"] == "survived")
-            ):
-                continue
-            begun = time.monotonic()
-            try:
-                path.write_text(text[: mutant.start] + mutant.after + text[mutant.stop :])
-                row["outcome"], row["by"] = judged(TARGETS[name], limit)
-            finally:
-                path.write_text(text)
-            row |= {
-                "seconds": round(time.monotonic() - begun, 1),
-                "date": str(date.today()),
-                "commit": commit,
-            }
-            found[row["id"]] = row
-            with args.out.open("a") as out:
-                out.write(json.dumps(row) + "\n")
-            print(
-                row["outcome"],
-                f"{row['path']}:{row['line']}",
-                row["operator"],
-                row["by"],
-                flush=True,
-            )
+        judge_all(name, args, found, end)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ tests/spec/test_key_ranges.py, and the same on the device in tests/plugins/trito
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from polyattn_triton.schedule import (
 )
 
 slow = pytest.mark.slow
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def lengths(most: int, count: int) -> list[np.ndarray]:
@@ -149,6 +152,25 @@ def test_pieces_of_prefixes_have_every_key_tile_once(most: int) -> None:
                 )
                 assert (np.diff(pieces.program) >= 0).all(), case
                 assert ((pieces.program >= 0) & (pieces.program < programs)).all(), case
+
+
+KINDS = (
+    "NATIVE_ATTN", "NATIVE_MLA", "TRITON_ATTN", "TRITON_ATTN, captured",
+    "TRITON_ATTN, shared prefixes", "TRITON_MLA",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_at_lengths_where_sources_turn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few layers of each kind of `benchmarks/random_plans.py`, key by key."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    if kind.startswith("NATIVE") and library.why_not() is not None:
+        pytest.skip("no native kernels")
+    random_plans = importlib.import_module("random_plans")
+    assert tuple(random_plans.KINDS) == KINDS
+    for seed in range(3):
+        checked, failed = random_plans.piece(kind, seed, 20)
+        assert checked == 20 and not failed, failed
 
 
 NATIVE_MASKS: list[dict[str, Any]] = [
