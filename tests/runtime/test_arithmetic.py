@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from polyattn import Device, LayerSpec
+from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.reads import check_plan, shows
 from polyattn_cpu.native import library
-from test_reads import form_of, step_of
+from test_reads import H200, form_of, step_of, triton
 
 pytest.importorskip("triton")
 from polyattn_triton.configs import PrefixConfig
@@ -152,6 +153,46 @@ def test_pieces_of_prefixes_have_every_key_tile_once(most: int) -> None:
                 )
                 assert (np.diff(pieces.program) >= 0).all(), case
                 assert ((pieces.program >= 0) & (pieces.program < programs)).all(), case
+
+
+def test_a_plan_s_tiles_count_the_keys_that_their_rows_see() -> None:
+    """No tile too many, which would only be slow, and none too few: of TRITON_ATTN and TRITON_MLA."""
+    batch = step_of([300, 20, 1, 0], [1500, 20, 700, 90])
+    queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+
+    def wanted(tiles: Any, group: int, rows: int, block: int) -> list[int]:
+        last = np.minimum(tiles.row + rows, queries[tiles.seq] * group) - 1
+        return [-(-n // block) for n in (lens - queries)[tiles.seq] + last // group + 1]
+
+    backend = triton()
+    plan = backend.plan_rows(batch, cut=True)
+    tiles, config = backend._tiles(plan), plan.config
+    assert tiles.keys.tolist() == wanted(tiles, 4, config.block_m, config.block_n)
+    for topk in (None, 100):
+        backend, made = latents(topk), []
+        backend.kernels.plan = lambda batch, tiles, *_: made.append(tiles)  # noqa: B023
+        backend.plan(batch)
+        (tiles,), config = made, backend.kernels.config
+        if topk:
+            assert set(tiles.keys.tolist()) == {-(-topk // config.block_n)}
+        else:
+            assert tiles.keys.tolist() == wanted(tiles, 20, config.block_h, config.block_n)
+            backend.plan(step_of([1], [0]))
+            assert made[1].keys.tolist() == [0] * len(made[1].seq)
+
+
+def latents(topk: int | None) -> Any:
+    """TRITON_MLA, or with `topk` TRITON_MLA_SPARSE, of 20 heads."""
+    from polyattn_triton.mla import TritonMLA, TritonMLASparse
+
+    spec = LayerSpec(
+        kind="sparse_mla" if topk else "mla", num_heads=20, num_kv_heads=20, head_size=48,
+        v_head_size=32, dtype="bfloat16", latent=LatentSpec(rank=64, rope_head_size=16, topk=topk),
+    )  # fmt: skip
+    form = CacheFormat(
+        block_size=16, num_kv_heads=1, head_size=80, v_head_size=64, dtype="bfloat16"
+    )
+    return (TritonMLASparse if topk else TritonMLA)(spec, form, H200)
 
 
 KINDS = (
