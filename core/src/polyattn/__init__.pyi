@@ -36,9 +36,9 @@ from polyattn.runtime.functions.variants import t5_buckets as t5_buckets
 from polyattn.runtime.graphs.cuda_graph import StepGraphs as StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepSize as StepSize
 from polyattn.runtime.group import LayerGroup as LayerGroup
+from polyattn.runtime.group import StepPlan as StepPlan
 from polyattn.runtime.merge import AttentionState as AttentionState
 from polyattn.runtime.merge import merge_states as merge_states
-from polyattn.runtime.program import StepPlan as StepPlan
 from polyattn.runtime.step.batch import Batch as Batch
 from polyattn.runtime.step.beams import beam_batch as beam_batch
 from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun

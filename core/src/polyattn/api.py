@@ -12,8 +12,9 @@ from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
@@ -52,11 +53,28 @@ def select(
 ) -> Selection:
     """Choose the backends of a layer's phases, jointly.
 
-    `device`: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None
-    for this machine's best, the current one of several. `backend` names one, or scoped ones
-    (`"prefill=A,decode=B"`), and never falls through. `verify` runs each chosen backend once against
-    the reference; one that fails is passed over if it was chosen automatically (default: the setting
-    `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
+    Args:
+        spec: what the layer computes.
+        device: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None for
+            this machine's best, the current one of several.
+        backend: a name, or scoped names (`"prefill=A,decode=B"`). A named backend is used or refused.
+        settings: instead of those of the environment and the file.
+        verify: run each chosen backend once against the reference, and pass over one that fails if it
+            was chosen automatically. None: the setting `verify`, else no.
+
+    Returns:
+        The choice with its reasons; `LayerGroup` loads its kernels.
+
+    Raises:
+        SelectionError: no backend can serve the layer; the message has every rejection.
+        SettingsError: a setting or a backend's name can't be honoured.
+        DeviceError: the device isn't known, or isn't here.
+
+    Example:
+        >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+        >>> select(spec, "x86-avx512", backend="TORCH_SDPA").decision.prefill
+        'TORCH_SDPA'
+
     """
     if not isinstance(spec, LayerSpec):
         raise SpecError(
@@ -153,7 +171,7 @@ def check_supported(
         DeviceError: the device isn't known.
 
     Example:
-        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN", device="h100-sxm")
+        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN_V3", device="h100-sxm")
         []
 
     """
@@ -187,6 +205,26 @@ def select_layers(
     """Select for every layer of a model, grouped by what they compute.
 
     Warns (logger `polyattn`) about an override whose scope matched no layer.
+
+    Args:
+        specs: one for each layer, in the model's order.
+        device: as in `select`.
+        settings: as in `select`.
+        verify: as in `select`.
+
+    Returns:
+        One entry for each group of layers that compute the same.
+
+    Raises:
+        SpecError: `specs` isn't a list of `LayerSpec`.
+        SelectionError, SettingsError, DeviceError: as `select`.
+
+    Example:
+        >>> full = LayerSpec(num_heads=8, head_size=64)
+        >>> groups = select_layers([full, full.replace(sliding_window=128), full], "x86-avx512")
+        >>> [len(group.layers) for group in groups]
+        [2, 1]
+
     """
     settings, specs = _checked(settings, verify), _listed(specs)
     groups = [

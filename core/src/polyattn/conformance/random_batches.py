@@ -37,8 +37,6 @@ from polyattn.workload.steps import pairs
 
 ROUND = 50
 """Batches of one layer."""
-CASE = 1000
-"""Batches of one of the kit's cases."""
 WIDEST_ROW = 512
 """Most elements of a query that is drawn: the reference is slow."""
 POOL = 32

@@ -9,8 +9,9 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import PluginError, shown
-from polyattn.registry.discovery import Registry, ask
+from polyattn.registry.discovery import ask
 from polyattn.registry.guard import LatePluginError, within
+from polyattn.registry.installed import Registry
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")

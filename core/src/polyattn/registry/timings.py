@@ -13,8 +13,9 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, describe, plain, shown
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.distributions import installed
+from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel

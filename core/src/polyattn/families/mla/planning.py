@@ -23,11 +23,10 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.calls import planned_call
-from polyattn.runtime.decompositions import Part, by_phase
-from polyattn.runtime.group import LayerGroup, StepPlanner
+from polyattn.runtime.decompositions import Part, by_phase, planned_call
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import Store, claimed_rotation
