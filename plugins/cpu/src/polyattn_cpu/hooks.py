@@ -155,7 +155,10 @@ NATIVE_SCAN = BackendInfo(
         ),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
-        features=names("causal gqa v_head_size deterministic gated bc_in_float32 wide_conv_states"),
+        features=names(
+            "causal gqa v_head_size deterministic batch_invariant step_invariant gated bc_in_float32 "
+            "wide_conv_states"
+        ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
     proof=PROOF,
