@@ -13,9 +13,9 @@ from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import StepMask
 from polyattn.spec.layer import LayerSpec
 
-USUAL, LATER, PAGES = "usual", "later", "pages"
+USUAL, LATER, PAGES, AT_CAP = "usual", "later", "pages", "at the cap"
 """How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
-blocks are the cache's. A family knows others."""
+blocks are the cache's; logits lie near the layer's soft cap. A family knows others."""
 Lengths = Sequence[tuple[int, int]]
 """(query length, sequence length) of each sequence."""
 

@@ -31,6 +31,7 @@ from polyattn.workload.dice import Dice
 from polyattn.workload.judge import judge
 from polyattn.workload.pages import copied, poison, put, same_cache
 from polyattn.workload.steps import (
+    AT_CAP,
     LATER,
     PAGES,
     USUAL,
@@ -86,7 +87,8 @@ class AttentionWorkload(Workload):
         """
         self.layer, self.lengths, self.dice, self.packed = layer, lengths, dice, packed
         self.numbers, self.skipped, self.spare = numbers, skipped, spare
-        self.offset = OFFSETS.get(numbers, 0.0)
+        at_cap = self.spec.logit_soft_cap or 0.0
+        self.offset = at_cap if numbers == AT_CAP else OFFSETS.get(numbers, 0.0)
         queries, lens = lens_of(lengths)
         self.query = self._drawn("query", sum(queries))
         form = self.group.cache_format
