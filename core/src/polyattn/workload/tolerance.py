@@ -102,7 +102,7 @@ FP8_OUTPUT = 6.25e-2
 
 
 TANH = 2.0**-11
-"""By how much of itself a tanh may be off: `tanh.approx.f32`, by which kernels cap logits (PTX ISA 9.7.3)."""
+"""By how much of itself a tanh may be off: `tanh.approx.f32`, which caps logits (PTX ISA 9.7.3)."""
 
 
 def of_sum(spec: LayerSpec, offset: float) -> float:

@@ -35,7 +35,8 @@ _ATTENTION: tuple[Check, ...] = (
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
-    published.published, published.combined, published.masks, published.twins,
+    published.published, published.combined, published.masks, published.pairs,
+    published.twins,
     lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
     lasting.many_calls, lasting.many_lengths, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip

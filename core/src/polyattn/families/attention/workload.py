@@ -74,6 +74,7 @@ class AttentionWorkload(Workload):
         like: AttentionWorkload | None = None,
         full: KVCache | None = None,
         spare: int = 1,
+        first_block: int = 1,
     ):
         """Draw a step.
 
@@ -84,9 +85,11 @@ class AttentionWorkload(Workload):
         - `like`: another layer's step, whose batch this one has too.
         - `full`: a cache of random numbers, anywhere in which the step lies; there is no `keys`.
         - `spare`: columns of the block table beyond the longest sequence's.
+        - `first_block`: the first of a cache's blocks that a sequence may have.
         """
         self.layer, self.lengths, self.dice, self.packed = layer, lengths, dice, packed
         self.numbers, self.skipped, self.spare = numbers, skipped, spare
+        self.first_block = first_block
         at_cap = self.spec.logit_soft_cap or 0.0
         self.offset = at_cap if numbers == AT_CAP else OFFSETS.get(numbers, 0.0)
         queries, lens = lens_of(lengths)
@@ -152,7 +155,9 @@ class AttentionWorkload(Workload):
         if form is None:
             self._lay_given(like)
             return
-        table, num_blocks = self.dice.blocks(lens, form.block_size, self.spare)
+        table, num_blocks = self.dice.blocks(
+            lens, form.block_size, self.spare, first=self.first_block
+        )
         if like is not None and like.cache is not None and like.batch.block_table is not None:
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
         for run in (run for level in shared for run in level):
