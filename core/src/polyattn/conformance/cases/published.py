@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.cases.lasting import COPIES
 from polyattn.device import Device
 from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -28,6 +29,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Phi-4-mini": {"num_heads": 24, "num_kv_heads": 8},
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3},
     "SmolLM2-360M": {"num_heads": 15, "num_kv_heads": 5},
+    "Hymba": {"num_heads": 25, "num_kv_heads": 5},
     "Phi-3-medium": {"num_heads": 40, "num_kv_heads": 10},
     "LLaMA-13B": {"num_heads": 40, "num_kv_heads": 40},
     "Grok": {"num_heads": 12, "num_kv_heads": 2},
@@ -162,7 +164,8 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         for batch in batches:
             yield Case("combined", f"{where} {label}", spec, batch)
     yield Case("masks", where, base, "grid")
-    yield Case("pairs", where, base, "drawn")
+    if not COPIES & caps.platforms.keys():  # which compile for each shape
+        yield Case("pairs", where, base, "drawn")
     if base.cached:
         yield Case("twins", where, base, "decode")
 

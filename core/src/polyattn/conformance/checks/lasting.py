@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import io
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,7 @@ FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
 COLUMNS = (1, 64)
 """Of tables of just so many: one block is all that each sequence has, and a power of two."""
-LENGTHS, LEAST_LENGTHS, MANY_ROWS = 130, 40, 70
+LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
 """Steps of which each has other lengths than all before; how many there are at least, of which one has so
 many rows."""
 ROUNDS = 96
@@ -149,6 +152,8 @@ def many_lengths(case: Case, harness: Harness) -> None:
         lengths = [(1, 3 * number + row) for row in range(rows)]
         harness.step(layer, lengths).check(f"step {number} of other lengths: ")
     first.but().check("the first lengths again: ")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.but().check, "in another thread: ").result()
 
 
 def _states(step: Workload) -> Tensor | None:
@@ -213,7 +218,9 @@ def process(case: Case, harness: Harness) -> None:
 
     rounds(ROUNDS // 4)
     before = rounds(ROUNDS // 4)
-    after = rounds(ROUNDS)
+    with redirect_stdout(io.StringIO()) as printed:
+        after = rounds(ROUNDS)
+    assert not printed.getvalue(), f"its steps print: {printed.getvalue()[:80]!r}"
     grown = {name: after[name] - count for name, count in before.items()}
     resident = grown.pop("bytes")
     left = {name: more for name, more in grown.items() if more >= ROUNDS // 8}

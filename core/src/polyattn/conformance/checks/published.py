@@ -20,9 +20,10 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 400, 12, 3 << 19
-"""Layers that are drawn of pairs at most, of how many each is the one with most new pairs, and keys times
-query heads times the head size of a step: what the reference computes in some hundredths of a second."""
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 8, 400, 12, 3 << 19
+"""Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
+with most new pairs; keys times query heads times the head size of a step, which the reference computes in
+some hundredths of a second."""
 MODES = {
     "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
@@ -84,7 +85,7 @@ def pairs(case: Case, harness: Harness) -> None:
     met: set[tuple[Any, Any]] = set()
     values = _claimed(case.spec, discover().backend(harness.backend).capabilities)
     for _ in range(MOST_LAYERS):
-        if looked_at >= LEAST_LAYERS and time.monotonic() > end:
+        if looked_at >= LEAST_PAIRS and time.monotonic() > end:
             return
         some = [
             {n: harness.dice.choice(each) for n, each in values.items()} for _ in range(CANDIDATES)
@@ -96,13 +97,13 @@ def pairs(case: Case, harness: Harness) -> None:
         if not known:
             continue
         chosen, spec = max(known, key=lambda pair: len({*combinations(pair[0].items(), 2)} - met))
-        met |= {*combinations(chosen.items(), 2)}
         try:
             with MODES[chosen["mode"]]():
                 _pair(harness, spec, chosen)
         except SelectionError:  # claimed apart, excluded together
             continue
         looked_at += 1
+        met |= {*combinations(chosen.items(), 2)}
     assert looked_at, "no layer of the values is served"
 
 
