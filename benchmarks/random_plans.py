@@ -25,7 +25,7 @@ from polyattn import Batch, Device, LayerSpec, __version__
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.kernel import CacheFormat, LatentSpec
-from polyattn.runtime.reads import check_plan
+from polyattn.runtime.plan_checks import check_plan
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.workload.dice import Dice
 from random_batches import revision

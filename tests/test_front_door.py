@@ -16,8 +16,6 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 INSTALLS = re.findall(r"^\| [^|]+ \| `(pip install [^`]+)` \|$", README, re.MULTILINE)
 WHEELS = re.findall(r"^(pip wheel .+)$", README, re.MULTILINE)
-LONGEST_AVERAGE = 22
-"""Words that a sentence of the README has on average, at most."""
 
 
 def test_every_vendor_has_a_command_from_a_checkout_and_from_wheels() -> None:
@@ -104,9 +102,3 @@ def test_the_pictures_show_what_the_code_says() -> None:
     folder = ROOT / "docs" / "pictures"
     for name, draw in runpy.run_path(str(folder / "draw.py"))["PICTURES"].items():
         assert (folder / name).read_text() == draw(), "stale: python docs/pictures/draw.py"
-
-
-def test_the_readmes_sentences_are_short() -> None:
-    prose = re.sub(r"```.*?```|^[|#!].*?$", "", README, flags=re.DOTALL | re.MULTILINE)
-    sentences = [s.split() for s in re.split(r"(?<=[.:;])\s+", prose) if s.strip()]
-    assert sum(map(len, sentences)) / len(sentences) < LONGEST_AVERAGE

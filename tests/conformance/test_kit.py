@@ -32,7 +32,9 @@ NATIVE = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", *NATIVE])
+@pytest.mark.parametrize(
+    "backend", ["TORCH_SDPA", pytest.param("EXAMPLE_ATTN", marks=pytest.mark.slow), *NATIVE]
+)
 def test_a_backend_conforms(backend: str) -> None:
     found = conforms(backend, 26)
     assert found["cases"] == found["passed"] + found["refused"]

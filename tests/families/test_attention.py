@@ -53,12 +53,14 @@ def specs(draw: st.DrawFn, caps: Capabilities) -> LayerSpec:
 
     window = draw(st.integers(1, 40)) if may("sliding_window") else None
     size = pick(draw, caps.head_sizes.examples((8, 16, 24, 64, 80)))
-    stored = ["auto", *caches(caps, LayerSpec(num_heads=1, head_size=size))]
+    v_size = pick(draw, (16, 32)) if may("v_head_size") else 0
+    sized = LayerSpec(num_heads=kv_heads, head_size=size, v_head_size=v_size)
+    stored = ["auto", *caches(caps, sized)]
     return LayerSpec(
         num_heads=kv_heads * ratio,
         num_kv_heads=kv_heads,
         head_size=size,
-        v_head_size=pick(draw, (16, 32)) if may("v_head_size") else 0,
+        v_head_size=v_size,
         dtype=pick(draw, sorted(caps.dtypes)),
         kv_cache_dtype=pick(draw, stored),
         block_size=pick(draw, caps.block_sizes.examples((1, 3, 16, 32))),

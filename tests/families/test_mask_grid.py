@@ -8,17 +8,22 @@ from families.mask_grid import BEYOND, GRID, Case, judged
 from polyattn import Device
 
 HOST = Device("cpu", "x86_64", torch_device="cpu")
-slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("cases", [GRID, BEYOND], ids=["grid", "beyond"])
+CASES = [
+    pytest.param(GRID, id="grid"),
+    pytest.param(BEYOND, id="beyond", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("cases", CASES)
 def test_every_mask(cases: dict[str, Case]) -> None:
     found = judged("TORCH_SDPA", HOST, cases.items())
     assert not found.wrong and not found.refused
     assert len(found.right) == len(cases)
 
 
-@pytest.mark.parametrize("cases", [GRID, pytest.param(BEYOND, marks=slow)], ids=["grid", "beyond"])
+@pytest.mark.parametrize("cases", CASES)
 def test_every_mask_of_flex_attention(
     cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,9 @@ from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.families.attention.reference import visible
 from polyattn.kernel import CacheFormat
-from polyattn.runtime import reads
-from polyattn.runtime.reads import SHARE, PlanChecks, check_plan, shows
+from polyattn.runtime import plan_checks
+from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
+from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.workload.dice import Dice
 from polyattn_cpu.native import library
@@ -335,14 +336,14 @@ def test_checks_stay_within_their_share() -> None:
         return call
 
     call = SimpleNamespace(phase="decode", backend=None, plan=SimpleNamespace(batch=DECODES))
-    step: Any = SimpleNamespace(calls=(call,))
+    calls: Any = (call,)
     with (
-        patch.object(reads.time, "perf_counter", lambda: now[0]),
-        patch.object(reads, "check_plan", taking(1.0, True)),
+        patch.object(plan_checks.time, "perf_counter", lambda: now[0]),
+        patch.object(plan_checks, "check_plan", taking(1.0, True)),
     ):
         checks, counts = PlanChecks(), []
         for _ in range(12):
-            checks(taking(1.0, step), None)
+            checks(calls, (), 1.0)
             counts.append(checks.checked)
     assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert checks.spent <= SHARE * checks.planned + 1.0

@@ -250,6 +250,8 @@ def test_features_are_complete() -> None:
         "head_scales",
         "fp8_inputs",
         "fp8_output",
+        "step_invariant",
+        "call_invariant",
     }
     assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
     options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}

@@ -35,7 +35,7 @@ def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProce
 def test_list() -> None:
     text = polyattn("list").stdout
     assert "TORCH_SDPA" in text and "polyattn-cpu" in text and "measured" in text
-    found = json.loads(polyattn("list", "--json").stdout)
+    found = json.loads(here("list", "--json")[1])
     assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= {
         b["name"] for b in found["backends"]
     }
@@ -45,14 +45,14 @@ def test_build_says_what_it_builds_and_for_how_long() -> None:
     spec = json.dumps({"num_heads": 4, "head_size": 64})
     found = polyattn("build", "--device", "cpu", "--spec", spec)
     assert "1 layers: attention, 4 heads of 64, bfloat16: built in" in found.stdout
-    profile = polyattn("build", "llama-3.1-8b", "--device", "h100-sxm", code=2)
-    assert "is a profile to reason about" in profile.stderr
+    code, _, errors = here("build", "llama-3.1-8b", "--device", "h100-sxm")
+    assert code == 2 and "is a profile to reason about" in errors
 
 
 def test_integrations_are_listed() -> None:
     pytest.importorskip("polyattn_transformers")  # core's bounds are tested without integrations
-    text = polyattn("list").stdout
-    found = json.loads(polyattn("list", "--json").stdout)
+    text = here("list")[1]
+    found = json.loads(here("list", "--json")[1])
     hosts = {row["name"]: row["host"] for row in found["integrations"]}
     assert hosts.keys() >= {
         "diffusers",
@@ -63,7 +63,7 @@ def test_integrations_are_listed() -> None:
         "transformers",
     }
     assert hosts["transformers"].startswith("transformers") and "polyattn-torch" in text
-    assert "polyattn-transformers" in polyattn("doctor").stdout
+    assert "polyattn-transformers" in here("doctor")[1]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,7 @@ def test_who_is_disabled_is_said_where_no_device_is_found() -> None:
 def test_doctor() -> None:
     data = json.loads(polyattn("doctor", "--json", POLYATTN_CHECKS="1").stdout)
     assert data["problems"] == [] and data["variables"] == {"POLYATTN_CHECKS": "1"}
-    text = polyattn("doctor").stdout
-    assert "cpu" in text
+    assert "cpu" in here("doctor")[1]
     assert "PLYATTN" in json.loads(
         polyattn("doctor", "--json", POLYATTN_PLYATTN="1", code=1).stdout
     )["problems"][0]  # fmt: skip

@@ -238,7 +238,7 @@ def test_broken_files_are_named(
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
-    "type": ({"model_type": "olmo2"}, "model_type='olmo2' isn't run with weights"),
+    "type": ({"model_type": "olmo"}, "model_type='olmo' isn't run with weights"),
     "activation": ({"hidden_act": "silo"}, "hidden_act='silo' is unknown; did you mean 'silu'?"),
     "size": ({"vocab_size": -64}, "vocab_size=-64 must be a positive integer"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),

@@ -36,9 +36,9 @@ from polyattn.runtime.functions.variants import t5_buckets as t5_buckets
 from polyattn.runtime.graphs.cuda_graph import StepGraphs as StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepSize as StepSize
 from polyattn.runtime.group import LayerGroup as LayerGroup
+from polyattn.runtime.group import StepPlan as StepPlan
 from polyattn.runtime.merge import AttentionState as AttentionState
 from polyattn.runtime.merge import merge_states as merge_states
-from polyattn.runtime.program import StepPlan as StepPlan
 from polyattn.runtime.step.batch import Batch as Batch
 from polyattn.runtime.step.beams import beam_batch as beam_batch
 from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun
@@ -53,6 +53,7 @@ from polyattn.settings import Settings as Settings
 from polyattn.spec.cache_window import CacheWindow as CacheWindow
 from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
+from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
 from polyattn.spec.layer import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +12,23 @@ from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
+from polyattn.selection.invariance import costs, described
 from polyattn.selection.rotating import noted, prepared_for
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
 from polyattn.spec.checks import flag
 from polyattn.spec.decompose import group_layers, kv_sources
+from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat, is_rows, rows_of
 from polyattn.spec.variant import AttentionVariant
@@ -49,11 +53,28 @@ def select(
 ) -> Selection:
     """Choose the backends of a layer's phases, jointly.
 
-    `device`: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None
-    for this machine's best, the current one of several. `backend` names one, or scoped ones
-    (`"prefill=A,decode=B"`), and never falls through. `verify` runs each chosen backend once against
-    the reference; one that fails is passed over if it was chosen automatically (default: the setting
-    `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
+    Args:
+        spec: what the layer computes.
+        device: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None for
+            this machine's best, the current one of several.
+        backend: a name, or scoped names (`"prefill=A,decode=B"`). A named backend is used or refused.
+        settings: instead of those of the environment and the file.
+        verify: run each chosen backend once against the reference, and pass over one that fails if it
+            was chosen automatically. None: the setting `verify`, else no.
+
+    Returns:
+        The choice with its reasons; `LayerGroup` loads its kernels.
+
+    Raises:
+        SelectionError: no backend can serve the layer; the message has every rejection.
+        SettingsError: a setting or a backend's name can't be honoured.
+        DeviceError: the device isn't known, or isn't here.
+
+    Example:
+        >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+        >>> select(spec, "x86-avx512", backend="TORCH_SDPA").decision.prefill
+        'TORCH_SDPA'
+
     """
     if not isinstance(spec, LayerSpec):
         raise SpecError(
@@ -78,11 +99,47 @@ def select(
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)
-            found = noted(_select(spec, resolved, strict, verify))
+            try:
+                found = noted(_select(spec, resolved, strict, verify))
+            except SelectionError as error:
+                raise SelectionError(f"{error}{_less_invariant(spec, resolved, strict)}") from None
+            if spec.batch_invariant:
+                found = _with_costs(found, strict)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def _with_costs(found: Selection, settings: Settings) -> Selection:
+    """Note, and warn of, the backends that `batch_invariant` rules out, and what that costs."""
+    spec, device = found.spec, found.device
+    with suppress(SelectionError):
+        free = select(spec.replace(batch_invariant=False), device, settings=settings, verify=False)
+        lines = costs(found, free, timings(settings).models(spec, device))
+        for line in lines:
+            log.warning("%s", line)
+        decision = replace(found.decision, notes=(*found.decision.notes, *lines))
+        found = replace(found, decision=decision)
+    return found
+
+
+def _less_invariant(spec: LayerSpec, device: Device, settings: Settings) -> str:
+    """Return which backends serve a layer at a lower level, or where none is named, and their times."""
+    lines = []
+    models = timings(settings).models(spec, device)
+    if spec.batch_invariant and settings.sources:
+        with suppress(SelectionError):
+            able = select(spec, device, settings=replace(settings, sources=()), verify=False)
+            lines.append(f"\n  where no backend is named: {described(able, models)}")
+    for level in range(spec.batch_invariant - 1, -1, -1):
+        with suppress(SelectionError):
+            lower = spec.replace(batch_invariant=Invariance(level))
+            able = select(lower, device, settings=settings, verify=False)
+            name = lower.batch_invariant.name.lower()
+            lines.append(f"\n  at batch_invariant={name!r}: {described(able, models)}")
+            break
+    return "".join(lines)
 
 
 def check_supported(
@@ -114,7 +171,7 @@ def check_supported(
         DeviceError: the device isn't known.
 
     Example:
-        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN", device="h100-sxm")
+        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN_V3", device="h100-sxm")
         []
 
     """
@@ -148,6 +205,26 @@ def select_layers(
     """Select for every layer of a model, grouped by what they compute.
 
     Warns (logger `polyattn`) about an override whose scope matched no layer.
+
+    Args:
+        specs: one for each layer, in the model's order.
+        device: as in `select`.
+        settings: as in `select`.
+        verify: as in `select`.
+
+    Returns:
+        One entry for each group of layers that compute the same.
+
+    Raises:
+        SpecError: `specs` isn't a list of `LayerSpec`.
+        SelectionError, SettingsError, DeviceError: as `select`.
+
+    Example:
+        >>> full = LayerSpec(num_heads=8, head_size=64)
+        >>> groups = select_layers([full, full.replace(sliding_window=128), full], "x86-avx512")
+        >>> [len(group.layers) for group in groups]
+        [2, 1]
+
     """
     settings, specs = _checked(settings, verify), _listed(specs)
     groups = [
@@ -222,6 +299,9 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
     notes = measured.notes(device)
+    if models and spec.batch_invariant:
+        models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
+        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
         notes.append(f"the backend is chosen for each step, by times measured in {sources}")

@@ -50,7 +50,7 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
@@ -74,6 +74,7 @@ __all__ = [
     "Frame",
     "Function",
     "GraphCapture",
+    "Invariance",
     "Items",
     "KVCache",
     "KeyRanges",

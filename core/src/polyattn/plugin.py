@@ -9,7 +9,7 @@ from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Va
 from polyattn.registry.sizes import ANY_SIZE, Sizes, multiples, one_of
 from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.key_ranges import key_ranges, window_sizes
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import ANY_ROWS, RowFormat
 from polyattn.spec.variant import AttentionVariant
@@ -26,6 +26,7 @@ __all__ = [
     "Capabilities",
     "Device",
     "GraphCapture",
+    "Invariance",
     "LayerSpec",
     "Platform",
     "Priority",

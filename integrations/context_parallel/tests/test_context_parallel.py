@@ -167,6 +167,7 @@ def test_beside_tensor_parallelism() -> None:
     assert all(error <= 1 for error in errors), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
     ranks = spawned(size, others.going_wrong)

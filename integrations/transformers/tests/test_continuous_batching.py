@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import polyattn_transformers
 import pytest
 import torch
 from every_type import tiny_model
-from polyattn import PolyattnError
+from polyattn import LayerSpec, PolyattnError, select
+from polyattn.errors import SelectionError
+from polyattn_transformers import paged
 from tiny_models import decoder
-from transformers import AutoModelForCausalLM, GenerationConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig
 
 
@@ -49,6 +55,79 @@ def test_tokens_equal_generate(name: str) -> None:
     report = polyattn_transformers.report()
     assert report.served and not report.fallbacks, str(report)
     assert any("block 16" in spec for spec in report.served), str(report)
+
+
+def tokens_and_log_probabilities(
+    model: PreTrainedModel, prompts: Sequence[list[int]], order: Sequence[int], **options: Any
+) -> list[tuple[list[int], list[float]]]:
+    """Serve prompts in an order; returns tokens and log-probabilities in the prompts' own order."""
+    sampling = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(
+        page_size=16, num_blocks=64, return_logprobs=True, use_async_batching=False, **options
+    )
+    manager = polyattn_transformers.continuous_batching_manager(
+        model, sampling, batch_invariant="calls", continuous_batching_config=config
+    )
+    names = {manager.add_request(prompts[i], max_new_tokens=8): i for i in order}
+    manager.start()
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    try:
+        while len(found) < len(prompts):
+            result = manager.get_result(timeout=60)
+            assert result is not None, "no answer within a minute"
+            if result.is_finished():
+                found[names[result.request_id]] = result.generated_tokens, result.logprobs
+    finally:
+        manager.stop(block=True)
+    return [found[i] for i in range(len(prompts))]
+
+
+def test_log_probabilities_have_the_same_bits_in_any_batching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six prompts alone, in two orders and in chunks of two sizes; other operators by the row."""
+
+    def by_row(self: nn.Linear, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return torch.stack([self.weight @ row for row in flat]).view(*rows.shape[:-1], -1)
+
+    try:
+        select(LayerSpec(num_heads=4, head_size=16, batch_invariant="calls"), "cpu")
+    except SelectionError:
+        pytest.skip("no backend here gives this level")
+    torch.set_num_threads(1)
+    polyattn_transformers.reset()
+    monkeypatch.setattr(nn.Linear, "forward", by_row)
+    model = decoder("llama")
+    torch.manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,)).tolist() for n in (3, 37, 61, 20, 1, 16)]
+    alone = [
+        tokens_and_log_probabilities(model, [prompt], [0], max_batch_tokens=256)[0]
+        for prompt in prompts
+    ]
+    orders = (range(6), (5, 3, 1, 0, 2, 4), range(6))
+    for order, size in zip(orders, (256, 32, 13), strict=True):
+        found = tokens_and_log_probabilities(model, prompts, order, max_batch_tokens=size)
+        assert found == alone, f"in steps of {size} tokens"
+    assert not polyattn_transformers.report().fallbacks
+
+
+def test_a_window_s_keys_that_move_are_refused_beyond_a_batch() -> None:
+    with pytest.raises(PolyattnError, match="use batch_invariant='batch'"):
+        paged.attend(
+            SimpleNamespace(layer_idx=0, _polyattn_invariance="steps"),  # type: ignore[arg-type]
+            torch.zeros(1, 2, 1, 16), *[torch.zeros(1, 2, 1, 16)] * 2, 0.25, None, None,
+            {
+                "cache": SimpleNamespace(
+                    layer_to_allocator=[
+                        SimpleNamespace(layer_type="s", index=0, sliding_window=5)
+                    ]
+                ),
+                "cu_seq_lens_q": torch.tensor([0, 1]),
+                "cu_seq_lens_k": {"s": torch.tensor([0, 1])},
+                "read_index": [torch.zeros(0)],
+            },
+        )  # fmt: skip
 
 
 def test_cuda_graphs_are_refused() -> None:

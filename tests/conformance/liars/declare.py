@@ -21,9 +21,11 @@ from liars import (
     shapes,
     sizes,
     steps,
+    variances,
 )  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
 from polyattn.plugin import (
+    AttentionKind,
     BackendInfo,
     Capabilities,
     GraphCapture,
@@ -78,9 +80,28 @@ FUNCTIONS = replace(
     TORCH_SDPA.capabilities, roles=frozenset({Role.DECODER}), dtypes=frozenset({"float32"}),
     kv_cache_dtypes=frozenset({"auto"}), platforms={"cpu": ()},
 )  # fmt: skip
+LEVELS = frozenset({"batch_invariant", "step_invariant", "call_invariant"})
+SAME = replace(
+    ATTENTION, roles=frozenset({Role.DECODER}), dtypes=frozenset({"bfloat16"}),
+    kv_cache_dtypes=frozenset({"auto"}), features=frozenset({"causal", "gqa", "lse", *LEVELS}),
+)  # fmt: skip
+SCANS = replace(
+    TORCH_SCAN.capabilities, kinds=frozenset({AttentionKind.GDN, AttentionKind.MAMBA2}),
+    dtypes=frozenset({"float32"}), features=TORCH_SCAN.capabilities.features | LEVELS,
+)  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestBounds, BOUNDS),
+    (variances.Same, SAME),
+    (variances.OneSequenceAtATime, SAME),
+    (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
+    (variances.ChunksFromTheStep, SCANS),
+    (variances.ScansByTheBatch, SCANS),
+    (variances.StatesByTheBatch, SCANS),
+    (
+        variances.LatentsByTheBatch,
+        replace(TORCH_MLA.capabilities, features=TORCH_MLA.capabilities.features | LEVELS),
+    ),
     (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
@@ -95,13 +116,13 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes, captures, sizes, lasting,
+    prefixes, captures, sizes, lasting, variances,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
     functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
-    lasting.Meddler,
+    lasting.Meddler, variances.Same,
 }  # fmt: skip
 
 

@@ -273,7 +273,7 @@ class Dithers(Plain):
 class SplitsByTheBatch(Plain):
     """How keys are split, and sums rounded, depends on how many sequences there are."""
 
-    by = ("batch_invariant",)
+    by = ("regrouped",)
 
     def run(self, plan: Plan, frame: Frame) -> None:
         super().run(plan, frame)

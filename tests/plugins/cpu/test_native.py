@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import re
@@ -396,3 +397,24 @@ def test_a_spawned_child_has_the_same_answer():
     want = spawned_output()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert (pool.submit(spawned_output).result(timeout=300) == want).all()
+
+
+@needs_library
+@pytest.mark.parametrize("shape", ["gqa", "mqa", "mha"])
+@pytest.mark.parametrize(("stored", "features"), [
+    ("bfloat16/auto", {}), ("float32/auto", {}), ("bfloat16/int8", {}),
+    ("bfloat16/auto", {"sliding_window": 37}), ("float32/auto", {"chunk_size": 29}),
+])  # fmt: skip
+def test_rows_that_come_with_others_have_the_bits_that_they_have_alone(
+    isa, shape, stored, features
+):
+    """At `batch_invariant="steps"`: the last rows of 700 tokens, as many as there are at once."""
+    spec = make_spec(shape, stored, **features).replace(batch_invariant="steps")
+    step = Step(spec, [700, 3], [1500, 600])
+    out, lse = step.run(threads=1)
+    assert torch.equal(out, step.run(threads=2)[0])
+    for rows in (1, 2, 9, 130):
+        fewer = copy.copy(step)
+        fewer.query, fewer.queries = step.query[700 - rows :], [rows, 3]
+        for found, whole in zip(fewer.run(threads=2), (out, lse), strict=True):
+            assert torch.equal(found, whole[700 - rows :])

@@ -22,7 +22,7 @@ QUANTISED = SPEC.replace(kv_cache_dtype="fp8_e4m3")
     ("backend", "profile"),
     [
         pytest.param("FLASH_ATTN", "a100", marks=pytest.mark.slow),
-        ("FLASH_ATTN_V3", "h100-sxm"),
+        pytest.param("FLASH_ATTN_V3", "h100-sxm", marks=pytest.mark.slow),
         pytest.param("FLASHINFER", "h100-sxm", marks=pytest.mark.slow),
         pytest.param("XFORMERS", "a100", marks=pytest.mark.slow),
     ],

@@ -29,7 +29,7 @@ def over_the_fakes(computes: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("backend", "profile", "chip"),
     [
-        ("ROCM_ATTN", "mi300x", "gfx942"),
+        pytest.param("ROCM_ATTN", "mi300x", "gfx942", marks=pytest.mark.slow),
         pytest.param("ROCM_ATTN", "mi355x", "gfx950", marks=pytest.mark.slow),
         pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", marks=pytest.mark.slow),
     ],

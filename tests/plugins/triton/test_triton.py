@@ -37,7 +37,7 @@ SHARED_KIB = {
 }  # fmt: skip
 """What a program may use of each chip's shared memory (NVIDIA) or LDS (AMD)."""
 TARGETS = tuple(SHARED_KIB)
-FP8_TARGETS = ("sm_90", "gfx942", "gfx950")
+FP8_TARGETS = ("sm_90", *(pytest.param(a, marks=pytest.mark.slow) for a in ("gfx942", "gfx950")))
 
 
 LARGEST = ("listed", "paged pieces", "prefix high", "merge", "merge many", "write")

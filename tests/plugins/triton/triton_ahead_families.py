@@ -20,7 +20,8 @@ from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
 from polyattn_triton.launch import launches_early
-from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kernel
+from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
+from polyattn_triton.plan import Way
 from polyattn_triton.scan import scan_constants
 from polyattn_triton.selective import (
     OPTIONS,

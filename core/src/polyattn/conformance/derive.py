@@ -7,6 +7,9 @@ from polyattn.conformance.cases import attention, mla, recurrent, services
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 
+CASE = 1000
+"""Random batches of one case."""
+
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`."""
@@ -22,8 +25,6 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 
 def batch_cases(cases: list[Case], count: int) -> list[Case]:
     """Return the cases of `count` random batches: each has a seed of its own, and draws its layers."""
-    from polyattn.conformance.random_batches import CASE  # loads torch
-
     return [
         Case("batches", str(index + 1), cases[0].spec, "drawn")
         for index in range(-(-count // CASE))

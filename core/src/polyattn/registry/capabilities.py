@@ -393,6 +393,8 @@ _FEATURE_REMEDIES = {
     "length_bounds": "pass each step's lengths on the host, and plan the step",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
+    "step_invariant": "ask for batch_invariant='batch'",
+    "call_invariant": "ask for batch_invariant='steps'",
     "tensor_scales": "pass the scales as numbers: scales='number'",
     "head_scales": "pass one scale for all heads",
     "fp8_inputs": "dequantise before: qkv_dtype='auto'",

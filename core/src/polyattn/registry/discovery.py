@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -22,8 +22,9 @@ from polyattn.registry.distributions import distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
+from polyattn.registry.installed import IMPORTS_TORCH, Registry
 from polyattn.registry.machine import forget_probes
-from polyattn.registry.names import backend_named, not_a_backend, without_conflicts
+from polyattn.registry.names import without_conflicts
 from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
@@ -35,73 +36,30 @@ from polyattn.settings import Settings, current
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
-
-@dataclass(frozen=True)
-class Registry:
-    """Who is installed: plugins, their backends and platforms, and everything that is wrong."""
-
-    plugins: tuple[PluginRecord, ...]
-    backends: dict[str, BackendInfo]
-    owners: dict[str, PluginRecord]
-    platforms: dict[str, Platform]
-    platform_owners: dict[str, PluginRecord]
-    variants: dict[str, AttentionVariant]
-    row_formats: dict[str, RowFormat]
-    conflicts: dict[str, str]
-    manager: pluggy.PluginManager = field(repr=False)
-    late_policies: set[str] = field(default_factory=set, repr=False)
-
-    @property
-    def problems(self) -> list[str]:
-        """One line for each plugin that is broken and each name that two plugins claim."""
-        broken = [
-            f"{p.origin}: {p.problem} (until it is mended: {p.removal})"
-            for p in self.plugins
-            if p.status == "broken"
-        ]
-        return broken + list(self.conflicts.values())
-
-    @property
-    def notes(self) -> list[str]:
-        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
-        return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
-
-    @property
-    def torch_importers(self) -> dict[str, str]:
-        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
-        return {
-            p.name: f"{p.origin}: {p.note}"
-            for p in self.plugins
-            if p.note.startswith(IMPORTS_TORCH)
-        }
-
-    @property
-    def disabled(self) -> list[str]:
-        """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
-        return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
-
-    def backend(self, name: str) -> BackendInfo:
-        """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""
-        name = name.upper()
-        own = backend_named(name, self.backends)
-        if own is not None:
-            return self.backends[own]
-        key = f"backend {name}"
-        if key in self.conflicts:
-            raise PluginError(self.conflicts[key])
-        notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
-        raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
-
-
 _registered: dict[str, Any] = {}
 _generation = 0
 _cache: dict[Any, Registry] = {}
 
 
 def register(plugin: Any, name: str | None = None) -> None:
-    """Add a plugin (a module, or an object with hook methods) to this process.
+    """Add a plugin to this process.
 
-    `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
+    Args:
+        plugin: a module or an object with hook methods, or what `polyattn.kernel.backend` returns.
+        name: the plugin's; default: its `__name__`.
+
+    Raises:
+        PluginError: the name is taken, or a declaration is wrong.
+
+    Example:
+        >>> from polyattn.kernel import backend
+        >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=(64,), features=("causal",))
+        ... def mine(query, key, value, mask, scale): ...
+        >>> register(mine)
+        >>> "MINE" in discover().backends
+        True
+        >>> unregister(mine)
+
     """
     global _generation
     name = str(getattr(plugin, "__name__", "")) if name is None else name
@@ -115,7 +73,20 @@ def register(plugin: Any, name: str | None = None) -> None:
 
 
 def unregister(plugin: Any) -> None:
-    """Remove a plugin that `register` added: the plugin itself, or its name. Raises `PluginError`."""
+    """Remove a plugin that `register` added.
+
+    Args:
+        plugin: the plugin itself, or its name.
+
+    Raises:
+        PluginError: no such plugin was registered.
+
+    Example:
+        >>> unregister("mine")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no plugin named 'mine' was registered
+
+    """
     global _generation
     name = plugin
     if not isinstance(plugin, str):
@@ -146,7 +117,22 @@ def generation() -> int:
 
 
 def discover(settings: Settings | None = None) -> Registry:
-    """Return the registry of installed plugins, cached until something changes it."""
+    """Return the registry of installed plugins, cached until something changes it.
+
+    Args:
+        settings: instead of those of the environment and the file.
+
+    Returns:
+        The registry: `backends` by name, `plugins`, and `problems` with their remedies.
+
+    Raises:
+        SettingsError: a setting names a plugin that isn't installed.
+
+    Example:
+        >>> discover().backends["TORCH_MERGE"].summary
+        "attention states merged by torch's elementwise operators"
+
+    """
     settings = current() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
@@ -281,9 +267,6 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
 
 SLOW = 0.5
 """Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
-
-
-IMPORTS_TORCH = "its hook module imports torch"
 
 
 def _cost(imports_torch: bool, seconds: float) -> str:

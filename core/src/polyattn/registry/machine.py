@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import DeviceError, PluginError, SettingsError, describe, plain, shown
@@ -15,12 +15,10 @@ from polyattn.registry import lookup
 from polyattn.registry.guard import LatePluginError, PluginCall, within
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_problem
 from polyattn.registry.validate import mismatches
 from polyattn.settings import current
-
-if TYPE_CHECKING:
-    from polyattn.registry.discovery import Registry
 
 log = logging.getLogger("polyattn")
 

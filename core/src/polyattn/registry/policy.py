@@ -9,8 +9,9 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import PluginError, shown
-from polyattn.registry.discovery import Registry, ask
+from polyattn.registry.discovery import ask
 from polyattn.registry.guard import LatePluginError, within
+from polyattn.registry.installed import Registry
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
@@ -49,7 +50,7 @@ def rerank(
                 registry.late_policies.add(name)
             owner = owners[name]
             log.warning(
-                "polyattn_rank of %s is passed over: %s (until it is mended: %s)",
+                "polyattn_rank of %s is passed over: %s (until it is fixed: %s)",
                 owner.origin, error, owner.removal,
             )  # fmt: skip
     return ranking

@@ -14,7 +14,28 @@ _registered: dict[str, RowFormat] = {}
 def register_row_format(format: RowFormat) -> RowFormat:
     """Make a format of rows known to this process; returns it.
 
-    Raises `PluginError` where the name is taken, `SpecError` where its functions contradict each other.
+    Args:
+        format: its name, functions and sizes.
+
+    Returns:
+        The same format.
+
+    Raises:
+        PluginError: the name is taken.
+        SpecError: its functions contradict each other.
+
+    Example:
+        >>> plain = RowFormat(
+        ...     name="plain",
+        ...     encode=lambda row: row.round().clamp(-127, 127).to(torch.int8).view(torch.uint8),
+        ...     decode=lambda row, d, size: torch.where(row[d] > 127, row[d] - 256.0, row[d] * 1.0),
+        ...     row_bytes=lambda size: size,
+        ...     largest=127.0,
+        ... )
+        >>> register_row_format(plain).name
+        'plain'
+        >>> unregister_row_format("plain")
+
     """
     if type(format) is not RowFormat:
         raise PluginError(f"register_row_format takes a RowFormat, not {format!r}")
@@ -30,7 +51,20 @@ def register_row_format(format: RowFormat) -> RowFormat:
 
 
 def unregister_row_format(name: str) -> None:
-    """Forget a format that `register_row_format` made known. Raises `PluginError`."""
+    """Forget a format that `register_row_format` made known.
+
+    Args:
+        name: the format's.
+
+    Raises:
+        PluginError: no such format was registered.
+
+    Example:
+        >>> unregister_row_format("plain")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no format of rows named 'plain' was registered
+
+    """
     if _registered.pop(name, None) is None:
         raise PluginError(
             f"no format of rows named {name!r} was registered{nearest(name, _registered)}"
@@ -39,5 +73,11 @@ def unregister_row_format(name: str) -> None:
 
 
 def row_formats() -> dict[str, RowFormat]:
-    """Return every format of rows that is known, by name."""
+    """Return every format of rows that is known, by name.
+
+    Example:
+        >>> row_formats()["nvfp4"].row_bytes(128)
+        72
+
+    """
     return discover().row_formats | _registered

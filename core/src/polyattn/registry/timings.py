@@ -13,14 +13,15 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, describe, plain, shown
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.distributions import installed
+from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
-REMEDY = "measure anew: polyattn tune"
+REMEDY = "measure again: polyattn tune"
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""

@@ -16,7 +16,24 @@ _registered: dict[str, AttentionVariant] = {}
 def register_variant(variant: AttentionVariant) -> AttentionVariant:
     """Make a variant known to this process; returns it.
 
-    Raises `PluginError` where the name is taken, `SpecError` where a function couples requests.
+    Args:
+        variant: its name, functions and inputs.
+
+    Returns:
+        The same variant.
+
+    Raises:
+        PluginError: the name is taken.
+        SpecError: a function couples requests.
+
+    Example:
+        >>> def tripled(score, b, h, q_idx, kv_idx):
+        ...     return 3 * score
+        >>> variant = register_variant(AttentionVariant(name="tripled", score_mod=tripled))
+        >>> LayerSpec(num_heads=8, head_size=64, variant="tripled").variant
+        'tripled'
+        >>> unregister_variant("tripled")
+
     """
     if type(variant) is not AttentionVariant:
         raise PluginError(f"register_variant takes an AttentionVariant, not {variant!r}")
@@ -33,14 +50,33 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
 
 
 def unregister_variant(name: str) -> None:
-    """Forget a variant that `register_variant` made known. Raises `PluginError`."""
+    """Forget a variant that `register_variant` made known.
+
+    Args:
+        name: the variant's.
+
+    Raises:
+        PluginError: no such variant was registered.
+
+    Example:
+        >>> unregister_variant("tripled")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no variant named 'tripled' was registered
+
+    """
     if _registered.pop(name, None) is None:
         raise PluginError(f"no variant named {name!r} was registered{nearest(name, _registered)}")
     changed()
 
 
 def variants() -> dict[str, AttentionVariant]:
-    """Return every variant that is known, by name."""
+    """Return every variant that is known, by name.
+
+    Example:
+        >>> "flash_sigmoid" in variants()
+        True
+
+    """
     return discover().variants | _registered
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from polyattn.runtime.program import Rows
+from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.block_tables import expand, with_a_column
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 
@@ -57,7 +60,7 @@ def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | No
     Returns them and the rest; None twice where there are none.
     """
     within = spec.sliding_window or 0
-    if not spec.dense_context or batch.max_query_len <= within:
+    if batch.max_query_len <= within:
         return None, None
     lens = zip(batch.query_lens, batch.lens, strict=True)
     prompts = [i for i, (query, length) in enumerate(lens) if query == length > within]
@@ -107,3 +110,25 @@ def part_of(batch: Batch, seqs: list[int]) -> Part:
         tokens = [token for start, stop in runs for token in range(start, stop)]
         rows = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
     return Part(batch.part(seqs), rows)
+
+
+def planned_call(
+    cache: CacheFormat | None,
+    phase: str,
+    name: str,
+    backend: Any,
+    part: Part,
+    earlier: Call | None = None,
+) -> Call:
+    """Return a backend's call for a part of a step.
+
+    `cache`: the group's, None where the backend walks no blocks of it. `earlier`: the captured call,
+    whose plan and block table hold this step then.
+    """
+    batch, size = with_a_column(part.batch), None
+    if cache is not None and backend.cache.block_size != cache.block_size:
+        size = backend.cache.block_size
+        into = None if earlier is None else earlier.plan.batch.block_table
+        batch = expand(batch, cache, size, into)
+    plan = backend.plan(batch, None if earlier is None else earlier.plan)
+    return Call(phase, name, backend, plan, part.rows, size)

@@ -46,6 +46,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "v_head_size": (),
     "deterministic": (),
     "batch_invariant": (),
+    "step_invariant": (),
+    "call_invariant": (),
     "sliding_window": ("window", "mask"),
     "window_right": ("window", "mask"),
     "chunked": ("chunk_size", "mask"),

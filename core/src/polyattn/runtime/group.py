@@ -1,12 +1,20 @@
-"""What shares kernels, plans and workspaces? `LayerGroup`: the loaded backends of one selection."""
+"""What shares kernels, plans and workspaces? `LayerGroup`: the loaded backends of one selection.
+
+A step's plan is a program, which each of the group's layers runs: `StepPlan`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import time
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
@@ -19,9 +27,10 @@ from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.program import Call, StepPlan
-from polyattn.runtime.reads import PlanChecks
+from polyattn.runtime.plan_checks import PlanChecks
+from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import blocks_of_table
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.running import record_decision
@@ -31,6 +40,11 @@ from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
+
+
+UNKNOWN = 1 << 32
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
 
 
 class StepPlanner(ABC):
@@ -60,6 +74,75 @@ class StepPlanner(ABC):
     def replay_problem(self, batch: Batch) -> str | None:
         """Why a captured graph can't run a step that it has room for, None where it can."""
         return None
+
+
+class StepPlan:
+    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
+
+    `ops`: what it does, in order.
+
+    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
+    that another step is no other graph.
+    """
+
+    def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
+        self.group, self.batch, self.ops = group, batch, tuple(ops)
+        # Looked up once a step: a layer's call pays for each attribute.
+        self._program = tuple((op.rows, op.run) for op in self.ops)
+        number = next(_numbers)
+        _alive[number] = self
+        self.handle = torch.tensor(number)
+        # The cache must have as many blocks; a table that only the device has isn't read.
+        table = batch.block_table
+        on_host = table is not None and table.device.type == "cpu"
+        # A captured step's plan is refilled with other steps than its batch says.
+        refilled = group.spec.graph_capture or group.spec.length_bounds
+        self._num_blocks = UNKNOWN if on_host and not refilled else 0
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The backends' parts, in the order in which they run."""
+        return tuple(call for op in self.ops for call in op.calls)
+
+    def run(self, frame: Any) -> None:
+        """Run the step for a layer, whose tensors are checked, but not what a block table says.
+
+        Of a table on the host its entries are read once a step. Raises `BatchError`.
+        """
+        cache = frame.cache
+        if cache is not None and self._num_blocks > cache.num_blocks:
+            self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
+        for rows, run in self._program:
+            if rows is None:
+                run(frame)
+                continue
+            part = frame.part(rows)
+            run(part)
+            if isinstance(rows, Tensor):
+                frame.put(rows, part)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
+
+    def explain(self) -> str:
+        """Return who runs which of the step's sequences, a line each.
+
+        Of decodes it says which shared prefixes are read once, or why none is.
+        """
+        lines = []
+        for call in self.calls:
+            batch, detail = call.plan.batch, call.plan.detail
+            lines.append(
+                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
+                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
+                f"{self.group.planner.note(self, call)}"
+            )
+        return "\n".join(lines)
+
+
+def plan_of(handle: Tensor) -> StepPlan | None:
+    """Return the plan behind a handle, None where it is gone."""
+    return _alive.get(int(handle))
 
 
 class LayerGroup:
@@ -149,9 +232,13 @@ class LayerGroup:
             raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
         if self._waits:
             self.finish_builds()
-        if self.plan_checks is not None:
-            return self.plan_checks(lambda: self.planner.plan(batch, reuse), reuse)
-        return self.planner.plan(batch, reuse)
+        if self.plan_checks is None:
+            return self.planner.plan(batch, reuse)
+        began = time.perf_counter()
+        step = self.planner.plan(batch, reuse)
+        seconds = time.perf_counter() - began
+        self.plan_checks(step.calls, reuse.calls if reuse else (), seconds)
+        return step
 
     def finish_builds(self) -> None:
         """Wait until all candidates are built, so that the kernels of a step no longer change."""
@@ -318,5 +405,5 @@ def load_backend(
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"backend {info.name} can't be loaded from {info.path}: {describe(error)}; until its plugin "
-            "is mended, POLYATTN_BACKEND or backend= may name another"
+            "is fixed, POLYATTN_BACKEND or backend= may name another"
         ) from error

@@ -8,8 +8,7 @@ from torch import nn
 
 from polyattn.errors import SpecError
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current

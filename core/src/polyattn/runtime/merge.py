@@ -40,6 +40,22 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     """Return the state over all parts' keys.
 
     Outputs are averaged with the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
+
+    Args:
+        states: one or more, over the same queries and different keys.
+
+    Returns:
+        The output in the first state's dtype, and the LSE in float32.
+
+    Raises:
+        BatchError: the list is empty, or shapes, dtypes or devices differ.
+
+    Example:
+        >>> one = AttentionState(torch.ones(1, 1, 4), torch.zeros(1, 1))
+        >>> two = AttentionState(torch.zeros(1, 1, 4), torch.zeros(1, 1))
+        >>> merge_states([one, two]).output
+        tensor([[[0.5000, 0.5000, 0.5000, 0.5000]]])
+
     """
     _check(states)
     lses = torch.stack([state.lse for state in states])

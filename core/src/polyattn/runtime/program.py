@@ -1,24 +1,17 @@
-"""How does a step run? A plan is a program: ops, one after another, over a frame of tensors."""
+"""What is a step made of? Ops, which run one after another over a frame of tensors."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import blocks_of_table
-
-if TYPE_CHECKING:
-    from polyattn.runtime.group import LayerGroup
 
 Rows = slice | Tensor | None
 """Which of the step's tokens a call is for: all (None), neighbours (a slice), or these (int64)."""
@@ -238,77 +231,3 @@ class Call(Op):
 
     def __repr__(self) -> str:
         return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"
-
-
-UNKNOWN = 1 << 32
-_numbers = itertools.count(1)
-_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
-
-
-class StepPlan:
-    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
-
-    `ops`: what it does, in order.
-
-    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
-    that another step is no other graph.
-    """
-
-    def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
-        self.group, self.batch, self.ops = group, batch, tuple(ops)
-        # Looked up once a step: a layer's call pays for each attribute.
-        self._program = tuple((op.rows, op.run) for op in self.ops)
-        number = next(_numbers)
-        _alive[number] = self
-        self.handle = torch.tensor(number)
-        # The cache must have as many blocks; a table that only the device has isn't read.
-        table = batch.block_table
-        on_host = table is not None and table.device.type == "cpu"
-        # A captured step's plan is refilled with other steps than its batch says.
-        refilled = group.spec.graph_capture or group.spec.length_bounds
-        self._num_blocks = UNKNOWN if on_host and not refilled else 0
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The backends' parts, in the order in which they run."""
-        return tuple(call for op in self.ops for call in op.calls)
-
-    def run(self, frame: Any) -> None:
-        """Run the step for a layer, whose tensors are checked, but not what a block table says.
-
-        Of a table on the host its entries are read once a step. Raises `BatchError`.
-        """
-        cache = frame.cache
-        if cache is not None and self._num_blocks > cache.num_blocks:
-            self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
-        for rows, run in self._program:
-            if rows is None:
-                run(frame)
-                continue
-            part = frame.part(rows)
-            run(part)
-            if isinstance(rows, Tensor):
-                frame.put(rows, part)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
-
-    def explain(self) -> str:
-        """Return who runs which of the step's sequences, a line each.
-
-        Of decodes it says which shared prefixes are read once, or why none is.
-        """
-        lines = []
-        for call in self.calls:
-            batch, detail = call.plan.batch, call.plan.detail
-            lines.append(
-                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
-                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
-                f"{self.group.planner.note(self, call)}"
-            )
-        return "\n".join(lines)
-
-
-def plan_of(handle: Tensor) -> StepPlan | None:
-    """Return the plan behind a handle, None where it is gone."""
-    return _alive.get(int(handle))

@@ -7,20 +7,16 @@ pairs a mask shows is asked of the rule itself, pair by pair, never of `key_rang
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyattn.errors import PluginError, shown
-from polyattn.runtime.backend import AttentionBackend
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
-    from polyattn.runtime.program import StepPlan
     from polyattn.runtime.step.batch import Batch
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -33,8 +29,6 @@ MOST_PAIRS = 1 << 24
 """Pairs that are asked of a region that should show none; of a larger one its edges are."""
 EDGE = 64
 """Rows and keys of an edge."""
-SHARE = 0.2
-"""Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
 MOST_TOLD = 5
 """Problems of one kind that are described."""
 
@@ -423,52 +417,3 @@ def _other_tables(batch: Batch, reads: Reads) -> list[str]:
         f"{own[i]}"
         for i in np.flatnonzero(theirs != own)
     ])  # fmt: skip
-
-
-class PlanChecks:
-    """Checks steps as they are planned, and stays within a share of the time that planning takes.
-
-    `share`: of that time; infinity checks every step. The first is always checked. `plans`: of backends,
-    `checked`: those that could be told.
-    """
-
-    def __init__(self, share: float = SHARE):
-        self.share, self.planned, self.spent = share, 0.0, 0.0
-        self.plans = self.checked = 0
-
-    def __call__(self, plan: Callable[[], StepPlan], reuse: StepPlan | None) -> StepPlan:
-        """Plan a step, and check its calls. `reuse`: the captured step. Raises `PluginError`."""
-        begin = time.perf_counter()
-        step = plan()
-        made = time.perf_counter()
-        self.planned += made - begin
-        if not self.plans or self.spent <= self.share * self.planned:
-            captured = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
-            for call in step.calls:
-                self.plans += 1
-                held = captured.get(call.phase, call.plan)
-                self.checked += check_plan(call.backend, held, call.plan.batch)
-            self.spent += time.perf_counter() - made
-        return step
-
-
-def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
-    """Check that a plan reads what the layer's mask shows. Returns whether the backend could tell.
-
-    `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
-    Raises `PluginError` with what is wrong.
-    """
-    if batch.lens_are_bounds or not isinstance(backend, AttentionBackend):
-        return False
-    reads = backend.reads(plan, batch)
-    if reads is None:
-        return False
-    spec = reads.spec or backend.spec_of(batch)
-    found = problems(spec, batch, reads)
-    if found:
-        raise PluginError(
-            f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "
-            f"{'; '.join(found)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
-            f"{shown(batch.lens)}); report it, and select another backend until it is fixed"
-        )
-    return True

@@ -16,6 +16,7 @@ from polyattn.spec.kinds import (
     SCALES,
     AttentionKind,
     GraphCapture,
+    Invariance,
     Role,
 )
 from polyattn.spec.row_format import rows_of
@@ -150,7 +151,7 @@ def check_fields(spec: LayerSpec) -> None:
 
 _FLAGS = (
     "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "length_bounds",
-    "deterministic", "batch_invariant", "dense_context",
+    "deterministic", "dense_context",
 )  # fmt: skip
 
 
@@ -177,6 +178,7 @@ def check_relations(spec: LayerSpec) -> None:
             "step, or one planned by bounds, doesn't; use graph_capture='uniform' at most, and no "
             "length_bounds"
         )
+    _check_invariance(spec)
     if spec.window_right is not None and spec.causal:
         raise SpecError(
             f"window_right={spec.window_right}: a causal mask hides all keys after the query; leave it "
@@ -208,6 +210,28 @@ def check_relations(spec: LayerSpec) -> None:
     _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
+
+
+def _check_invariance(spec: LayerSpec) -> None:
+    """What a layer computes must not itself depend on what its bits must not depend on."""
+    level = spec.batch_invariant.name.lower()
+    if spec.batch_invariant < Invariance.STEPS:
+        return
+    if spec.dense_context:
+        raise SpecError(
+            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in "
+            "one step; drop one, or ask for batch_invariant='batch'"
+        )
+    if spec.rope is not None and spec.rope.scaling in ("dynamic", "longrope"):
+        raise SpecError(
+            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} turns a token by its "
+            "sequence's length at that step; ask for batch_invariant='batch'"
+        )
+    if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
+        raise SpecError(
+            f"batch_invariant={level!r}: a cache of {spec.stored_dtype} rounds keys that a call without "
+            "one reads as they are; use kv_cache_dtype='auto', or ask for batch_invariant='steps'"
+        )
 
 
 def _check_quantised(spec: LayerSpec) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyattn.spec.kinds import Invariance
+
 if TYPE_CHECKING:
     from polyattn.spec.layer import LayerSpec
 
@@ -32,6 +34,8 @@ FEATURES = {
     "length_bounds": "steps planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
+    "step_invariant": "the same bits for a token however its sequence is divided into steps",
+    "call_invariant": "the same bits with a cache and without one",
     "gated": "Mamba's gate z",
     "grouped_channels": "Mamba-1's groups of B and C",
     "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",
@@ -73,7 +77,9 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "lse": spec.needs_lse,
         "length_bounds": spec.length_bounds,
         "deterministic": spec.deterministic,
-        "batch_invariant": spec.batch_invariant,
+        "batch_invariant": spec.batch_invariant >= Invariance.BATCH,
+        "step_invariant": spec.batch_invariant >= Invariance.STEPS,
+        "call_invariant": spec.batch_invariant >= Invariance.CALLS,
         "gated": form is not None and form.gated,
         "grouped_channels": form is not None and form.channel_groups > 1,
         "bc_in_float32": form is not None and form.bc_in_float32,

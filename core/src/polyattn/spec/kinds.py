@@ -95,3 +95,19 @@ class GraphCapture(IntEnum):
     SINGLE_TOKEN_DECODE = 1
     UNIFORM = 2
     ANY = 3
+
+
+class Invariance(IntEnum):
+    """What must not change a bit of a token's result; a higher level includes the lower ones.
+
+    - `BATCH`: which other requests are in the batch, where the request stands in it, and whether the step
+      is captured.
+    - `STEPS`: how a sequence's tokens were divided among steps. A decode, a draft, a chunk of any length,
+      a whole prompt and a chunk after a cached prefix give one token the same bits.
+    - `CALLS`: whether keys come from a cache or are given whole, as in a trainer's packed forward.
+    """
+
+    NONE = 0
+    BATCH = 1
+    STEPS = 2
+    CALLS = 3

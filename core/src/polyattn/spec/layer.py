@@ -22,7 +22,7 @@ from polyattn.spec.checks import (
     no_field,
 )
 from polyattn.spec.features import features
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role, dtype_name
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role, dtype_name
 from polyattn.spec.models import model_reader
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.sparse import SparseSpec
@@ -121,6 +121,8 @@ class LayerSpec:
       each, or one a KV `"head"` (`out_scale` is one number always), which kernels read at each step.
     - `length_bounds`: steps are planned by upper bounds of the lengths (`Batch.on_buffers`); kernels go
       by the device's alone, so that a graph replays unplanned. Query lengths are exact.
+    - `batch_invariant`: what must not change a bit of a token's result: `"batch"` (or True), `"steps"` or
+      `"calls"`; `Invariance` says what each level holds.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `workload.tolerance.fp8_compute` is the tolerance.
     """
@@ -154,7 +156,7 @@ class LayerSpec:
     graph_capture: GraphCapture = GraphCapture.NONE
     length_bounds: bool = False
     deterministic: bool = False
-    batch_invariant: bool = False
+    batch_invariant: Invariance = Invariance.NONE
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
@@ -170,10 +172,13 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        if isinstance(self.batch_invariant, bool):
+            set_(self, "batch_invariant", Invariance(self.batch_invariant))
         for name, enum in (
             ("kind", AttentionKind),
             ("role", Role),
             ("graph_capture", GraphCapture),
+            ("batch_invariant", Invariance),
         ):
             set_(self, name, member(name, getattr(self, name), enum))
         for name in ("dtype", "kv_cache_dtype", "qkv_dtype", "out_dtype"):

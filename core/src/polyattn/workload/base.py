@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from polyattn.registry.info import load_object
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.spec.layer import LayerSpec

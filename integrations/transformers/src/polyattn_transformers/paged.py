@@ -15,13 +15,19 @@ from polyattn_transformers.ledger import LEDGER
 
 
 def continuous_batching_manager(
-    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    *,
+    batch_invariant: bool | str = False,
+    **kwargs: Any,
 ) -> Any:
     """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
-    one of those and the model's name set afterwards. Raises `PolyattnError` where CUDA graphs are asked
-    for, since a step's lengths are read on the host, and for a model that doesn't pass the cache on.
+    one of those and the model's name set afterwards. `batch_invariant`: as in `LayerSpec`, of the
+    model's attention from now on; its other operators are torch's. Raises `PolyattnError` where CUDA
+    graphs are asked for, since a step's lengths are read on the host, and for a model that doesn't pass
+    the cache on.
     """
     config = kwargs.get("continuous_batching_config")
     asked = getattr(config, "use_cuda_graph", None)
@@ -35,6 +41,9 @@ def continuous_batching_manager(
             f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
             "generate()"
         )
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module._polyattn_invariance = batch_invariant  # type: ignore[assignment]
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")
@@ -63,6 +72,7 @@ def attend(
         "num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": query.shape[3],
         "v_head_size": value.shape[3], "scale": float(scaling), "dtype": query.dtype,
         "logit_soft_cap": softcap, "learned_sinks": sinks is not None,
+        "batch_invariant": getattr(module, "_polyattn_invariance", False),
     }  # fmt: skip
     flat = query[0].transpose(0, 1)
     tokens = sum(lens[0])
@@ -76,6 +86,12 @@ def attend(
         batch = _batch(group, lens, read_index, kwargs["write_index"][allocator.index], pages)
         out = run_plan(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
     else:
+        level = fields["batch_invariant"]
+        if window is not None and level not in (False, True, "batch"):
+            raise PolyattnError(
+                f"batch_invariant={level!r}: layer {layer} has a window of {window}, whose keys "
+                "transformers moves from step to step; use batch_invariant='batch'"
+            )
         keys, values = cache.update(key, value, layer, dict(kwargs))
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))

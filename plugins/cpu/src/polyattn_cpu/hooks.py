@@ -79,7 +79,16 @@ NATIVE_ATTN = BackendInfo(
         by_address=True,
         padding_rows=True,
         features=MASKS
-        | names("v_head_size logit_soft_cap alibi learned_sinks lse deterministic batch_invariant"),
+        | names(
+            "v_head_size logit_soft_cap alibi learned_sinks lse deterministic batch_invariant "
+            "step_invariant call_invariant"
+        ),
+        excludes=(
+            (
+                frozenset({"step_invariant", "sink_tokens"}),
+                "kept first tokens and the window may share a tile of keys, or not, by the step",
+            ),
+        ),
     ),
     priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
     proof=PROOF,
@@ -146,7 +155,10 @@ NATIVE_SCAN = BackendInfo(
         ),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
-        features=names("causal gqa v_head_size deterministic gated bc_in_float32 wide_conv_states"),
+        features=names(
+            "causal gqa v_head_size deterministic batch_invariant step_invariant gated bc_in_float32 "
+            "wide_conv_states"
+        ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
     proof=PROOF,

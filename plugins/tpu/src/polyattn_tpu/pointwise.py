@@ -21,7 +21,7 @@ from polyattn.kernel import (
     trace,
 )
 
-from polyattn_tpu.planning import Places
+from polyattn_tpu.places import Places
 from polyattn_tpu.pointwise_ops import Given
 from polyattn_tpu.pointwise_source import source
 from polyattn_tpu.split import KEY, PAIR, ROW, Split

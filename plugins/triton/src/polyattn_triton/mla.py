@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
+from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
 
@@ -79,28 +80,6 @@ def mla_constants(
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
-
-
-class Way(NamedTuple):
-    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
-
-    split: bool
-    few: bool
-
-    def __str__(self) -> str:
-        return ("pieces" if self.split else "whole") + (", few" if self.few else "")
-
-
-class LatentPlan(Plan):
-    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
-
-    __slots__ = ("grid", "merging", "way", "work")
-
-    def __init__(
-        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
-    ):
-        super().__init__(batch)
-        self.way, self.grid, self.work, self.merging = way, grid, work, merging
 
 
 class Kernels:
@@ -228,7 +207,8 @@ class TritonMLA(AttentionBackend):
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, LatentPlan)
-        return latent_reads(self.kernels, plan, batch)
+        kernels = self.kernels
+        return latent_reads(kernels.spec, kernels.config, kernels.workspace, plan, batch)
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""

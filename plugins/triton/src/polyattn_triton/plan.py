@@ -1,8 +1,8 @@
-"""What is one step of TRITON_ATTN? The way it runs, its grid, its work, and what merges its parts."""
+"""What is one step of TRITON_ATTN or TRITON_MLA? The way it runs, its grid, its work, its merge."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn.kernel import Batch, Plan
 from torch import Tensor
@@ -45,3 +45,25 @@ class AttentionPlan(Plan):
         self.at_once = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None
+
+
+class Way(NamedTuple):
+    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
+
+    split: bool
+    few: bool
+
+    def __str__(self) -> str:
+        return ("pieces" if self.split else "whole") + (", few" if self.few else "")
+
+
+class LatentPlan(Plan):
+    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
+
+    __slots__ = ("grid", "merging", "way", "work")
+
+    def __init__(
+        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
+    ):
+        super().__init__(batch)
+        self.way, self.grid, self.work, self.merging = way, grid, work, merging

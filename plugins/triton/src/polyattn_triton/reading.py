@@ -15,10 +15,10 @@ from polyattn.kernel import Batch, Items, Keys, LayerSpec, Merges, Reads, no_mer
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from polyattn_triton.attention import TritonAttention
-    from polyattn_triton.launch import Merge
-    from polyattn_triton.mla import Kernels, LatentPlan
-    from polyattn_triton.plan import AttentionPlan
+    from polyattn_triton.configs import MLAConfig
+    from polyattn_triton.launch import Merge, Workspace
+    from polyattn_triton.plan import AttentionPlan, LatentPlan
+    from polyattn_triton.planning import PlannedAttention
     from polyattn_triton.prefix import PrefixLauncher, PrefixPlan
 
 Ints = NDArray[np.int64]
@@ -188,7 +188,7 @@ def room_of(kept: tuple[Tensor, ...], width: int) -> int:
     return rows
 
 
-def reads_of(backend: TritonAttention, plan: AttentionPlan, batch: Batch) -> Reads | None:
+def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Reads | None:
     """Return what a plan of TRITON_ATTN reads of a step."""
     if plan.chosen:  # pages that a mask chooses are a step of their own
         batch = plan.batch
@@ -273,7 +273,7 @@ def _over_tiles(
     return Reads(group, spec.num_kv_heads, items, keys, no_merges(), room, apart, faults=faults)
 
 
-def _whole(plan: AttentionPlan, work: Work, backend: TritonAttention) -> Pieces:
+def _whole(plan: AttentionPlan, work: Work, backend: PlannedAttention) -> Pieces:
     """Return whole tiles: a program each, or as Hopper's own prefill deals them out (`hopper.items`)."""
     count, heads = plan.grid[0], plan.grid[1]
     tile = np.arange(count)
@@ -408,11 +408,14 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
     )  # fmt: skip
 
 
-def latent_reads(kernels: Kernels, plan: LatentPlan, batch: Batch) -> Reads:
+def latent_reads(
+    spec: LayerSpec, config: MLAConfig, space: Workspace, plan: LatentPlan, batch: Batch
+) -> Reads:  # fmt: skip
     """Return what TRITON_MLA reads of a step: tiles of (token, head) rows over one latent a token."""
     faults: list[str] = []
     work, step = Work(plan.work, faults), step_of(batch)
-    heads, height, block = kernels.spec.num_heads, kernels.config.block_h, kernels.config.block_n
+    assert spec.latent is not None
+    heads, height, block = spec.num_heads, config.block_h, config.block_n
     if not plan.grid:
         pieces = Pieces(*(np.zeros(0, np.int64),) * 5)
     elif plan.way.split:
@@ -439,8 +442,7 @@ def latent_reads(kernels: Kernels, plan: LatentPlan, batch: Batch) -> Reads:
     keys = Keys(np.arange(len(seq)), begin * block, tiles * block)
     merges, room = no_merges(), 0
     if plan.way.split:
-        space = kernels.workspace
-        room = room_of((space.parts, space.part_lse), kernels.rank)
+        room = room_of((space.parts, space.part_lse), spec.latent.rank)
         if plan.merging is not None:
             merges = merges_of(plan.merging, work, plan.grid, True, height, heads, 1, queries)
-    return Reads(heads, 1, items, keys, merges, room, 0, faults=faults, spec=kernels.spec)
+    return Reads(heads, 1, items, keys, merges, room, 0, faults=faults, spec=spec)

@@ -33,8 +33,8 @@ static double error_of(const char *isa, const Shape &is, int dtype, int stored,
   std::vector<char> out((size_t)tokens * is.heads * is.v_size * size_of(dtype));
   std::vector<float> lse((size_t)tokens * is.heads);
   const float scale = 1 / std::sqrt((float)is.size), k_scale = stored == PA_INT8 ? 0.02f : 0.5f;
-  pa_layer layer = {is.heads, is.kv_heads, is.size, is.v_size, dtype, stored,
-                    1,        is.window,   0,       0,         scale, 0};
+  pa_layer layer = {is.heads, is.kv_heads, is.size, is.v_size, dtype, stored, 1,
+                    is.window, 0,          0,       0,         scale, 0};
   pa_batch batch = {sequences, block, 2, starts.data(), lens.data(), nullptr};
   pa_plan *plan = pa_plan_new(isa, &layer, &batch);
   if (!plan) return std::printf("%s\n", pa_error()), 1.0;

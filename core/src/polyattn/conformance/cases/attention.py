@@ -7,7 +7,14 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, caches, captures, served_phases, unread
-from polyattn.conformance.cases import forests, functions, lasting, published, sparse
+from polyattn.conformance.cases import (
+    forests,
+    functions,
+    invariance,
+    lasting,
+    published,
+    sparse,
+)
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -47,10 +54,14 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "lse": {"needs_lse": True},
     "non_causal": {"causal": False},
     "deterministic": {"deterministic": True},
-    "batch_invariant": {"batch_invariant": True},
+    "batch_invariant": {"batch_invariant": "batch"},
+    "step_invariant": {"batch_invariant": "steps"},
+    "call_invariant": {"batch_invariant": "calls"},
 }
 """What each optional feature sets on the base spec."""
-ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
+LEVELS = frozenset({"step_invariant", "call_invariant"})
+"""What has cases of its own (`cases.invariance`)."""
+ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
 """What is in no pair: another feature's pairs go the same ways."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
@@ -276,9 +287,13 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
         for cached in caches(caps, base, every=False):
-            for name in (n for n in claimed if "kv_cache_dtype" not in FEATURE_FIELDS[n]):
+            for name in (n for n in claimed if _fits_a_quantised_cache(n)):
                 changes = FEATURE_FIELDS[name] | _cached(caps, cached)
                 yield f"pair {cached} {name}", base.replace(**changes)
+
+
+def _fits_a_quantised_cache(name: str) -> bool:
+    return "kv_cache_dtype" not in FEATURE_FIELDS[name] and name not in LEVELS
 
 
 def _behaviour(
@@ -312,9 +327,9 @@ def _behaviour(
             Case("skipped", "", base, most),
             Case("shared", "", base, "shared" if "prefill" in names else "decode"),
         ]
-    for name in ("deterministic", "batch_invariant"):
-        if name in caps.features:
-            cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
+    if "deterministic" in caps.features:
+        cases.append(Case("deterministic", "", base.replace(deterministic=True), most))
+    cases += invariance.derive(caps, base, names)
     if "length_bounds" in caps.features and base.cached and "decode" in caps.phases:
         wide = {"sliding_window": 21} if "sliding_window" in caps.features else {}
         for label, fields in (("", {}), ("window", wide)):

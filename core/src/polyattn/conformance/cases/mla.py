@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polyattn.conformance.case import Case, caches, captures
+from polyattn.conformance.cases import invariance
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
@@ -47,6 +48,9 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases += [Case("latent", kind.value, base, "many sequences")]
             cases += [Case("latent", kind.value, base, "after context")]
         cases.append(Case("latent_search", kind.value, base, "drawn"))
+        cases += invariance.of_others(
+            caps, base, kind.value, "mixed" if "mixed" in batches else "decode"
+        )
         cases += refusals(caps, base, device, "decode")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.conformance.case import Case, captures
+from polyattn.conformance.cases import invariance
 from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
@@ -58,6 +59,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         if kind is min(caps.kinds, key=lambda k: k.value):
             cases += [Case(name, kind.value, base, "tokens") for name in ("many_calls", "process")]
         cases.append(Case("recurrent_search", kind.value, base, "drawn"))
+        cases += invariance.of_others(caps, base, kind.value, "mixed")
         cases += _with_drafts(kind, dtype, exact, caps, device)
         cases += refusals(caps, base, device, "prefill")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]

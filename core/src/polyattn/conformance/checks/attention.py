@@ -261,25 +261,6 @@ def deterministic(case: Case, harness: Harness) -> None:
         assert torch.equal(inputs.run(), first)
 
 
-def batch_invariant(case: Case, harness: Harness) -> None:
-    """A request gives the same bits alone as in company."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
-    together = inputs.check().clone()
-    batch, key, value = inputs.batch, inputs.key, inputs.value
-    for index in range(batch.num_seqs):
-        rows = slice(batch.starts[index], batch.starts[index + 1])
-        if batch.query_lens[index] == 0:
-            continue
-        given = [None if t is None else t[rows] for t in (key, value)]
-        if not layer.spec.cached:
-            given = [key, value]
-        alone = batch.part(slice(index, index + 1))
-        result = layer(inputs.query[rows], *given, inputs.cache, alone)
-        result = result[0] if isinstance(result, tuple) else result
-        assert torch.equal(result, together[rows]), f"sequence {index} differs"
-
-
 def addressed(case: Case, harness: Harness) -> None:
     """Short steps run by their tensors' addresses, whatever shapes those have."""
     layer = harness.layer(case.spec)

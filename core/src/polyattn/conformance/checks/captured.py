@@ -13,7 +13,7 @@ from polyattn.runtime.backend import PagesLie
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.steps import batches
 

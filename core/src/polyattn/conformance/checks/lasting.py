@@ -178,7 +178,7 @@ def reassigned(case: Case, harness: Harness) -> None:
             tensor = layer.scales.tensors.get(name)
             old = getattr(layer, name) if tensor is None else tensor.weight.given
             setattr(layer, name, old * factor)
-        step.but().check(f"scales assigned anew, times {factor}: ", step.plan)
+        step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
 
 def loaded_later(case: Case, harness: Harness) -> None:

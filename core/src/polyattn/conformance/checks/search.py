@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.derive import CASE
 from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers, lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.conformance.random_batches import CASE, random_batches
+from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.discovery import discover
 
 

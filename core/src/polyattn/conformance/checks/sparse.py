@@ -65,7 +65,7 @@ def sparse_others(case: Case, harness: Harness) -> None:
         if stored.dtype.itemsize > 1:
             stored[places] = spoiled(stored[places], "nan")
     assert torch.equal(spoilt.but(key=None, value=None).run(), one), (
-        "a key that nobody chose counts"
+        "a key that isn't chosen counts"
     )
     other.check("another layer's step: ")
     assert torch.equal(step.run(), before)

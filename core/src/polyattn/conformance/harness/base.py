@@ -13,7 +13,7 @@ from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.reads import PlanChecks
+from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec

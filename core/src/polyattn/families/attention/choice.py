@@ -87,10 +87,6 @@ class Chooser:
             self._by_time = StepChoice(self.group.spec, self.models, infos, chosen)
         return self._by_time
 
-    def find(self, phase: str, name: str) -> Candidate:
-        """Return a loaded candidate by name."""
-        return self.phases[phase][name]
-
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
         by_time = self.by_time

@@ -23,7 +23,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
@@ -33,7 +33,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
-from polyattn.runtime.program import LayerParams, StepPlan
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection

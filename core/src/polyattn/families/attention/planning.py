@@ -20,12 +20,11 @@ from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
-from polyattn.runtime.calls import planned_call
-from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
+from polyattn.runtime.decompositions import Part, planned_call, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
-from polyattn.runtime.group import LayerGroup, StepPlanner
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import Store, claimed_rotation
@@ -69,11 +68,11 @@ class TransformOutput(Op):
 class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
-    def __init__(self, group: LayerGroup, batch: Batch, before: Store, calls: tuple[Call, ...]):
+    def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
         self.before = before
-        spec, tokens = group.spec, batch.num_tokens
+        group, spec, tokens = planner.group, planner.spec, batch.num_tokens
         ops: tuple[Op, ...] = (before, *calls)
-        transforms = Transforms.of(spec)
+        transforms = planner.transforms
         if transforms is not None:
             places = cache(lambda: Places.of_queries(batch))
             ops = (
@@ -85,7 +84,7 @@ class AttentionStep(StepPlan):
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
-        self.dtype, self.out_dtype = input_dtype(spec), output_dtype(spec)
+        self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         # The new tokens' keys and values; None where they are given whole.
         self.key_shape = self.value_shape = None
         if spec.cached:
@@ -192,7 +191,8 @@ class Planner(StepPlanner):
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
-        self.sharing = Sharing.of(group)
+        self.sharing, self.transforms = Sharing.of(group), Transforms.of(self.spec)
+        self.dtype, self.out_dtype = input_dtype(self.spec), output_dtype(self.spec)
         self.store, self.rotated_by = None, None
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
@@ -205,7 +205,8 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
-        check_step_mask(self.spec, batch)
+        if batch.mask is not None or self.spec.mask is not None:
+            check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
@@ -219,7 +220,9 @@ class Planner(StepPlanner):
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
             self._check(batch)
-            prompts, rest = whole_prompts(self.spec, batch)
+            prompts = rest = None
+            if self.spec.dense_context:
+                prompts, rest = whole_prompts(self.spec, batch)
             assigned = self._assigned(batch, rest)
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
@@ -242,7 +245,7 @@ class Planner(StepPlanner):
         store = Store(
             self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
         )
-        return AttentionStep(self.group, batch, store, calls)
+        return AttentionStep(self, batch, store, calls)
 
     def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:
         """Return who runs what: of the whole step, or of what its whole prompts leave."""
@@ -266,7 +269,7 @@ class Planner(StepPlanner):
         earlier = before.get(phase)
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
-        return self._planned(phase, name, self.chooser.find(phase, name).backend, part, earlier)
+        return self._planned(phase, name, self.chooser.phases[phase][name].backend, part, earlier)
 
     def _planned(
         self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None

@@ -17,8 +17,21 @@ from polyattn.runtime.inputs import bad_input, check_is_tensor
 def page_bounds(keys: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Return each page's least and greatest keys by element, (pages, num_kv_heads, head_size) each.
 
-    `keys` (length, num_kv_heads, head_size): one sequence's; its last page may be short. Raises
-    `BatchError`.
+    Args:
+        keys: (length, num_kv_heads, head_size), one sequence's; its last page may be short.
+        page_size: tokens in a page.
+
+    Returns:
+        The least and the greatest keys, each (pages, num_kv_heads, head_size).
+
+    Raises:
+        BatchError: `keys` isn't such a tensor, or `page_size` isn't positive.
+
+    Example:
+        >>> low, high = page_bounds(torch.arange(4.0).view(4, 1, 1), page_size=2)
+        >>> low.flatten().tolist(), high.flatten().tolist()
+        ([0.0, 2.0], [1.0, 3.0])
+
     """
     check_is_tensor("keys", keys)
     if keys.dim() != 3 or not len(keys):
@@ -32,7 +45,22 @@ def page_bounds(keys: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
 def page_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return an upper bound of each page's products, (num_heads, pages), in the bounds' dtype.
 
-    `query` (num_heads, head_size): one token's; `low`, `high`: `page_bounds`. Raises `BatchError`.
+    Args:
+        query: (num_heads, head_size), one token's.
+        low: what `page_bounds` returned first.
+        high: what it returned second.
+
+    Returns:
+        (num_heads, pages), in the bounds' dtype.
+
+    Raises:
+        BatchError: shapes don't fit one another.
+
+    Example:
+        >>> low, high = page_bounds(torch.arange(4.0).view(4, 1, 1), page_size=2)
+        >>> page_scores(torch.ones(1, 1), low, high)
+        tensor([[1., 3.]])
+
     """
     for name, given in (("query", query), ("low", low), ("high", high)):
         check_is_tensor(name, given)
@@ -51,8 +79,22 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
 def choose_pages(scores: Tensor, count: int) -> list[int]:
     """Return the `count` pages of the highest scores and the last, in order: one choice for all heads.
 
-    `scores` (num_heads, pages): the highest of any head counts. Quest's own choice is by head; a
-    `BlockSparseMask` has one for a sequence. Raises `BatchError`.
+    Quest's own choice is by head; a `BlockSparseMask` has one for a sequence.
+
+    Args:
+        scores: (num_heads, pages); the highest of any head counts.
+        count: pages to choose, 1 or more.
+
+    Returns:
+        The pages' indices, ascending.
+
+    Raises:
+        BatchError: `scores` isn't such a tensor, or `count` isn't positive.
+
+    Example:
+        >>> choose_pages(torch.tensor([[0.1, 0.9, 0.2, 0.3]]), count=2)
+        [1, 3]
+
     """
     check_is_tensor("scores", scores)
     if scores.dim() != 2 or not scores.numel():

@@ -64,6 +64,8 @@ class Sharing:
         reason: str = "",
     ):
         self.group, self.native, self.calls, self.reason = group, native, calls, reason
+        form = group.cache_format
+        self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
 
     @classmethod
     def of(cls, group: LayerGroup) -> Sharing:
@@ -100,13 +102,12 @@ class Sharing:
         told = batch if earlier is None else earlier.plan.batch
         if captures and told.shared_prefix is None:
             return None
-        block_bytes = form.block_size * form.bytes_per_token
         if batch.shared_prefix is None and not captures:
-            most = batch.most_shared(form.block_size) * block_bytes
+            most = batch.most_shared(form.block_size) * self.block_bytes
             if self._way(1, most) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
-        saved = sum(run.saved for level in levels for run in level) * block_bytes
+        saved = sum(run.saved for level in levels for run in level) * self.block_bytes
         way = self.native if captures else self._way(len(levels), saved)
         if way is None:
             return None
@@ -137,7 +138,7 @@ class Sharing:
         rows = [row for row, count in enumerate(step.query_lens) if count == 1]
         levels = step.part(rows).find_shared_prefix(form.block_size)
         saved = sum(run.saved for level in levels for run in level)
-        megabytes = saved * form.block_size * form.bytes_per_token / 1e6
+        megabytes = saved * self.block_bytes / 1e6
         return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:

@@ -29,9 +29,14 @@ def is_short(spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int]
 def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[int]) -> LayerGroup:
     """Return the group that serves a step of keys given whole: this one, or a short step's.
 
-    A backend that was named stays; so does a CPU's, whose calls return when they are done.
+    A backend that was named stays; so does a CPU's, whose calls return when they are done, and that of a
+    layer whose bits must not depend on the batch.
     """
-    if group.device_type == "cpu" or not is_short(group.spec, query_lens, key_lens):
+    if (
+        group.device_type == "cpu"
+        or group.spec.batch_invariant
+        or not is_short(group.spec, query_lens, key_lens)
+    ):
         return group
     return _lightest(group)
 

@@ -19,8 +19,7 @@ from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
 from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role

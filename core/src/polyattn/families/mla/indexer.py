@@ -35,9 +35,28 @@ def choose_tokens(
 ) -> Tensor:
     """Return int32 (num_tokens, topk) positions for `LatentAttention`, -1 where there are fewer.
 
-    `query` (num_tokens, index heads, index head size), `weights` (num_tokens, index heads); `keys`
-    (num_blocks, block_size, index head size) is the layer's paged cache of index keys, written up to
-    each sequence's length. Raises `BatchError`.
+    Args:
+        query: (num_tokens, index heads, index head size).
+        weights: (num_tokens, index heads).
+        keys: (num_blocks, block_size, index head size), the layer's paged cache of index keys, written
+            up to each sequence's length.
+        batch: the step, with its block table.
+        topk: tokens to choose for each query token.
+        block_size: tokens in a block of `keys`.
+
+    Returns:
+        Positions within each token's sequence, on the query's device.
+
+    Raises:
+        BatchError: shapes don't fit one another, or the batch has no block table.
+
+    Example:
+        >>> table = torch.zeros(1, 1, dtype=torch.int32)
+        >>> batch = Batch.from_lens([1], [3], table, block_size=4)
+        >>> keys = torch.tensor([5.0, 1.0, 7.0, 0.0]).view(1, 4, 1)
+        >>> choose_tokens(torch.ones(1, 1, 1), torch.ones(1, 1), keys, batch, 2, 4).sort().values
+        tensor([[0, 2]], dtype=torch.int32)
+
     """
     if batch.block_table is None:
         raise BatchError(

@@ -12,7 +12,7 @@ from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
@@ -23,7 +23,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape, positive
-from polyattn.runtime.program import Frame, LayerParams, StepPlan
+from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection

@@ -14,8 +14,7 @@ from polyattn.families.attention import reference as attention_reference
 from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LatentSpec, LayerSpec

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch import Batch
 

@@ -11,7 +11,7 @@ from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
@@ -21,7 +21,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape
-from polyattn.runtime.program import RecurrentFrame, StepPlan
+from polyattn.runtime.program import RecurrentFrame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_state_slots
 from polyattn.selection.selection import Selection

@@ -15,8 +15,8 @@ from polyattn.families.recurrent.targets import (
 from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.program import Call, StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.program import Call
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_queries
 

@@ -11,8 +11,8 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
-from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_pages
 from polyattn.runtime.store import Store, claimed_rotation

@@ -12,8 +12,7 @@ from torch import Tensor
 from polyattn.families.sparse import reference
 from polyattn.families.sparse.layer import SparseAttention
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec

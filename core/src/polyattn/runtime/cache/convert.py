@@ -24,16 +24,25 @@ def convert_blocks(
 ) -> None:  # fmt: skip
     """Write tokens of one cache into another, whatever their formats, layouts, block sizes and devices.
 
-    - `source_blocks`, `target_blocks`: ids of blocks, (n,) and (m,), in the order of their tokens; both
-      hold equally many tokens.
-    - `source_scales`, `target_scales`: (k_scale, v_scale) of the layers, as `Attention` takes them.
-
     Bytes are copied as they are where both formats and scales are equal. Otherwise a token is read in
     float32, on the target's device, and written as the layer's store writes it.
 
-        convert_blocks(theirs, ours, table[0, :4], [7, 3], source_scales=(0.02, 0.03))
+    Args:
+        source: the cache to read.
+        target: the cache to write.
+        source_blocks: (n,), ids of blocks in the order of their tokens.
+        target_blocks: (m,), ids of blocks that hold equally many tokens.
+        source_scales: (k_scale, v_scale) of the layer that reads `source`, as `Attention` takes them.
+        target_scales: of the layer that reads `target`.
 
-    Raises `CacheError`; nothing is written then.
+    Raises:
+        CacheError: the caches or blocks don't fit one another; nothing is written then.
+
+    Example:
+        >>> group = LayerGroup(LayerSpec(num_heads=2, head_size=64, dtype="float32", block_size=16))
+        >>> theirs, ours = group.allocate_cache(4), group.allocate_cache(8)
+        >>> convert_blocks(theirs, ours, [0, 1], [7, 3])
+
     """
     one, other = source.format, target.format
     for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):

@@ -235,6 +235,9 @@ class KVCache:
     @cached_property
     def format(self) -> CacheFormat:
         """The form of this cache."""
+        by_block, by_token, by_head, _ = self.key.stride()
+        # NHD's blocks end with a token, HND's with a head.
+        extent = max(self.block_size * by_token, self.key.shape[2] * by_head)
         return CacheFormat(
             block_size=self.block_size,
             num_kv_heads=self.key.shape[2],
@@ -243,7 +246,7 @@ class KVCache:
             dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
             layout=self.layout,
             value_in_key=self.value_in_key,
-            interleaved=self.key.stride(0) == 2 * self.block_size * self.key.stride(1),
+            interleaved=by_block == 2 * extent,
         )
 
     @cached_property

@@ -35,8 +35,23 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     """Return T5's bucket of each distance from -max_distance to max_distance, int32.
 
     As in Raffel et al. (2020): half of the buckets are exact distances, the rest grow logarithmically up
-    to `max_distance`. `bidirectional`: an encoder's, half of whose buckets are for keys to come.
-    Raises `SpecError`.
+    to `max_distance`.
+
+    Args:
+        num_buckets: buckets of the checkpoint's bias.
+        max_distance: the distance, in tokens, from which on all share a bucket.
+        bidirectional: an encoder's; half of its buckets are for keys after the query.
+
+    Returns:
+        int32 (2 * max_distance + 1,).
+
+    Raises:
+        SpecError: a number is too small.
+
+    Example:
+        >>> t5_buckets(4, 4, bidirectional=False).tolist()
+        [3, 3, 2, 1, 0, 0, 0, 0, 0]
+
     """
     flag("bidirectional", bidirectional)
     integer("num_buckets", num_buckets, 4 if bidirectional else 2)
@@ -61,7 +76,22 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
 
     As in DeBERTa-v2 and v3 (He et al., 2021), counted from 0: 2 * num_buckets of them, those near 0 of
     one distance each, the rest growing logarithmically. `relative_bias` counts key minus query, DeBERTa
-    query minus key, so the order is reversed. Raises `SpecError`.
+    query minus key, so the order is reversed.
+
+    Args:
+        num_buckets: buckets to each side.
+        max_distance: the distance, in tokens, from which on all share a bucket.
+
+    Returns:
+        int32 (2 * max_distance + 1,).
+
+    Raises:
+        SpecError: a number is too small.
+
+    Example:
+        >>> deberta_buckets(4, 8).shape
+        torch.Size([17])
+
     """
     integer("num_buckets", num_buckets, 2)
     integer("max_distance", max_distance, num_buckets // 2 + 2)

@@ -13,8 +13,7 @@ from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.checks import flag
 

@@ -18,8 +18,8 @@ from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.group import StepPlan, plan_of
 from polyattn.runtime.inputs import refuse_gradients
-from polyattn.runtime.program import StepPlan, plan_of
 from polyattn.runtime.step.batch import Batch
 
 _numbers = itertools.count(1)

@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import torch_device
-from polyattn.runtime.step.batch_checks import (
-    LARGEST,
-    check_lengths,
-    check_table_width,
-    check_tensors,
-    integers,
-    on_host,
-)
-from polyattn.runtime.step.lengths import Lengths
+from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
+from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -36,7 +28,7 @@ from polyattn.runtime.step.step_mask import StepMask, step_inputs
 Ints = Sequence[int] | Tensor
 
 
-class Batch(Lengths):
+class Batch:
     """One step's sequences, packed one after another without padding. A value: it never changes.
 
     - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
@@ -76,6 +68,10 @@ class Batch(Lengths):
     Raises `BatchError`.
     """
 
+    starts: list[int]
+    lens: list[int]
+    device: torch.device
+    first_positions: list[int] | None = None
     causal: bool = True
     """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
     num_contexts: int | None = None
@@ -118,13 +114,13 @@ class Batch(Lengths):
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
-        check_tensors(self)
+        _check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _one_each("key_starts", key_starts, self.lens)
         if first_positions is not None:
             self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
-        self.inputs = step_inputs(self, inputs)
+        self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
@@ -210,6 +206,102 @@ class Batch(Lengths):
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return len(self.lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch."""
+        return self.starts[-1]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of the sequences that have one each, as vLLM's metadata counts them."""
+        return int((self.host_query_lens == 1).sum())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Query tokens of all other sequences, as vLLM's metadata counts them."""
+        return self.num_tokens - self.num_decode_tokens
+
+    @cached_property
+    def host_starts(self) -> Integers:
+        """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""
+        return np.array(self.starts, np.int64)
+
+    @cached_property
+    def host_lens(self) -> Integers:
+        """`lens` as int64 (num_seqs,), NumPy; not to be written to."""
+        return np.array(self.lens, np.int64)
+
+    @cached_property
+    def host_query_lens(self) -> Integers:
+        """Query tokens of each sequence as int64 (num_seqs,), NumPy."""
+        return self.host_starts[1:] - self.host_starts[:-1]
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """Query tokens of each sequence, on the host."""
+        return list(self.host_query_lens.tolist())
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """The longest query."""
+        return int(self.host_query_lens.max(initial=0))
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """The longest sequence."""
+        return int(self.host_lens.max(initial=0))
+
+    @cached_property
+    def all_decode(self) -> bool:
+        """Whether there are sequences, and every one has exactly one query token."""
+        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
+
+    @cached_property
+    def query_start_loc(self) -> Tensor:
+        """int32 (num_seqs + 1,) on the device."""
+        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """int32 (num_seqs,) on the device."""
+        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
+
+    @property
+    def host_positions(self) -> np.ndarray[Any, Any]:
+        """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
+        behind = self.host_lens - self.host_starts[1:]
+        if self.first_positions:
+            behind = behind + np.array(self.first_positions, np.int64)
+        places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
+        return places.clip(min=0)
+
+    @property
+    def text_lens(self) -> list[int]:
+        """How long each sequence's text is: its keys, and what came before the first of them."""
+        if not self.first_positions:
+            return self.lens
+        return [a + b for a, b in zip(self.first_positions, self.lens, strict=True)]
+
+    @cached_property
+    def key_starts(self) -> list[int]:
+        """Where each sequence's keys start, on the host: packed, where nothing else was said."""
+        return [0, *accumulate(self.lens)][:-1]
+
+    @cached_property
+    def keys_packed(self) -> bool:
+        """Whether the keys lie one after another without gaps."""
+        return self.key_starts == [0, *accumulate(self.lens)][:-1]
+
+    @cached_property
+    def key_start_loc(self) -> Tensor:
+        """int32 (num_seqs + 1,) on the device: where packed keys start, ending with their total."""
+        return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
 
     @property
     def block_tables(self) -> Tensor | None:
@@ -350,13 +442,34 @@ class Batch(Lengths):
         batch.causal = False
         return batch
 
+    def check_width(self, block_size: int) -> None:
+        """Check on the host that each length fits its row of the block table. Raises `BatchError`.
+
+        `block_size` is the cache's: that of which the batch's slots were made must be the same.
+        """
+        if self.block_table is None:
+            return
+        if self.block_size not in (None, block_size):
+            raise BatchError(
+                f"block_size={self.block_size}, with which the batch was made, differs from the cache's "
+                f"{block_size}; pass the cache's block size to Batch.from_lens"
+            )
+        width = self.block_table.shape[1]
+        if self.max_seq_len <= width * block_size:
+            return
+        index = self.lens.index(self.max_seq_len)
+        raise BatchError(
+            f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
+            f"length {self.max_seq_len} needs {-(-self.max_seq_len // block_size)}"
+        )
+
     def tail_slots(self, block_size: int) -> Tensor:
         """Return the slots of each sequence's last tokens, as many as its query has.
 
         Raises `BatchError` where a sequence is longer than its row of the block table.
         """
         assert self.block_table is not None
-        check_table_width(self, block_size)
+        self.check_width(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
@@ -378,3 +491,62 @@ def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:
             f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
         )
     return places
+
+
+def _check_tensors(batch: Batch) -> None:
+    """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
+    many = getattr(batch.state_targets, "ndim", 1) == 2
+    for name, tensor, dtype, shape in (
+        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
+        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
+        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
+        (
+            "state_targets", batch.state_targets, torch.int64,
+            (batch.num_seqs, None) if many else (batch.num_seqs,),
+        ),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
+        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
+            free = "tokens" if name == "state_targets" else "max_blocks"
+            wanted = ", ".join(free if n is None else str(n) for n in shape)
+            raise BatchError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
+                f"({wanted})"
+            )
+        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise BatchError(
+                f"{name}'s columns are {tensor.stride(1)} apart; kernels need adjacent columns: "
+                f"pass {name}.contiguous()"
+            )
+        if not same_device(tensor.device, batch.device):
+            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+    _check_shape_of_positions(batch)
+
+
+def _check_shape_of_positions(batch: Batch) -> None:
+    positions = batch.positions
+    if positions is None:
+        return
+    check_is_tensor("positions", positions)
+    whole = positions.dtype in (torch.int64, torch.int32)
+    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
+    if not whole or not fits:
+        raise BatchError(
+            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
+            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
+        )
+    if not same_device(positions.device, batch.device):
+        raise BatchError(
+            f"positions is on {positions.device}, the batch on {batch.device}; move one"
+        )
+
+
+def _as_wide(tensor: torch.Tensor) -> bool:
+    """Whether int32 is all that the tensor's device has: widened, it stays what it is."""
+    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
+        return False
+    return tensor[:0].long().dtype == torch.int32

@@ -42,11 +42,26 @@ def shared_prefixes(
 ) -> Levels:
     """Return the runs of blocks that two rows or more share, outermost level first.
 
-    `block_table` int32 (num_seqs, max_blocks) on the host; `lens` (num_seqs,): how many leading
-    tokens of each row may be shared, which is its context, so that each of its queries sees them
-    all. A block counts only where it is full in every row of its run. `()` where nothing is
-    shared. Rows of a run, and runs of a level by their first row, are in ascending order; each
-    run's rows but not all of them go on in one run of the level above. Raises `BatchError`.
+    A block counts only where it is full in every row of its run. Rows of a run, and runs of a level
+    by their first row, are in ascending order; each run's rows but not all of them go on in one run
+    of the level above.
+
+    Args:
+        block_table: int32 (num_seqs, max_blocks), on the host.
+        lens: (num_seqs,), how many leading tokens of each row may be shared: its context, so that each
+            of its queries sees them all.
+        block_size: tokens in a block.
+
+    Returns:
+        Levels of `SharedRun`s; `()` where nothing is shared.
+
+    Raises:
+        BatchError: shapes, dtypes or values don't fit.
+
+    Example:
+        >>> shared_prefixes(np.array([[7, 1], [7, 2]], np.int32), [20, 24], 16)
+        ((SharedRun(rows=(0, 1), first=0, count=1),),)
+
     """
     if not isinstance(block_table, np.ndarray) or block_table.dtype.kind != "i":
         raise BatchError(f"block_table={shown(block_table)} must be an ndarray of int32")

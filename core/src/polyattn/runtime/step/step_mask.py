@@ -5,17 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import as_tensor, check_is_tensor
-from polyattn.runtime.step.batch_checks import integers
-
-if TYPE_CHECKING:
-    from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.integers import integers
 
 
 class StepMask(ABC):
@@ -283,7 +280,13 @@ def _columns(device: Any, **columns: list[int]) -> dict[str, Tensor]:
     }
 
 
-def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def step_inputs(
+    given: Mapping[str, Any] | None,
+    mask: StepMask | None,
+    query_lens: list[int],
+    lens: list[int],
+    device: torch.device,
+) -> dict[str, Tensor]:
     """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
     found = {}
     if given is not None and not isinstance(given, Mapping):
@@ -292,11 +295,11 @@ def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tens
         if not isinstance(name, str):
             raise BatchError(f"inputs has {shown(name)}; its keys are the variant's names")
         tensor = as_tensor(f"inputs[{name!r}]", value)
-        if name.startswith("mask_") and batch.mask is not None:
+        if name.startswith("mask_") and mask is not None:
             raise BatchError(f"inputs[{name!r}]: that name is the step's mask's; rename it")
-        found[name] = tensor.to(batch.device)
-    if batch.mask is None:
+        found[name] = tensor.to(device)
+    if mask is None:
         return found
-    if not isinstance(batch.mask, StepMask):
-        raise BatchError(f"mask={shown(batch.mask)} must be a CustomMask or a BlockSparseMask")
-    return found | batch.mask.inputs(batch.query_lens, batch.lens, batch.device)
+    if not isinstance(mask, StepMask):
+        raise BatchError(f"mask={shown(mask)} must be a CustomMask or a BlockSparseMask")
+    return found | mask.inputs(query_lens, lens, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.errors import CacheError, SettingsError
 from polyattn.selection.selection import SelectedLayers
@@ -15,29 +15,6 @@ from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.runners import Options
 from polyattn.tools.replay.trace import Request
-
-if TYPE_CHECKING:
-    from polyattn.tools.cli.running import RunOptions
-
-
-def check_beams(options: RunOptions) -> None:
-    """Refuse what doesn't go with `--beams`, before anything runs. Raises `SettingsError`."""
-    flag = f"--beams={options.beams}"
-    if options.weights is None:
-        raise SettingsError(
-            f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
-            f"--weights=random"
-        )
-    for name, given, usual in (
-        ("samples", options.samples, None),
-        ("arrivals", options.arrivals, "all"),
-        ("plot", options.plot, None),
-    ):
-        if given != usual:
-            raise SettingsError(
-                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
-                "beams; drop one of them"
-            )
 
 
 def search(

@@ -16,9 +16,10 @@ from polyattn import __version__
 from polyattn.device import Device
 from polyattn.errors import PluginError, PolyattnError, SettingsError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
 from polyattn.registry.distributions import requires_of_polyattn
 from polyattn.registry.info import API_VERSION
+from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.registry.requirements import requirement_problem

@@ -9,8 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from polyattn.registry.catalogue import install_command, not_installed
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import availabilities, running
 from polyattn.settings import current

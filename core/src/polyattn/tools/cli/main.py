@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyattn._version import __version__
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.tools.cli import stdout
 
 app = typer.Typer(
@@ -50,7 +51,8 @@ CacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-dtype",
-        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or a format of rows: "
+        f"{', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may add others.",
     ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
@@ -282,7 +284,7 @@ def bench(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Draw each batch's lengths anew: uniform, zipf or one-long, of the same mean, or "
+            help="Draw each batch's lengths again: uniform, zipf or one-long, of the same mean, or "
             "trace:FILE."
         ),
     ] = None,

@@ -22,7 +22,7 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
-from polyattn.tools.cli.beams import check_beams, print_search, search
+from polyattn.tools.cli.beams import print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, Reading, bundled, read_specs
@@ -82,6 +82,26 @@ class RunOptions:
 LAYERS_OF_A_WHOLE_MODEL = 10**9
 
 
+def _check_beams(options: RunOptions) -> None:
+    """Refuse what doesn't go with `--beams`, before anything runs. Raises `SettingsError`."""
+    flag = f"--beams={options.beams}"
+    if options.weights is None:
+        raise SettingsError(
+            f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
+            f"--weights=random"
+        )
+    for name, given, usual in (
+        ("samples", options.samples, None),
+        ("arrivals", options.arrivals, "all"),
+        ("plot", options.plot, None),
+    ):
+        if given != usual:
+            raise SettingsError(
+                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
+                "beams; drop one of them"
+            )
+
+
 def show(options: RunOptions) -> int:
     """Serve and print the report."""
     for name, most in (("scale", LARGEST_SCALE), ("cache_gb", LARGEST_CACHE)):
@@ -94,7 +114,7 @@ def show(options: RunOptions) -> int:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
     if options.beams is not None:
-        check_beams(options)
+        _check_beams(options)
     model = model_of(options.model, options.weights)
     reading = Reading(options.assume, options.ignore, options.kv_cache_dtype)
     path, specs = read_specs(model, None, reading)

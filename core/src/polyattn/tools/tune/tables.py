@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.registry.discovery import Registry
 from polyattn.registry.distributions import installed
+from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_name
 from polyattn.registry.timings import FORMAT, layer_class
 from polyattn.spec.timing import TERMS

@@ -13,7 +13,8 @@ import torch
 from polyattn.api import select
 from polyattn.device import Device
 from polyattn.errors import SelectionError
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
+from polyattn.registry.installed import Registry
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec

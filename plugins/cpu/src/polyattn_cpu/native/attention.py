@@ -15,6 +15,7 @@ from polyattn.kernel import (
     Addressed,
     BatchError,
     Frame,
+    Invariance,
     LayerParams,
     LayerSpec,
     Lie,
@@ -37,7 +38,7 @@ TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
 
 Ints = NDArray[np.signedinteger[Any]]
 
-_LAYER = struct.Struct("@10i2f")
+_LAYER = struct.Struct("@11i2f")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
@@ -55,6 +56,7 @@ def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
         spec.sliding_window or 0,
         spec.chunk_size or 0,
         spec.sink_tokens,
+        spec.batch_invariant >= Invariance.STEPS,
         spec.scale,
         spec.logit_soft_cap or 0.0,
     )

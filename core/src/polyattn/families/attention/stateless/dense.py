@@ -22,12 +22,12 @@ from polyattn.families.attention.stateless.views import View, packed_rows, token
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Lie
 from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import bad_input, refuse_gradients
-from polyattn.runtime.program import Frame, LayerParams, StepPlan
+from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import integers
+from polyattn.runtime.step.integers import integers
 from polyattn.settings import Settings, current
 from polyattn.spec.checks import LONGEST
 from polyattn.spec.kinds import DTYPES

@@ -30,12 +30,32 @@ def self_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
 
 def normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return attention whose queries and keys are normed head by head."""
-    return "self_attn", SelfAttention(fields, spec, qk_norm=True)
+    return "self_attn", SelfAttention(fields, spec, norm="head")
+
+
+def wholly_normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose queries and keys are normed over all heads at once."""
+    return "self_attn", SelfAttention(fields, spec, norm="whole")
+
+
+def biased_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose queries, keys and values have biases, and whose output has none."""
+    return "self_attn", SelfAttention(fields, spec, qkv_bias=True, out_bias=False)
+
+
+def fused_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention with one projection for queries, keys and values."""
+    return "self_attn", SelfAttention(fields, spec, fused=True)
+
+
+def glm4_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose output has no bias."""
+    return "self_attn", SelfAttention(fields, spec, out_bias=False)
 
 
 def gemma3_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return the same with Gemma's norms."""
-    return "self_attn", SelfAttention(fields, spec, qk_norm=True, offset=1.0)
+    return "self_attn", SelfAttention(fields, spec, norm="head", offset=1.0)
 
 
 def latent_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
@@ -80,7 +100,23 @@ GEMMA_NORMS = (
 )  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
+    "mistral": Architecture(),
+    "qwen2": Architecture(biased_attention),
     "qwen3": Architecture(normed_attention),
+    "qwen3_moe": Architecture(normed_attention, feed_forward.qwen3_moe),
+    "mixtral": Architecture(
+        feed_forward=feed_forward.mixtral, feed_forward_name="block_sparse_moe"
+    ),
+    "phi3": Architecture(fused_attention, feed_forward.fused),
+    "olmo2": Architecture(
+        wholly_normed_attention,
+        norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ),
+    "glm4": Architecture(
+        glm4_attention, feed_forward.fused,
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
+               "post_mlp_layernorm"),
+    ),
     "gemma2": Architecture(norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True),
     "gemma3_text": Architecture(
         gemma3_attention, norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True
@@ -99,7 +135,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 class Layer(nn.Module):
-    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), each normed again in Gemma."""
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)).
+
+    Gemma and GLM-4 norm again after each part, OLMo 2 only there.
+    """
 
     def __init__(self, made_as: Architecture, fields: Fields, index: int, spec: LayerSpec):
         super().__init__()
@@ -125,7 +164,7 @@ class Layer(nn.Module):
         """Return (tokens, hidden)."""
         for before, name, after in self.names:
             part = self.get_submodule(name)
-            normed = self.get_submodule(before)(x)
+            normed = self.get_submodule(before)(x) if before else x
             out = part(normed, step) if name == self.mixer_name else part(normed)
             x = x + (self.get_submodule(after)(out) if after else out)
         return x

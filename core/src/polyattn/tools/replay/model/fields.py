@@ -12,6 +12,10 @@ LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
+PLAIN = {
+    "vocab_size": 151936, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 GEMMA = {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True,
@@ -19,9 +23,28 @@ GEMMA = {
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "qwen3": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+    "mistral": PLAIN | {"vocab_size": 32000, "intermediate_size": 14336},
+    "qwen2": PLAIN | {"intermediate_size": 22016},
+    "qwen3": PLAIN | {"intermediate_size": 22016, "attention_bias": False},
+    "qwen3_moe": PLAIN | {
+        "hidden_size": 2048, "intermediate_size": 6144, "attention_bias": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "mixtral": PLAIN | {
+        "vocab_size": 32000, "intermediate_size": 14336, "rms_norm_eps": 1e-5,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "phi3": PLAIN | {
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
+    },
+    "olmo2": PLAIN | {
+        "vocab_size": 50304, "intermediate_size": 11008, "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+    },
+    "glm4": PLAIN | {
+        "vocab_size": 151552, "intermediate_size": 13696, "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
     },
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"vocab_size": 262208, "final_logit_softcapping": None},

@@ -30,21 +30,34 @@ class Mixer(nn.Module):
 
 
 class SelfAttention(Mixer):
-    """Attention over keys and values."""
+    """Attention over keys and values.
 
-    def __init__(self, fields: Fields, spec: LayerSpec, qk_norm: bool = False, offset: float = 0.0):
+    `norm`: queries and keys are normed by `"head"`, or `"whole"`, all heads as one row. `qkv_bias` and
+    `out_bias`: whatever the config says; None: its `attention_bias`. `fused`: one projection for all.
+    """
+
+    def __init__(
+        self, fields: Fields, spec: LayerSpec, norm: str = "", offset: float = 0.0,
+        qkv_bias: bool | None = None, out_bias: bool | None = None, fused: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        self.spec = spec
+        self.spec, self.norm = spec, norm
         hidden, size = fields.size("hidden_size"), spec.head_size
-        bias = "attention_bias" in fields.defaults and fields.flag("attention_bias")
-        self.q_proj = Linear(hidden, spec.num_heads * size, bias)
-        self.k_proj = Linear(hidden, spec.num_kv_heads * size, bias)
-        self.v_proj = Linear(hidden, spec.num_kv_heads * size, bias)
-        self.o_proj = Linear(spec.num_heads * size, hidden, bias)
+        told = "attention_bias" in fields.defaults and fields.flag("attention_bias")
+        bias = told if qkv_bias is None else qkv_bias
+        heads, kv_heads = spec.num_heads * size, spec.num_kv_heads * size
+        self.widths = [heads, kv_heads, kv_heads] if fused else []
+        if fused:
+            self.qkv_proj = Linear(hidden, sum(self.widths), bias)
+        else:
+            self.q_proj = Linear(hidden, heads, bias)
+            self.k_proj = Linear(hidden, kv_heads, bias)
+            self.v_proj = Linear(hidden, kv_heads, bias)
+        self.o_proj = Linear(heads, hidden, told if out_bias is None else out_bias)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.learned_sinks else None
-        eps = fields.number("rms_norm_eps")
-        self.q_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
+        eps, whole = fields.number("rms_norm_eps"), norm == "whole"
+        self.q_norm = RMSNorm(heads if whole else size, eps, offset) if norm else nn.Identity()
+        self.k_norm = RMSNorm(kv_heads if whole else size, eps, offset) if norm else nn.Identity()
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
         memory = groups[self.spec]
@@ -56,10 +69,16 @@ class SelfAttention(Mixer):
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         """Return (tokens, hidden)."""
-        size = self.spec.head_size
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, size)))
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, size)))
-        value = self.v_proj(x).unflatten(-1, (-1, size))
+        size = (-1, self.spec.head_size)
+        if self.widths:
+            query, key, value = self.qkv_proj(x).split(self.widths, -1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.norm == "whole":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (rows.unflatten(-1, size) for rows in (query, key, value))
+        if self.norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(step.attend(self.layer, self.cache, query, key, value).flatten(1))  # type: ignore[no-any-return]
 
 

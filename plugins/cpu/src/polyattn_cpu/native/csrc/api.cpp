@@ -118,7 +118,8 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
     Item item = item_of(plan, seq, token, end - token);
     item.heads = 1;
     for (item.head0 = 0; item.head0 < layer.num_kv_heads; item.head0++) {
-      if (!add_pieces(plan, items, item, blocks == 1 ? 2 * SPLIT_KEYS : 0)) return false;
+      const bool cut = blocks == 1 && !layer.invariant;
+      if (!add_pieces(plan, items, item, cut ? 2 * SPLIT_KEYS : 0)) return false;
     }
   }
   return true;

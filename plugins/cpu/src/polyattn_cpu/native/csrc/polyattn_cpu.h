@@ -18,15 +18,17 @@
 extern "C" {
 #endif
 
-#define PA_ABI 5  // library.py refuses a library of another number
+#define PA_ABI 6  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
-// What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap.
+// What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap. `invariant`: a row's
+// result follows from its own keys alone, whichever other rows of its sequence come with it: all rows take
+// the matrix path, in tiles that begin at multiples of their size.
 typedef struct {
   int32_t num_heads, num_kv_heads, head_size, v_head_size;
   int32_t dtype, cache_dtype;
-  int32_t causal, window, chunk, sink_tokens;
+  int32_t causal, window, chunk, sink_tokens, invariant;
   float scale, soft_cap;
 } pa_layer;
 

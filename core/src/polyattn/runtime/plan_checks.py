@@ -1,0 +1,66 @@
+"""Does a step's plan read what the layer's mask shows? Asked in a share of the time that plans take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from polyattn.errors import PluginError, shown
+from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.program import Call
+from polyattn.runtime.reads import problems
+from polyattn.runtime.step.batch import Batch
+
+SHARE = 0.2
+"""Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
+
+
+class PlanChecks:
+    """Checks steps as they are planned, and stays within a share of the time that planning takes.
+
+    `share`: of that time; infinity checks every step. The first is always checked. `plans`: of backends,
+    `checked`: those that could be told.
+    """
+
+    def __init__(self, share: float = SHARE):
+        self.share, self.planned, self.spent = share, 0.0, 0.0
+        self.plans = self.checked = 0
+
+    def __call__(self, calls: Sequence[Call], captured: Sequence[Call], seconds: float) -> None:
+        """Check the calls of a step that took `seconds` to plan. Raises `PluginError`.
+
+        `captured`: the calls of the captured step in whose buffers it lies; none where it isn't replayed.
+        """
+        self.planned += seconds
+        if self.plans and self.spent > self.share * self.planned:
+            return
+        began = time.perf_counter()
+        held = {call.phase: call.plan for call in captured}
+        for call in calls:
+            self.plans += 1
+            plan = held.get(call.phase, call.plan)
+            self.checked += check_plan(call.backend, plan, call.plan.batch)
+        self.spent += time.perf_counter() - began
+
+
+def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
+    """Check that a plan reads what the layer's mask shows. Returns whether the backend could tell.
+
+    `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
+    Raises `PluginError` with what is wrong.
+    """
+    if batch.lens_are_bounds or not isinstance(backend, AttentionBackend):
+        return False
+    reads = backend.reads(plan, batch)
+    if reads is None:
+        return False
+    spec = reads.spec or backend.spec_of(batch)
+    found = problems(spec, batch, reads)
+    if found:
+        raise PluginError(
+            f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "
+            f"{'; '.join(found)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
+            f"{shown(batch.lens)}); report it, and select another backend until it is fixed"
+        )
+    return True

@@ -1,0 +1,146 @@
+"""Reinforcement learning: a trainer's log-probabilities have the bits that the engine sampled by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from defaults import CPU_DEFAULT
+from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+pytestmark = pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built")
+HEADS, KV_HEADS, SIZE, LAYERS, WORDS = 4, 2, 32, 2, 50
+WIDTH = HEADS * SIZE
+BLOCK, SEED = 16, 4
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""A layer's number, its queries, keys and values; the result, (tokens, HEADS, SIZE)."""
+
+
+def by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Apply an operator to one token at a time: what isn't attention has the same bits in any batch."""
+    return torch.stack([function(row) for row in rows])
+
+
+class Model:
+    """A small decoder with random weights; `attend` is the attention that a caller brings."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dice = torch.Generator().manual_seed(SEED)
+        heads = (HEADS + 2 * KV_HEADS) * SIZE
+        self.words = self._weights(WORDS, WIDTH, dtype) * 12
+        # Values count for more than a token's own embedding, so that a bit of attention's is seen.
+        self.layers = [
+            (self._weights(heads, WIDTH, dtype) * 2, self._weights(WIDTH, WIDTH, dtype) * 30)
+            for _ in range(LAYERS)
+        ]
+
+    def _weights(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return (torch.randn(rows, columns, generator=self.dice) / columns**0.5).to(dtype)
+
+    def __call__(self, tokens: Sequence[int], attend: Attend) -> Tensor:
+        """Return log-probabilities of the next token, (tokens, WORDS), float32."""
+        hidden = self.words[list(tokens)]
+        for number, (to_heads, to_hidden) in enumerate(self.layers):
+
+            def project(row: Tensor, weights: Tensor = to_heads) -> Tensor:
+                return weights @ rms_norm(row, (WIDTH,))
+
+            def join(row: Tensor, weights: Tensor = to_hidden) -> Tensor:
+                return silu(weights @ row)
+
+            mixed = by_row(project, hidden).view(len(hidden), -1, SIZE)
+            query, key, value = mixed.split([HEADS, KV_HEADS, KV_HEADS], 1)
+            seen = attend(number, query.contiguous(), key.contiguous(), value.contiguous())
+            hidden = hidden + by_row(join, seen.reshape(len(hidden), WIDTH))
+
+        def log_probabilities(row: Tensor) -> Tensor:
+            return torch.log_softmax((self.words @ rms_norm(row, (WIDTH,))).float() / 8, 0)
+
+        return by_row(log_probabilities, hidden)
+
+
+class Engine:
+    """Prompts in chunks of any length, decodes of any requests beside them, over a paged cache."""
+
+    def __init__(self, model: Model, spec: LayerSpec, requests: int):
+        self.model, self.group = model, LayerGroup(select(spec, "cpu"))
+        self.layer = Attention(self.group)
+        self.caches: list[KVCache] = [self.group.allocate_cache(128) for _ in range(LAYERS)]
+        order = torch.randperm(128, generator=model.dice)[: requests * 20]
+        self.table = order.view(requests, 20).int()
+
+    def step(self, texts: Sequence[list[int]], pieces: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Run tokens `first` to `last` of some requests."""
+        which = [request for request, _, _ in pieces]
+        queries, lens = [b - a for _, a, b in pieces], [b for _, _, b in pieces]
+        batch = Batch.from_lens(queries, lens, self.table[which], BLOCK)
+        plan = self.group.plan(batch)
+        assert {call.name for call in plan.calls} == {"NATIVE_ATTN"}
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = self.layer(query, key, value, self.caches[number], plan)
+            assert isinstance(out, Tensor)
+            return out
+
+        return self.model([t for r, a, b in pieces for t in texts[r][a:b]], attend)
+
+
+def generated(model: Model, spec: LayerSpec) -> tuple[list[list[int]], list[int], list[Tensor]]:
+    """Return texts, how long their prompts are, and the log-probabilities of the sampled tokens."""
+    texts = [
+        torch.randint(0, WORDS, (n,), generator=model.dice).tolist() for n in (300, 3, 70, 1, 16)
+    ]
+    prompts = [len(text) for text in texts]
+    engine = Engine(model, spec, len(texts))
+    at, said = [0] * len(texts), [[] for _ in texts]  # type: ignore[var-annotated]
+    while unfinished := [i for i, p in enumerate(prompts) if len(texts[i]) < p + 12]:
+        some = [i for i in unfinished if torch.rand((), generator=model.dice) < 0.7] or unfinished[
+            :1
+        ]
+        sizes = torch.randint(1, 90, (len(some),), generator=model.dice).tolist()
+        pieces = [
+            (i, at[i], min(len(texts[i]), at[i] + n)) for i, n in zip(some, sizes, strict=True)
+        ]
+        rows = engine.step(texts, pieces)
+        end = 0
+        for request, first, last in pieces:
+            end += last - first
+            at[request] = last
+            if last == len(texts[request]):
+                token = int(torch.multinomial(rows[end - 1].exp(), 1, generator=model.dice))
+                texts[request].append(token)
+                said[request].append(rows[end - 1, token])
+    return texts, prompts, [torch.stack(each) for each in said]
+
+
+def packed(model: Model, spec: LayerSpec, texts: list[list[int]]) -> list[Tensor]:
+    """Return what a trainer computes: one forward of all texts, without a cache."""
+    layer = Attention(LayerGroup(select(spec.replace(cached=False), "cpu")))
+    lens = [len(text) for text in texts]
+    plan = layer.group.plan(Batch.from_lens(lens, lens))
+    assert {call.name for call in plan.calls} == {"NATIVE_ATTN"}
+
+    def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = layer(query, key, value, None, plan)
+        assert isinstance(out, Tensor)
+        return out
+
+    return list(model([t for text in texts for t in text], attend).split(lens))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_s_log_probabilities_have_the_engine_s_bits(dtype: str) -> None:
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, batch_invariant="calls"
+    )
+    model = Model(getattr(torch, dtype))
+    texts, prompts, sampled = generated(model, spec)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 0]):
+        rows = packed(model, spec, [texts[i] for i in order])
+        for request, found in zip(order, rows, strict=True):
+            first, text = prompts[request], torch.tensor(texts[request])
+            own = found[first - 1 : -1].gather(1, text[first:, None])[:, 0]
+            assert torch.equal(own, sampled[request]), f"request {request} of {order}"
