@@ -35,6 +35,7 @@ TRITON = "plugins/triton/src/polyattn_triton/"
 NATIVE = "plugins/cpu/src/polyattn_cpu/native/csrc/"
 TESTS = "tests/plugins/triton/"
 CPU = "tests/plugins/cpu/"
+SHAPES = ".py::test_every_shape_and_storage_agrees_with_float64"
 PLANS = ("tests/runtime/test_arithmetic.py", "tests/runtime/test_reads.py")
 
 
@@ -70,7 +71,7 @@ TARGETS = {
     ),
     "native": Target(
         tuple(NATIVE + n for n in ("api.cpp", "kernels.cpp", "item.h", "softmax.h", "tile_path.h")),
-        (*PLANS, CPU + "test_native_plans.py", CPU + "test_native_masks.py"),
+        (*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
     ),
     "triton": Target(
         tuple(TRITON + f"kernels/{n}.py" for n in ("decode", "prefill", "parts", "tiles", "softmax")),

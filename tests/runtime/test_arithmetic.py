@@ -16,7 +16,8 @@ import pytest
 import torch
 from polyattn import Device, LayerSpec
 from polyattn.kernel import CacheFormat, LatentSpec
-from polyattn.runtime.reads import check_plan, shows
+from polyattn.runtime.plan_checks import check_plan
+from polyattn.runtime.reads import shows
 from polyattn_cpu.native import library
 from test_reads import H200, form_of, step_of, triton
 
