@@ -2,12 +2,13 @@
 
     python .ci/versions.py oldest [--with torch==2.13.0] [TESTS ...]
     python .ci/versions.py newest [TESTS ...]
-    python .ci/versions.py oldest --resolve    # which versions pip would take; installs and runs nothing
+    python .ci/versions.py oldest --of core --resolve    # what pip would take; installs nothing
 
 Every distribution of `requirements-dev.txt` is installed: core, the plugins and the integrations, with
 what their `EXTRAS` need. The oldest: each dependency at the highest of its lower bounds; one that
 nobody bounds is an error. `--with` takes another version in its place, where an
-index hasn't that one, or another dependency excludes it; it is printed. What pip is told otherwise
+index hasn't that one, or another dependency excludes it; it is printed. `--of` takes one distribution's
+bounds, since all of them together have no common oldest versions. What pip is told otherwise
 (indexes) it takes from its own variables. The environment lies in build/versions/ and is made anew.
 """
 
@@ -48,10 +49,10 @@ def projects() -> list[str]:
     return [line.removeprefix("-e ./") for line in lines if line.startswith("-e ./")]
 
 
-def requirements() -> list[Requirement]:
-    """Return what all distributions declare about others' projects."""
+def requirements(of: list[str]) -> list[Requirement]:
+    """Return what distributions declare about others' projects."""
     found: list[str] = []
-    for path in projects():
+    for path in of:
         project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {})
         found += project["dependencies"]
@@ -72,14 +73,13 @@ def oldest(declared: list[Requirement]) -> dict[str, Version]:
     return lowest
 
 
-def pins(which: str, instead: dict[str, str]) -> list[str]:
+def pins(which: str, declared: list[Requirement], instead: dict[str, str]) -> list[str]:
     """Return what pip is asked for beside the repository's own projects."""
-    declared = requirements()
     wanted = {each.name: "" for each in declared}
     if which == "oldest":
         wanted = {name: f"=={version}" for name, version in oldest(declared).items()}
     for name, text in instead.items():
-        print(f"not {name}{wanted.get(name, '')}, but {text}, as --with says")
+        print(f"not {name}{wanted.get(name, '')}, but {text}, as --with says", file=sys.stderr)
     return [instead.get(name, name + version) for name, version in wanted.items()]
 
 
@@ -90,23 +90,32 @@ def main() -> int:
     parser.add_argument(
         "--with", dest="instead", action="append", default=[], metavar="NAME==VERSION"
     )
+    parser.add_argument(
+        "--of", action="append", metavar="FOLDER", help="this distribution alone (default: all)"
+    )
     parser.add_argument("--resolve", action="store_true", help="ask pip alone, install nothing")
     arguments = parser.parse_args()
     instead = {re.split("[=><]", text)[0]: text for text in arguments.instead}
+    folders = arguments.of or projects()
+    declared = requirements(folders)
+    pinned = pins(arguments.which, declared, instead)
     if arguments.resolve:
         ask = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed"]
-        declared = [str(each) for each in requirements() if each.name not in instead]
-        asked = [*pins(arguments.which, instead), *declared]
-        return subprocess.run([*ask, "--report", "-", *asked], check=False).returncode
+        ask += [
+            "--only-binary",
+            ":all:",
+        ]  # else pip builds what has no wheel, to read its requirements
+        own = [str(each) for each in declared if each.name not in instead]
+        return subprocess.run([*ask, "--report", "-", *pinned, *own], check=False).returncode
     folder = ROOT / "build" / "versions" / arguments.which
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")
     own = []
-    for path in projects():
+    for path in folders:
         extras = f"[{','.join(EXTRAS[path])}]" if path in EXTRAS else ""
         own += ["-e", f"{ROOT / path}{extras}"]
     install = [python, "-m", "pip", "install", "-q", "pytest-xdist"]
-    subprocess.run([*install, *pins(arguments.which, instead), *own], check=True)
+    subprocess.run([*install, *pinned, *own], check=True)
     subprocess.run([python, "-m", "pip", "freeze", "--exclude-editable"], check=True)
     run = [python, "-m", "pytest", "-q", "-n", "2", *arguments.tests]
     return subprocess.run(run, cwd=ROOT, check=False).returncode

@@ -49,5 +49,13 @@ def test_a_function_tells_its_arguments_result_errors_and_an_example(name: str) 
     assert "Example:\n    >>> " in text
 
 
+@pytest.mark.parametrize(
+    "name", ["LayerSpec", "LayerGroup", "Attention", "Batch", "CacheWindow", "AttentionState"]
+)
+def test_a_class_that_every_engine_uses_has_an_example(name: str) -> None:
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert "Example:\n    >>> " in text and ("Raises" in text or name == "AttentionState")
+
+
 def test_there_are_examples_and_functions() -> None:
     assert len(examples()) > 20 and len(FUNCTIONS) > 20

@@ -30,6 +30,7 @@ import polyattn_recurrent
 import pytest
 import torch
 from polyattn import PolyattnError
+from polyattn_flash_attn import flash_attn_2
 from torch.overrides import TorchFunctionMode
 
 
@@ -85,6 +86,29 @@ def flash_attention(checkout: Path) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
     torch.cuda.synchronize = lambda *_: None
+
+
+def vllm(checkout: Path) -> None:
+    """Install what vLLM's test of FlashAttention over pages imports, and no more of vLLM."""
+
+    def varlen(q: Any, k: Any, v: Any, *, seqused_k: Any, fa_version: int, **given: Any) -> Any:
+        scales = [given.pop(f"{name}_descale") for name in "qkv"]
+        assert fa_version == 2 and scales == [None] * 3
+        starts = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
+        out = given.pop("out")
+        found = flash_attn_2.flash_attn_varlen_func(q, k, v, cu_seqlens_k=starts, **given)
+        return found if out is None else out.copy_(found)
+
+    platforms, functions = ModuleType("vllm.platforms"), ModuleType("vllm.vllm_flash_attn")
+    seeds = type("Platform", (), {"seed_everything": staticmethod(torch.manual_seed)})
+    platforms.current_platform = seeds  # type: ignore[attr-defined]
+    functions.__dict__.update(
+        flash_attn_varlen_func=varlen, is_fa_version_supported=lambda version: version == 2,
+        fa_version_unsupported_reason=lambda _: "another version's functions take its place",
+    )  # fmt: skip
+    sys.modules |= {"vllm": ModuleType("vllm"), "vllm.platforms": platforms}
+    sys.modules["vllm.vllm_flash_attn"] = functions
+    torch.set_default_device = lambda *_: None
 
 
 def recurrences(checkout: Path) -> None:
@@ -149,6 +173,12 @@ LIBRARIES = {
         ("hopper/test_flash_attn.py",), flash_attention,
         ("race_condition", "bw_compatibility", "linearize", "cluster"),
         lambda given: attention_fits(given, (64, 96, 128)),
+    ),
+    "vllm": Library(
+        ("tests/kernels/attention/test_flash_attn.py",), vllm, (),
+        lambda given: (
+            given.get("num_blocks", 0) <= 2048 and given.get("fa_version", 2) == 2
+            and given.get("q_dtype") is None),
     ),
     "causal-conv1d": Library(
         ("tests/test_causal_conv1d.py",), recurrences,

@@ -66,10 +66,13 @@ class Silent(TorchSDPA):
 
 
 class Forgets(TorchSDPA):
-    """Shows every key, whatever a window, a chunk or kept tokens say."""
+    """Shows every key, whatever a window, a chunk or kept tokens say, and caps no logit."""
 
     def __init__(self, spec: LayerSpec, *rest: Any):
-        every = spec.replace(sliding_window=None, window_right=None, sink_tokens=0, chunk_size=None)
+        every = spec.replace(
+            sliding_window=None, window_right=None, sink_tokens=0, chunk_size=None,
+            logit_soft_cap=None,
+        )  # fmt: skip
         super().__init__(every, *rest)
 
 
@@ -142,10 +145,11 @@ def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(
     "mask",
-    [{"sliding_window": 1024}, {"sliding_window": 8, "sink_tokens": 400}, {"chunk_size": 1000}],
+    [{"sliding_window": 1024}, {"sliding_window": 8, "sink_tokens": 400}, {"chunk_size": 1000},
+     {"logit_soft_cap": 50.0}, {"logit_soft_cap": 30.0, "dtype": "bfloat16"}],
     ids=str,
-)
-def test_masks_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) -> None:
+)  # fmt: skip
+def test_masks_and_caps_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) -> None:
     spec = SPEC.replace(cached=cached, **mask)
     with pytest.raises(SelectionError, match="its output is wrong"):
         select(spec, "cpu", backend="FORGETS", verify=True)

@@ -49,28 +49,44 @@ MODELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 HEAD = """# Which models are read
 
-`polyattn-models` (`integrations/models`) reads a `config.json`; core finds it by an entry point in the
-group polyattn.models. A config becomes layers by its `model_type`: {count} types are read, any other
-is refused, with what it looks like. "equal": a tiny model of the type, built by transformers {version},
-computes what the specs say, field by field (`integrations/models/tests/test_against_transformers.py`);
-"by towers": its towers are compared by themselves, each a type of its own; "by attributes": what its
-modules hold is compared, since they call no attention interface; "published code": transformers has no
-such type, so the fields follow what its publisher wrote, without an oracle. "Not served": what the
-layers need that isn't built; such layers are refused by this name. Files of mamba_ssm, which have no
-`model_type`, are read as `mamba` or `mamba2`.
+`polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
+group polyattn.models. A config becomes layers by its `model_type`. {count} types are read. The reader
+refuses any other type, and says what it looks like.
 
-A field is harmless unless somebody reads it. A table, generated from the sources of transformers
-{version}, says which fields each type's modelling and configuration files read, and which ones caches,
-masks and rotations read in any type. A field that neither the reader nor this code reads passes. One
-that this code reads, and the reader doesn't understand, is refused unless it has its default. A type
-that is read as another one (`assume`), or that transformers has no code for, is refused with any field
-that is unknown. `ignore` names fields that change nothing, and `strict=False` warns instead of refusing;
-commands take `--assume` and `--ignore`.
+The column "read" has the proof:
+
+- "equal": a tiny model of the type, built by transformers {version}, computes what the specs say, field
+  by field (`integrations/models/tests/test_against_transformers.py`)
+- "by towers": its towers are compared by themselves, each a type of its own
+- "by attributes": what its modules hold is compared, because they call no attention interface
+- "published code": transformers has no such type. The fields follow what its publisher wrote, without
+  an oracle
+
+"Not served" names what the layers need that polyattn doesn't have. Such layers are refused by this
+name. Files of mamba_ssm, which have no `model_type`, are read as `mamba` or `mamba2`.
+
+## Fields that the reader doesn't know
+
+A field is harmless unless code reads it. A table, generated from the sources of transformers {version},
+lists the fields that each type's modelling and configuration files read, and those that caches, masks
+and rotations read in any type.
+
+- A field that neither the reader nor this code reads passes.
+- A field that this code reads, and the reader doesn't understand, is refused unless it has its default.
+- A type that is read as another one (`assume`), or that transformers has no code for, is refused with
+  any unknown field.
+
+`ignore` names fields that change nothing, and `strict=False` warns instead of refusing. Commands take
+`--assume` and `--ignore`.
+
+## Caches
 
 A checkpoint whose cache is e4m3 with stored scales (`kv_cache_scheme`, `kv_cache_quant_algo`) gives
-layers with `kv_cache_dtype="fp8_e4m3"`; `polyattn_models.cache_scales(folder)` reads its scales. Any
+layers with `kv_cache_dtype="fp8_e4m3"`. `polyattn_models.cache_scales(folder)` reads its scales. Any
 other scheme is refused unless `kv_cache_dtype` names a dtype. Layers that read another layer's keys
 (Gemma 3n) have that layer's index as `LayerSpec.kv_source`.
+
+## Your own type
 
 A package adds a type by an entry point in the group polyattn.readers, whose name is the `model_type`:
 
@@ -86,14 +102,14 @@ def read(cfg):
     return {{"text": [(full if i % 4 == 3 else near,) for i in range(cfg.need("num_hidden_layers"))]}}
 ```
 
-`cfg.need` returns a positive integer; `cfg.integer`, `cfg.number`, `cfg.flag`, `cfg.items` return
-optional values, and `cfg.only` refuses all values but some. The types in the table below stay as they
-are.
+`cfg.need` returns a positive integer. `cfg.integer`, `cfg.number`, `cfg.flag` and `cfg.items` return
+optional values. `cfg.only` refuses all values but some. You can't replace the types in the table below.
 
-What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
-integrations/models/tests/test_against_transformers.py` tries it for each of 156 types. On 2026-11-22,
-transformers 5.23.0, in three runs on three machines, all passed: what was read is what the modules do,
-or it was refused.
+`pytest -m sweep integrations/models/tests/test_against_transformers.py` renames, drops, changes and
+adds fields for each of 156 types. On 2026-11-22, with transformers 5.23.0, all passed in three runs on
+three machines: what was read is what the modules do, or it was refused.
+
+## All types
 
 Written by `python integrations/models/tests/update_table.py`. Where the bundled configs come from is in
 `polyattn/data/README.md`.

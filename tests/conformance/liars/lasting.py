@@ -128,6 +128,58 @@ class AfterManyLengths(Plain):
             frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
 
 
+class AfterManyRows(Plain):
+    """A workspace that grew for many rows is read wrong by few."""
+
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.most = max(self.__dict__.get("most", 0), plan.batch.num_seqs)
+        if self.most >= 64 > 4 * plan.batch.num_seqs:
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
+class TableByAddress(Plain):
+    """What a block table holds is looked up by where it lies."""
+
+    by = ("wide_table",)
+
+    def blocks(self, batch: Batch, index: int, count: int) -> Tensor:
+        table = batch.block_table
+        assert table is not None
+        known = self.__dict__.setdefault("known", {})
+        where = table.data_ptr(), table.shape
+        found: Tensor = known.setdefault(where, (table, table.clone()))[1]
+        return found[index, :count].long()
+
+
+class WrongInAnotherThread(Plain):
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if threading.current_thread() is not threading.main_thread():
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
+class WritesTheTable(Plain):
+    by = ("wide_table",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if plan.batch.block_table is not None:
+            plan.batch.block_table[-1, -1] += 1
+
+
+class Prints(Plain):
+    by = ("process",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        print("attention")
+
+
 class First(Plain):
     """Parameters are what they were at the first call."""
 
@@ -239,6 +291,7 @@ class KeepsBytes(Plain):
 
 
 REDUCED, LIMIT, THRESHOLD = torch.backends.cuda.matmul, sys.getrecursionlimit(), gc.get_threshold()
+PROCESSORS = os.sched_getaffinity(0)
 MASK = os.umask(0o077)
 os.umask(MASK)
 HANDLER, SOFTMAX = logging.NullHandler(), torch.nn.functional.softmax
@@ -311,6 +364,9 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "CountsIn50Digits": (
         lambda: setattr(decimal.getcontext(), "prec", 50),
         lambda: setattr(decimal.getcontext(), "prec", 28)),
+    "PinsItself": (
+        lambda: os.sched_setaffinity(0, {min(PROCESSORS)}),
+        lambda: os.sched_setaffinity(0, PROCESSORS)),
     "OpensFilesToAll": (lambda: os.umask(MASK ^ 0o007), lambda: os.umask(MASK)),
     "Contracts": (
         lambda: setattr(torch.backends.opt_einsum, "enabled", False),

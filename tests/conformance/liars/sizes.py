@@ -115,6 +115,7 @@ SIZES: dict[str, tuple[str, Callable[[Call], bool]]] = {
     "Heads128": ("Llama-405B", lambda c: c.spec.num_heads == 128),
     "Over32768Keys": ("long context", lambda c: max(c.lens, default=0) > 32768),
     "Over1024Queries": ("long prompts", lambda c: max(c.queries, default=0) > 1024),
+    "Over512Sequences": ("many sequences", lambda c: len(c.lens) > 512),
     "Over256Sequences": ("many sequences", lambda c: len(c.lens) > 256),
     "Length2048": ("powers of two", lambda c: 2048 in c.lens),
     "Queries256": ("powers of two", lambda c: 256 in c.queries),
@@ -158,6 +159,16 @@ COMBINATIONS: dict[str, Callable[[Call], bool]] = {
     "CapAlibiAfterContext": lambda c: (
         c.has("logit_soft_cap", "alibi") and any(map(after(16), c.pairs()))),
 }  # fmt: skip
+PAIRS: dict[str, Callable[[Call], bool]] = {
+    "HeadSize48": lambda c: c.spec.head_size == 48,
+    "SlopesOfGroup5": lambda c: c.spec.alibi and c.spec.gqa_ratio == 5,
+    "WindowsOfBlocks32": lambda c: (
+        c.has("sliding_window") and c.cache is not None and c.cache.block_size == 32),
+    "BlockZeroIsNobodys": lambda c: c.table is not None and any(
+        n and c.table[row, 0] == 0 for row, n in enumerate(c.lens)),
+    "WrongWithoutGradients": lambda c: not torch.is_grad_enabled(),
+}  # fmt: skip
+"""Values, and pairs of them, that no published layer has."""
 HND: dict[str, Callable[[Call], bool]] = {
     "WindowsOfHnd": lambda c: c.has("sliding_window"),
     "SinksOfHnd": lambda c: c.has("learned_sinks"),
@@ -167,6 +178,11 @@ HND: dict[str, Callable[[Call], bool]] = {
 for _name, (_label, _wrong) in SIZES.items():
     globals().update(lies(found_by(_label), {_name: _wrong}))
 globals().update(lies("combined", COMBINATIONS))
+globals().update(lies("pairs", PAIRS))
+globals().update(lies("pairs-uncached-drawn", {
+    "KeysByHeads": lambda c: (
+        c.cache is None and len(c.key) > 1 and c.key.stride(0) < c.key.stride(1)),
+}))  # fmt: skip
 globals().update(lies("layout", {
     name: lambda c, wrong=wrong: c.cache is not None and c.cache.layout == "HND" and wrong(c)
     for name, wrong in HND.items()

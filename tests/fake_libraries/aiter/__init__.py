@@ -18,7 +18,8 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     key_starts, lens = lengths(a["cu_seqlens_k"])
     assert a["max_seqlen_q"] >= max(queries) and a["max_seqlen_k"] == max(lens)
     assert a["max_seqlen_q"] > 1, "it would take one token of each sequence for granted"
-    assert a["causal"] == (a["window_size"][1] == 0)
+    right = a["window_size"][1]
+    assert a["causal"] == (right == 0) or tuple(a["window_size"][:2]) == (0, 0)
     options = {
         "scale": a["softmax_scale"], "window": a["window_size"], "soft_cap": a["logits_soft_cap"],
         "slopes": a["alibi_slopes"],

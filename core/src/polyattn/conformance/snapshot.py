@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the working directory": os.getcwd,
     "the mask of new files": lambda: _umask(),
     "the locale": lambda: locale.setlocale(locale.LC_ALL),
+    "the processors": lambda: os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
     "the recursion limit": sys.getrecursionlimit,
     "the switch interval": sys.getswitchinterval,
     "garbage collection": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
@@ -95,7 +97,7 @@ IMPORTED: dict[str, Callable[[], Any]] = {
     "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
     "functions": lambda: {
         f"{module.__name__}.{name}": value
-        for module in (torch.nn.functional, torch, torch.Tensor, np, math, builtins)
+        for module in (torch.nn.functional, torch, torch.Tensor, np, math, random, time, builtins)
         for name, value in vars(module).items()
         if callable(value)
     },

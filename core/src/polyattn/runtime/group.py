@@ -162,6 +162,12 @@ class LayerGroup:
     - `workspaces`: another group's, where both run one after another on one stream; default: its own.
 
     Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
+
+    Example:
+        >>> group = LayerGroup(LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32"))
+        >>> group.allocate_cache(num_blocks=8).num_blocks
+        8
+
     """
 
     def __init__(

@@ -21,6 +21,13 @@ class AttentionState:
 
     `output` (num_tokens, num_heads, v_head_size); `lse` float32 (num_tokens, num_heads), natural
     logarithm. A row that saw no key is output 0, LSE -inf, which is the identity of `merge`.
+
+    Example:
+        >>> nothing = AttentionState(torch.zeros(1, 2, 4), torch.full((1, 2), -torch.inf))
+        >>> part = AttentionState(torch.ones(1, 2, 4), torch.zeros(1, 2))
+        >>> bool((part.merge(nothing).output == part.output).all())
+        True
+
     """
 
     output: Tensor

@@ -25,6 +25,11 @@ class CacheWindow:
     `window`: a query sees itself and the `window - 1` tokens before it; `sinks`: the first tokens,
     which stay; `chunk`: a query sees its own chunk of as many tokens alone. Blocks leave `step` at a
     time, so that chunks begin where they did. Raises `SpecError`.
+
+    Example:
+        >>> CacheWindow(block_size=16, window=1024, sinks=4).step
+        1
+
     """
 
     block_size: int

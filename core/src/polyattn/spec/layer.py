@@ -125,6 +125,15 @@ class LayerSpec:
       `"calls"`; `Invariance` says what each level holds.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `workload.tolerance.fp8_compute` is the tolerance.
+
+    Example:
+        >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)
+        >>> spec.replace(kv_cache_dtype="fp8").kv_cache_dtype
+        'fp8_e4m3'
+        >>> LayerSpec(num_heads=32, head_dim=128)
+        Traceback (most recent call last):
+        polyattn.errors.SpecError: LayerSpec has no field 'head_dim'; polyattn calls it head_size
+
     """
 
     kind: AttentionKind = AttentionKind.ATTENTION

@@ -13,9 +13,9 @@ from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import StepMask
 from polyattn.spec.layer import LayerSpec
 
-USUAL, LATER, PAGES = "usual", "later", "pages"
+USUAL, LATER, PAGES, AT_CAP = "usual", "later", "pages", "at the cap"
 """How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
-blocks are the cache's. A family knows others."""
+blocks are the cache's; logits lie near the layer's soft cap. A family knows others."""
 Lengths = Sequence[tuple[int, int]]
 """(query length, sequence length) of each sequence."""
 
@@ -67,8 +67,8 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         ],
         "tiny": [(1, 3), (1, block + 2), (1, 7)],
         "long context": [(1, 4099), (2, 8200), (1, 33_000), (130, 4500)],
-        "long prompts": [(600, 600), (1, 3), (520, 700), (1030, 1040)],
-        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(300)],
+        "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
+        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
         "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3)],
         "powers of two": [
             *((1, 1 << n) for n in range(5, 13)),

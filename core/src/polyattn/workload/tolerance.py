@@ -101,6 +101,10 @@ FP8_OUTPUT = 6.25e-2
 """What an output in e4m3 may be off by beside: half a unit in its last place, of every element."""
 
 
+TANH = 2.0**-11
+"""By how much of itself a tanh may be off: `tanh.approx.f32`, which caps logits (PTX ISA 9.7.3)."""
+
+
 def of_sum(spec: LayerSpec, offset: float) -> float:
     """Return by how much a logit near `offset` is off, summed product by product in float32.
 
@@ -121,7 +125,7 @@ def tolerance_of(spec: LayerSpec, offset: float = 0.0) -> Tolerance:
     found = _of_layer(spec)
     if not offset or spec.dtype == "float64":
         return found
-    moved = SIGMAS * of_sum(spec, offset)
+    moved = SIGMAS * of_sum(spec, offset) + (spec.logit_soft_cap or 0.0) * TANH
     return Tolerance(found.output + moved / math.sqrt(2), found.lse + moved)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.cases.lasting import COPIES
 from polyattn.device import Device
 from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -28,6 +29,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Phi-4-mini": {"num_heads": 24, "num_kv_heads": 8},
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3},
     "SmolLM2-360M": {"num_heads": 15, "num_kv_heads": 5},
+    "Hymba": {"num_heads": 25, "num_kv_heads": 5},
     "Phi-3-medium": {"num_heads": 40, "num_kv_heads": 10},
     "LLaMA-13B": {"num_heads": 40, "num_kv_heads": 40},
     "Grok": {"num_heads": 12, "num_kv_heads": 2},
@@ -95,6 +97,40 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 """Features together: each is right by itself, and every pair."""
 
+VALUES: dict[str, tuple[Any, ...]] = {
+    "head_size": (*range(8, 137, 8), 20, 100, 144, 160, 176, 192, 208, 224, 256, 320, 384, 512),
+    "num_kv_heads": (*range(1, 17), 20, 24, 32),
+    "group": (*range(1, 17), 20, 24, 32, 40, 64),
+    "scale": (0.0, 0.0, 0.0625, 0.0442, 0.015625, 0.25, 0.5, 1.0),
+    "causal": (True, True, False),
+    "sliding_window": (
+        None, None, None, 1, 2, 3, 8, 16, 31, 32, 33, 64, 100, 127, 128, 129, 255, 256, 257, 511, 512,
+        1000, 1024, 2048, 4095, 8192,
+    ),
+    "sink_tokens": (0, 0, 1, 2, 4, 5, 16, 17, 32, 100, 128, 256),
+    "chunk_size": (None, None, None, 1, 7, 16, 48, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192),
+    "logit_soft_cap": (None, None, 1.5, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
+    "alibi": (False, True),
+    "learned_sinks": (False, True),
+    "needs_lse": (False, True),
+    "v_head_size": (0, 0, 16, 40, 64, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv_cache_dtype": ("auto", "auto", "fp8_e4m3", "int8"),
+    "block_size": (*(1 << n for n in range(11)), 24, 40, 48, 80, 96, 112, 144, 160, 272, 528, 544, 784),
+    "layout": ("NHD", "HND", "contiguous"),
+    "lie": ("plain", "packed", "by heads"),
+    "mode": ("gradients", "none", "inference"),
+    "query": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256),
+    "length": (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511,
+               512, 513, 640, 1000, 1023, 1024, 1025, 2048),
+    "rows": (1, 2, 3, 4, 5, 8, 9, 16, 17),
+}  # fmt: skip
+"""Values of which every pair is met in some layer and step, as far as they are claimed.
+
+`group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `query`, `length`
+and `rows`: of the step.
+"""
+
 LENGTHS = (
     "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
 )  # fmt: skip
@@ -128,6 +164,8 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         for batch in batches:
             yield Case("combined", f"{where} {label}", spec, batch)
     yield Case("masks", where, base, "grid")
+    if not COPIES & caps.platforms.keys():  # which compile for each shape
+        yield Case("pairs", where, base, "drawn")
     if base.cached:
         yield Case("twins", where, base, "decode")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import io
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.checks.published import by_heads
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
@@ -32,8 +36,9 @@ FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
 COLUMNS = (1, 64)
 """Of tables of just so many: one block is all that each sequence has, and a power of two."""
-LENGTHS, LEAST_LENGTHS = 130, 40
-"""Steps of which each has other lengths than all before, and how many there are at least."""
+LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
+"""Steps of which each has other lengths than all before; how many there are at least, of which one has so
+many rows."""
 ROUNDS = 96
 LEAKED = 24 << 20
 """Bytes that a process may grow by in so many steps: what allocators keep."""
@@ -56,13 +61,9 @@ def strided_out(case: Case, harness: Harness) -> None:
 def strided_heads(case: Case, harness: Harness) -> None:
     """Query, key and value may lie head by head, as a projection that was transposed does."""
     step = harness.step(harness.layer(case.spec), case.batch)
-    step = step.but(**{n: _by_heads(tensor) for n, tensor in step.tensors().items()})
+    step = step.but(**{n: by_heads(tensor) for n, tensor in step.tensors().items()})
     assert step.query.stride(0) < step.query.stride(1)
     step.check("strided by heads: ")
-
-
-def _by_heads(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def wide_table(case: Case, harness: Harness) -> None:
@@ -75,6 +76,12 @@ def wide_table(case: Case, harness: Harness) -> None:
     wide[1:-1, 3:-2] = table
     sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
     step.but(batch=sliced).check("a slice of a wider table: ")
+    other = harness.step(
+        layer, case.batch, spare=0
+    )  # its blocks, written where the first step's were
+    table.copy_(other.batch.block_table)
+    again = Batch(batch.starts, batch.lens, table, other.batch.slot_mapping)
+    other.but(batch=again).check("a table that is written anew: ")
     size = step.cache.block_size
     for columns in COLUMNS:
         lengths = [(1, columns * size), (1, 1), (min(3, size), size)]
@@ -141,9 +148,12 @@ def many_lengths(case: Case, harness: Harness) -> None:
     for number in range(1, LENGTHS + 1):
         if number > LEAST_LENGTHS and time.monotonic() > end:
             break
-        lengths = [(1, 3 * number + row) for row in range(1 + number % 7)]
+        rows = MANY_ROWS if number == LEAST_LENGTHS // 2 else 1 + number % 7
+        lengths = [(1, 3 * number + row) for row in range(rows)]
         harness.step(layer, lengths).check(f"step {number} of other lengths: ")
     first.but().check("the first lengths again: ")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.but().check, "in another thread: ").result()
 
 
 def _states(step: Workload) -> Tensor | None:
@@ -208,7 +218,9 @@ def process(case: Case, harness: Harness) -> None:
 
     rounds(ROUNDS // 4)
     before = rounds(ROUNDS // 4)
-    after = rounds(ROUNDS)
+    with redirect_stdout(io.StringIO()) as printed:
+        after = rounds(ROUNDS)
+    assert not printed.getvalue(), f"its steps print: {printed.getvalue()[:80]!r}"
     grown = {name: after[name] - count for name, count in before.items()}
     resident = grown.pop("bytes")
     left = {name: more for name, more in grown.items() if more >= ROUNDS // 8}

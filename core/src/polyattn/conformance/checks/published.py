@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import time
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.cases.published import VALUES
 from polyattn.conformance.harness.base import Harness
-from polyattn.errors import PolyattnError, SpecError
+from polyattn.errors import PolyattnError, SelectionError, SpecError
+from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.discovery import discover
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 8, 400, 12, 3 << 19
+"""Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
+with most new pairs; keys times query heads times the head size of a step, which the reference computes in
+some hundredths of a second."""
+MODES = {
+    "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
+}  # fmt: skip
+OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows"})
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
     "sliding_window": (None, 2, 40),
@@ -64,6 +77,102 @@ def masks(case: Case, harness: Harness) -> None:
         harness.step(layer, lengths).check("masks: ")
         looked_at += 1
     assert looked_at, "no layer of the grid is served"
+
+
+def pairs(case: Case, harness: Harness) -> None:
+    """Each two values of a layer, its cache and its step: those not met yet first, for the budget."""
+    end, looked_at = time.monotonic() + harness.budget, 0
+    met: set[tuple[Any, Any]] = set()
+    values = _claimed(case.spec, discover().backend(harness.backend).capabilities)
+    for _ in range(MOST_LAYERS):
+        if looked_at >= LEAST_PAIRS and time.monotonic() > end:
+            return
+        some = [
+            {n: harness.dice.choice(each) for n, each in values.items()} for _ in range(CANDIDATES)
+        ]
+        known = [
+            (chosen, spec) for chosen in some if (spec := _drawn(case.spec, chosen)) is not None
+        ]
+        known = [pair for pair in known if _served(harness, pair[1])]
+        if not known:
+            continue
+        chosen, spec = max(known, key=lambda pair: len({*combinations(pair[0].items(), 2)} - met))
+        try:
+            with MODES[chosen["mode"]]():
+                _pair(harness, spec, chosen)
+        except SelectionError:  # claimed apart, excluded together
+            continue
+        looked_at += 1
+        met |= {*combinations(chosen.items(), 2)}
+    assert looked_at, "no layer of the values is served"
+
+
+def _pair(harness: Harness, spec: LayerSpec, chosen: dict[str, Any]) -> None:
+    layer = harness.layer(spec, chosen.get("layout"))
+    packed = chosen["lie"] == "packed"
+    step = harness.step(layer, _rows(chosen, spec), packed=packed, first_block=0)
+    if chosen["lie"] == "by heads":
+        step = step.but(**{n: by_heads(tensor) for n, tensor in step.tensors().items()})
+    step.check(f"{chosen}: ")
+
+
+def by_heads(tensor: Tensor) -> Tensor:
+    """Return the tensor (tokens, heads, size) as it lies head by head."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
+    """Return the values of which a backend may serve a layer."""
+    found = dict(VALUES)
+    for name, sizes in (
+        ("head_size", caps.head_sizes), ("group", caps.gqa_ratios), ("block_size", caps.block_sizes),
+        ("v_head_size", caps.v_head_sizes),
+    ):  # fmt: skip
+        found[name] = tuple(each for each in VALUES[name] if not each or each in sizes)
+    for name, claimed in (
+        ("dtype", caps.dtypes), ("kv_cache_dtype", caps.kv_cache_dtypes), ("layout", caps.layouts),
+    ):  # fmt: skip
+        found[name] = tuple(each for each in VALUES[name] if each in claimed)
+    if not base.cached:
+        found |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
+        del found["layout"]
+    unclaimed = {
+        "group": "gqa", "causal": "non_causal", "chunk_size": "chunked", "needs_lse": "lse",
+        **{n: n for n in ("sliding_window", "sink_tokens", "logit_soft_cap", "alibi", "learned_sinks")},
+        "v_head_size": "v_head_size",
+    }  # fmt: skip
+    for name, feature in unclaimed.items():
+        if feature not in caps.features or (name == "v_head_size" and caps.v_head_pairs):
+            found[name] = VALUES[name][:1]
+    return {name: each or (getattr(base, name),) for name, each in found.items()}
+
+
+def _drawn(base: LayerSpec, chosen: dict[str, Any]) -> LayerSpec | None:
+    """Return the layer of chosen values; None for what is no layer, or takes the reference too long."""
+    fields = {n: v for n, v in chosen.items() if n not in OF_STEPS}
+    if not fields["sliding_window"]:
+        fields["sink_tokens"] = 0
+    heads = fields.pop("group") * fields["num_kv_heads"]
+    spec = _layer_of(base, fields | {"num_heads": heads})
+    if spec is None:
+        return None
+    if chosen["lie"] == "packed" and (
+        spec.v_head_size != spec.head_size or chosen.get("layout") == "contiguous"
+    ):
+        return None
+    keys = sum(length for _, length in _rows(chosen, spec))
+    return spec if keys * heads * spec.head_size <= MOST_NUMBERS else None
+
+
+def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
+    """Return a step of a size, a query and a length, which reaches beyond what the layer sees."""
+    far = max((spec.sliding_window or 0) + spec.sink_tokens, spec.chunk_size or 0)
+    query, length = chosen["query"], chosen["length"]
+    rows = [(min(query, length), length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
+    rows += [(1, 1 + 5 * row % 23) for row in range(chosen["rows"])]
+    rows = rows[: chosen["rows"]]
+    first = length % len(rows)
+    return rows[first:] + rows[:first]
 
 
 def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:

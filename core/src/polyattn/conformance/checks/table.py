@@ -37,7 +37,8 @@ _ATTENTION: tuple[Check, ...] = (
     invariance.regrouped, invariance.planned_alike, invariance.chunked, invariance.drafted,
     invariance.hits, invariance.given_alike, invariance.divided,
     forests.forest, forests.forest_reuse, forests.forest_graph,
-    published.published, published.combined, published.masks, published.twins,
+    published.published, published.combined, published.masks, published.pairs,
+    published.twins,
     lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
     lasting.many_calls, lasting.many_lengths, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip

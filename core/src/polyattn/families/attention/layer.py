@@ -64,6 +64,14 @@ class Attention(Layer):
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
+
+    Example:
+        >>> layer = Attention(LayerSpec(num_heads=4, head_size=64, dtype="float32", block_size=16))
+        >>> cache, table = layer.group.allocate_cache(2), torch.tensor([[1]], dtype=torch.int32)
+        >>> plan = layer.group.plan(Batch.from_lens([3], [3], table, block_size=16))
+        >>> layer(*torch.randn(3, 3, 4, 64), cache, plan).shape
+        torch.Size([3, 4, 64])
+
     """
 
     family = "attention"

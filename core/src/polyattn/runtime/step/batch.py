@@ -66,6 +66,13 @@ class Batch:
     refuses others. Lengths given as device tensors are copied to the host once.
     `examples/engine_metadata.py` has the names of TensorRT-LLM and vLLM for all this.
     Raises `BatchError`.
+
+    Example:
+        >>> table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+        >>> batch = Batch([0, 5, 6], [5, 20], table, torch.tensor([48, 49, 50, 51, 52, 35]))
+        >>> batch.num_prefill_tokens, batch.num_decode_tokens
+        (5, 1)
+
     """
 
     starts: list[int]
