@@ -180,6 +180,7 @@ def test_claim_writes_exactly_what_a_function_can_do(
         assert again.info.capabilities.features == claims["features"]
 
 
+@pytest.mark.slow
 def test_a_failure_that_belongs_to_no_claim_is_reported() -> None:
     """What every backend must do is looked at last: this one remembers its first call."""
     seen: list[Tensor] = []
