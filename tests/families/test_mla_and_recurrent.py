@@ -100,22 +100,6 @@ def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_error(out, expected) < 1e-12
 
 
-def test_a_context_s_pieces_do_not_follow_from_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invariant layer's context is read in the same pieces, alone and beside nine others."""
-    monkeypatch.setattr(mla_planning, "EXPANDED_BYTES", 128 * 4 * 40 * 4)  # 16 tokens for each of 8
-    spec = MLA.replace(dtype="float32", batch_invariant=True)
-    group = LayerGroup(select(spec, "cpu"))
-
-    def pieces(lens: list[int]) -> list[int]:
-        table = torch.arange(len(lens) * 8, dtype=torch.int32).view(len(lens), 8)
-        starts = list(range(0, 9 * len(lens) + 9, 9))
-        calls = group.plan(Batch(starts, lens, table)).calls
-        keys = [call.plan.batch.lens for call in calls if call.phase == "prefill"]
-        return [some[-1] for some in keys if some[-1]]
-
-    assert pieces([73]) == pieces([40, 9, *[73] * 8]) == [9, 16, 16, 16, 16]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -58,7 +58,7 @@ def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     )
 
 
-_LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"})
+_LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic"})
 
 VANILLA = _vanilla(
     "VANILLA",

@@ -107,7 +107,7 @@ NATIVE_MLA = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic batch_invariant"),
+        features=names("causal v_head_size lse deterministic"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
     proof=PROOF,

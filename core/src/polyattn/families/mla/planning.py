@@ -37,8 +37,6 @@ ALIGNED = 16
 """Bytes: what kernels store at a time."""
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
-INVARIANT_SEQUENCES = 8
-"""How many sequences share that workspace where a sequence's pieces must not depend on the batch."""
 
 
 class ChosenRows(Op):
@@ -198,15 +196,12 @@ class Planner(StepPlanner):
         rows = EXPANDED_BYTES // (width * STORAGE_DTYPES[spec.dtype].itemsize)
         # An empty query has nothing to attend with.
         counts = [n if q else 0 for n, q in zip(contexts, queries, strict=True)]
-        within = [i for i, n in enumerate(counts) if n]
-        # One sequence's pieces, and so its bits, must not follow from how many others there are.
-        size = INVARIANT_SEQUENCES if spec.batch_invariant else max(1, len(within))
-        step_size = max(1, rows // size)
-        for some in (set(within[at : at + size]) for at in range(0, len(within), size)):
-            for start in range(0, max(counts[i] for i in some), step_size):
-                left = [n - start if i in some else 0 for i, n in enumerate(counts)]
-                lens = [min(max(n, 0), step_size) for n in left]
-                pieces.append(self._piece(batch, [start] * len(lens), lens, causal=False))
+        longest = max(counts, default=0)
+        step_size = max(1, rows // max(1, sum(n > 0 for n in counts)))
+        for start in range(0, longest, step_size):
+            lens = [min(max(n - start, 0), step_size) for n in counts]
+            firsts = [start] * len(lens)
+            pieces.append(self._piece(batch, firsts, lens, causal=False))
         return Expanded([(None, piece) for piece in pieces], self.merge, self.buffers, part.rows)
 
     def _piece(
