@@ -1,7 +1,7 @@
 """Seeds bugs into our own planners and kernels, one at a time: which do narrow tests notice? Resumable.
 
-    python benchmarks/mutants.py --each 20 --seconds 1800 --out benchmarks/results/mutants.jsonl
-    python benchmarks/mutants.py --score --out benchmarks/results/mutants.jsonl
+    python benchmarks/mutants.py --each 20 --seconds 1800 --out benchmarks/results/cpu/mutants.jsonl
+    python benchmarks/mutants.py --score --out benchmarks/results/cpu/mutants.jsonl
 
 Run it in a clean checkout that nothing else uses, with the development environment: a mutant is
 written into its file, and the file restored. Each row of the output is one mutant: what was changed, and
