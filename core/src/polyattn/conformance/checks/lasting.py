@@ -81,7 +81,7 @@ def wide_table(case: Case, harness: Harness) -> None:
     )  # its blocks, written where the first step's were
     table.copy_(other.batch.block_table)
     again = Batch(batch.starts, batch.lens, table, other.batch.slot_mapping)
-    other.but(batch=again).check("a table that is written anew: ")
+    other.but(batch=again).check("a table that is written again: ")
     size = step.cache.block_size
     for columns in COLUMNS:
         lengths = [(1, columns * size), (1, 1), (min(3, size), size)]
