@@ -63,9 +63,9 @@ def test_nothing_is_measured_without_a_record() -> None:
     assert found == {
         "flash-attn": Proof.SIGNATURE, "vllm": Proof.IN_PART, "torch": Proof.SIGNATURE
     }  # fmt: skip
-    assert (
-        discover().backend("TORCH_MLA_SPARSE").proof_on(Device("cuda", "sm_90")) is Proof.DECLARED
-    )
+    sparse = discover().backend("TORCH_MLA_SPARSE")
+    assert sparse.proof_on(Device("cuda", "sm_90")) is Proof.MEASURED
+    assert sparse.proof_on(Device("cuda", "sm_100")) is Proof.DECLARED
 
 
 def test_a_whole_record_is_measured_and_a_part_is_said_to_be_one(recorded: Any) -> None:
@@ -75,9 +75,10 @@ def test_a_whole_record_is_measured_and_a_part_is_said_to_be_one(recorded: Any) 
     recorded(whole=False, cases=8)
     assert info.proof_on(CPU) is Proof.IN_PART
     assert proofs.records_of(info, "x86_64")[0].text == "8 of 9 cases"
-    for other in ({"where": "aarch64"}, {"build": "another"}):
-        recorded(**other)
-        assert info.proof_on(CPU) is Proof.DECLARED
+    recorded(where="aarch64")
+    assert info.proof_on(CPU) is Proof.DECLARED
+    recorded(build="another")
+    assert replace(info, build="this").proof_on(CPU) is Proof.DECLARED
     recorded(runs="avx2")
     assert info.proof_on(CPU, "avx2") is Proof.MEASURED
     assert info.proof_on(CPU, "amx") is Proof.DECLARED
@@ -126,3 +127,10 @@ def test_explain_and_list_say_what_the_records_do(recorded: Any) -> None:
     assert "TORCH_SDPA for decode (priority 50, measured in part: 8 of 9 cases in a.json)" in said
     row = next(r for r in listing.backend_rows(discover()) if r["name"] == "TORCH_SDPA")
     assert row["proof"]["cpu"] == "measured in part"
+
+
+def test_the_only_build_of_a_platform_has_its_records() -> None:
+    """Such a build goes without a name where it is selected."""
+    selection = select(LayerSpec(num_heads=8, head_size=64), "h100-sxm")
+    (line, *_) = [x for x in selection.explain().splitlines() if "+ TRITON_ATTN" in x]
+    assert "cases in benchmarks/results/h100/conformance-TRITON_ATTN.json" in line

@@ -58,7 +58,7 @@ def records_of(info: BackendInfo, where: str, runs: str = "") -> tuple[Record, .
     """Return the records of a backend, as that build, on an arch or a platform; the strongest first.
 
     `runs`: of that instruction set alone. A backend that isn't taken as one of its builds has the records
-    of the preferred one.
+    of the preferred one. One without a build's name is the only build of its platform.
     """
     if info.variants:
         info = info.as_built(info.variants[0])
@@ -68,7 +68,7 @@ def records_of(info: BackendInfo, where: str, runs: str = "") -> tuple[Record, .
         record
         for record in _all().get(info.name, ())
         if record.where == (HOST if where == "cpu" else where)
-        and record.build == info.build
+        and info.build in ("", record.build)
         and (not runs or record.runs == runs)
     ]
     return tuple(sorted(found, key=lambda r: (not r.whole, -r.cases, r.path)))
