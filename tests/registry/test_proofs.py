@@ -65,7 +65,6 @@ def test_nothing_is_measured_without_a_record() -> None:
     }  # fmt: skip
     sparse = discover().backend("TORCH_MLA_SPARSE")
     assert sparse.proof_on(Device("cuda", "sm_90")) is Proof.MEASURED
-    assert sparse.proof_on(Device("cuda", "sm_100")) is Proof.DECLARED
 
 
 def test_a_whole_record_is_measured_and_a_part_is_said_to_be_one(recorded: Any) -> None:
