@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from polyattn.errors import CacheError, shown
 from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
 from polyattn.runtime.cache.rows import decoded
-from polyattn.runtime.cache.scales import Scale, dequantized
+from polyattn.runtime.cache.scales import Scale, dequantized, of_heads
 from polyattn.spec.row_format import RowFormat
 
 AT_ONCE = 1 << 22
@@ -103,8 +104,8 @@ def _equal(one: Scale, other: Scale) -> bool:
 
 def _pieces(tokens: int, one: int, other: int, width: int) -> list[tuple[int, int]]:
     """Return ranges of tokens that end at blocks of both sizes, of about `AT_ONCE` elements each."""
-    both = torch.lcm(torch.tensor(one), torch.tensor(other)).item()
-    step = int(both * max(1, AT_ONCE // (both * width)))
+    both = math.lcm(one, other)
+    step = both * max(1, AT_ONCE // (both * width))
     return [(first, min(first + step, tokens)) for first in range(0, tokens, step)]
 
 
@@ -114,9 +115,9 @@ def _rewritten(
 ) -> Tensor:  # fmt: skip
     """Return rows (tokens, heads, width) in another format; `size`: a row's elements."""
     if read is not None:
+        factor = of_heads(scales[0], rows.shape[1])
         values = decoded(rows, read, size)
-        factor = scales[0]
-        values *= factor.to(rows.device)[:, None] if isinstance(factor, Tensor) else factor
+        values *= factor.to(rows.device) if isinstance(factor, Tensor) else factor
     else:
         values = dequantized(rows, scales[0], torch.float32)
     if dtype.itemsize > 1:
