@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -279,10 +280,15 @@ def _cost(imports_torch: bool, seconds: float) -> str:
 
 
 def _is_being_imported(target: str) -> bool:
-    """Whether the plugin's own package is on its way in: its import lock is this thread's then."""
+    """Whether this thread is importing the plugin's package: another thread would wait for its lock."""
     words = target.partition(":")[0].split(".")
-    modules = (sys.modules.get(".".join(words[: n + 1])) for n in range(len(words)))
-    return any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in modules)
+    modules = {".".join(words[: n + 1]) for n in range(len(words))}
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
