@@ -106,8 +106,8 @@ class Sharing:
         """Read a table that only the device has back to the host, once a step, where that may pay.
 
         It may where the lengths, which are exact, leave room for a layer to save more than it costs. After
-        a table in which too little was shared, some steps aren't looked at: 1, then 2, 4 and so on. Whoever
-        gives `shared_prefix`, be it empty, or has torch raise where the host waits, is not looked at.
+        a table in which too little was shared, some steps aren't looked at: 1, then 2, 4 and so on. A caller who
+        gives `shared_prefix`, be it empty, or has torch raise where the host waits, rules it out.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
         if self.reason or self.group.spec.graph_capture or told or step.lens_are_bounds:
