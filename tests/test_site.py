@@ -51,7 +51,7 @@ MEASURE = """<!doctype html><body><script>
   await fetch("/", {method: "POST", body: JSON.stringify(found)});
 })();
 </script>"""
-"""Loads each page in a frame, of each scheme and width in turn, and posts what is wider than what holds it."""
+"""Loads each page in a frame, of each scheme and width in turn, and posts what is too wide."""
 
 
 @pytest.fixture(scope="module")
