@@ -116,7 +116,9 @@ class Sharing:
         cost_us = READ_BACK_US.get(device.platform)
         if table is None or cost_us is None or self._saved_us(self._most(step)) <= cost_us:
             return False
-        if capturing(table) or (table.is_cuda and torch.cuda.get_sync_debug_mode() == WAITING_RAISES):
+        if capturing(table) or (
+            table.is_cuda and torch.cuda.get_sync_debug_mode() == WAITING_RAISES
+        ):
             return False
         if self.rested < self.rest and not self.group.spec.deterministic:
             self.rested += 1
