@@ -32,10 +32,10 @@ ACCELERATOR_LAUNCH_US = 12.0
 """What reading shared keys in a backend's own launch costs beside reading each row by itself, likewise:
 rows break even between 4 and 8 of them, of which the saved bytes take 10 and 24 us."""
 READ_BACK_US = {"cuda": 700.0}
-"""What reading a block table back from the device costs, in microseconds: a layer must be able to save more.
-The host waits for what the device still runs, which then idles while the host plans: 380 to 651 us where rows
-share one run (H200, benchmarks/results/h200/2026-11-22.md). The copy is the rest; row "reading a table of
-64 x 2080 blocks back" of the suite `prefix` measures it. A platform that isn't here never reads it back."""
+"""What reading a block table back from the device costs, in microseconds; a layer must be able to save more.
+The host waits for what the device still runs. The device then idles while the host plans: 380 to 651 us
+where rows share one run (H200, benchmarks/results/h200/2026-11-22.md). The rest is for the copy, which the
+suite `prefix` times. On platforms that aren't named here no table is read back."""
 WAITING_RAISES = 2
 """What `torch.cuda.get_sync_debug_mode` returns after `set_sync_debug_mode("error")`."""
 LONGEST_REST = 64
@@ -103,11 +103,11 @@ class Sharing:
         return cls(group, native, calls, reason or "")
 
     def look(self, step: Batch) -> bool:
-        """Read a table that only the device has back to the host, once a step, where that may pay.
+        """Read a table that only the device has back to the host, where that may pay; return whether.
 
-        It may where the lengths, which are exact, leave room for a layer to save more than it costs. After
-        a table in which too little was shared, some steps aren't looked at: 1, then 2, 4 and so on. A caller who
-        gives `shared_prefix`, be it empty, or has torch raise where the host waits, rules it out.
+        It may where the lengths are exact and leave room for a layer to save more than it costs. After a
+        table in which too little was shared, some steps' tables stay unread: 1, then 2, 4 and so on. A
+        caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
         if self.reason or self.group.spec.graph_capture or told or step.lens_are_bounds:

@@ -333,8 +333,8 @@ class Batch:
     def read_block_table(self) -> None:
         """Copy the block table to the host, where only the device has it: waits for the device.
 
-        A batch never changes, so that once is enough. No copy is taken from an earlier step's table, though
-        it were the same tensor: its version doesn't count what kernels and replayed graphs write.
+        A batch never changes, so once is enough. A copy of an earlier step's table is never taken, though
+        the tensor be the same: its version doesn't count what kernels and replayed graphs write.
         """
         if self.host_block_table is None and self.block_table is not None:
             self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
