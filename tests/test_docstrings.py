@@ -17,7 +17,7 @@ import torch
 
 DOORS = (polyattn, polyattn.plugin, polyattn.kernel, polyattn.host)
 PUBLIC = {name: getattr(door, name) for door in reversed(DOORS) for name in door.__all__}
-FUNCTIONS = [name for name in polyattn.__all__ if inspect.isfunction(PUBLIC[name])]
+FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(inspect.unwrap(PUBLIC[name]))]
 
 
 def examples() -> list[doctest.DocTest]:
@@ -25,8 +25,9 @@ def examples() -> list[doctest.DocTest]:
     names = {**PUBLIC, "np": np, "torch": torch}
     tests: dict[str, doctest.DocTest] = {}
     for name, public in PUBLIC.items():
-        if inspect.isfunction(public) or inspect.isclass(public):
-            tests |= {t.name: t for t in finder.find(public, name, globs=names) if t.examples}
+        if name in FUNCTIONS or inspect.isclass(public):
+            found = finder.find(inspect.unwrap(public), name, globs=names)
+            tests |= {t.name: t for t in found if t.examples}
     return list(tests.values())
 
 

@@ -48,7 +48,23 @@ class Device:
 
 
 def arch_matches(pattern: str, arch: str) -> bool:
-    """Whether `arch` fits `pattern`: a name, `"sm_80+"` (or later) or `"sm_80-sm_90"` (a range)."""
+    """Return whether an architecture fits a pattern.
+
+    Args:
+        pattern: a name, `"sm_80+"` (this one or later) or `"sm_80-sm_90"` (a range, ends included).
+        arch: an architecture's name.
+
+    Returns:
+        Whether it fits.
+
+    Raises:
+        Nothing: a text that is no pattern matches itself alone.
+
+    Example:
+        >>> arch_matches("sm_80+", "sm_90"), arch_matches("sm_80-sm_89", "sm_90a")
+        (True, False)
+
+    """
     if pattern == arch:
         return True
     bounds = re.fullmatch(r"([a-z_]+)(\d+)(?:\+|-\1(\d+))", pattern)

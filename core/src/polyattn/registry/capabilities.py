@@ -32,7 +32,22 @@ SERVICES = frozenset({"store", "merge"})
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text: `names("causal gqa lse")` is a set of three features."""
+    """Return the words of a text as a set, to declare several features at once.
+
+    Args:
+        text: words between spaces.
+
+    Returns:
+        The words.
+
+    Raises:
+        Nothing: `Capabilities` refuses a word that it doesn't know.
+
+    Example:
+        >>> sorted(names("causal gqa lse"))
+        ['causal', 'gqa', 'lse']
+
+    """
     return frozenset(text.split())
 
 

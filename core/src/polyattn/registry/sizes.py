@@ -65,14 +65,46 @@ class Sizes:
 
 
 def one_of(*values: int) -> Sizes:
-    """Allow the listed sizes only."""
+    """Return a set of sizes that allows the listed ones alone.
+
+    Args:
+        values: the sizes, at least one.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: no size is listed, or one is below 1.
+
+    Example:
+        >>> 64 in one_of(64, 128), 96 in one_of(64, 128)
+        (True, False)
+
+    """
     if not values:
         raise ValueError("one_of() lists no size; such a backend can serve nothing")
     return Sizes(values=frozenset(values))
 
 
 def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
-    """Allow multiples of `of` from `low` (default `of`) to `high` (default: no end)."""
+    """Return a set of sizes that allows the multiples of a number within bounds.
+
+    Args:
+        of: the number.
+        low: the smallest size; default: `of`.
+        high: the largest size; default: no bound.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: the bounds allow no size.
+
+    Example:
+        >>> str(multiples(8, high=256)), 20 in multiples(8)
+        ('multiples of 8, 8 to 256', False)
+
+    """
     return Sizes(low=of if low is None else low, high=high, multiple=of)
 
 

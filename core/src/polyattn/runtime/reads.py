@@ -98,7 +98,16 @@ class Reads:
 
 
 def no_merges() -> Merges:
-    """Return the merges of a plan that cuts nothing."""
+    """Return the merges of a plan that splits no sequence.
+
+    Returns:
+        Seven empty arrays, but `first`, which is [0].
+
+    Example:
+        >>> len(no_merges().seq)
+        0
+
+    """
     none = np.zeros(0, np.int64)
     return Merges(none, none, none, none, none, np.zeros(1, np.int64), none)
 

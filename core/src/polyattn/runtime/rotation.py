@@ -98,10 +98,25 @@ class NewTokens:
 def prepared(
     new: NewTokens, rotation: Rotation | None, of_keys: Rotation | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return query, key and value with the bias added and rotated, by torch's operators.
+    """Return a step's query, key and value with the bias added, then rotated, by torch's operators.
 
-    `of_keys`: the keys' rotation where it isn't the queries'. In at least float32, but for what nothing
-    is done to.
+    Args:
+        new: the step's tensors, (num_tokens, heads, size) each; they stay as they are.
+        rotation: the queries' rotation; None: nothing is rotated.
+        of_keys: the keys' rotation, where it isn't the queries'.
+
+    Returns:
+        Query, key and value: computed in at least float32. A tensor that nothing is done to is returned
+        as it is.
+
+    Raises:
+        Nothing: shapes were checked before.
+
+    Example:
+        >>> query, key, value = prepared(NewTokens(torch.ones(1, 1, 4), None, None), None)
+        >>> query.shape, key
+        (torch.Size([1, 1, 4]), None)
+
     """
     query, key, value = new.query, new.key, new.value
     biases = new.biases()

@@ -142,7 +142,27 @@ class Trace:
 def trace(
     score_mod: Function | None, mask_mods: tuple[Function, ...], inputs: dict[str, VariantInput]
 ) -> Trace:
-    """Trace a layer's functions together. Raises `UntraceableError`."""
+    """Return the operations of a layer's functions, traced together by torch.fx.
+
+    Args:
+        score_mod: the function of scores, or None.
+        mask_mods: the functions of masks, all of which must hold.
+        inputs: what the functions read, by name.
+
+    Returns:
+        The operations; `score` and `mask` say which are the results.
+
+    Raises:
+        UntraceableError: a function does what no operation is for, or decides by a traced value.
+
+    Example:
+        >>> def causal(b, h, q_idx, kv_idx):
+        ...     return q_idx >= kv_idx
+        >>> found = trace(None, (Function(causal, ()),), {})
+        >>> [node.op for node in found.nodes][-2:], found.mask == len(found.nodes) - 1
+        (['ge', 'to_bool'], True)
+
+    """
     found = Trace()
     if score_mod is not None:
         result = found.function(score_mod, inputs, 5)
@@ -381,9 +401,24 @@ _TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_boo
 
 
 def untraceable(variant: AttentionVariant, target: str, language: str = "") -> str | None:
-    """Say why a variant's functions can't be generated for `target`, in words for people, or None.
+    """Return why a variant's functions can't be generated for a target, in words for people, or None.
 
-    `language`: one of `LANGUAGES`, whose source written by hand needs no tracing.
+    Args:
+        variant: the variant.
+        target: what they would be generated for, as the message names it ("Triton").
+        language: a language of sources written by hand, which need no tracing; default: none.
+
+    Returns:
+        The reason, or None.
+
+    Raises:
+        SpecError: a function of the variant can't be loaded.
+
+    Example:
+        >>> variant = AttentionVariant(name="odd", score_mod=lambda score, b, h, q, k: score.cumsum(0))
+        >>> untraceable(variant, "Triton")
+        "...cumsum..., which isn't generated for Triton"
+
     """
     if (problem := written_problem(variant, language)) is not None:
         return problem
