@@ -39,7 +39,7 @@ def installed(name: str) -> metadata.Distribution | None:
     Raises:
         Nothing: a distribution that can't be read counts as absent.
 
-    Example:
+    Examples:
         >>> installed("torch").metadata["Name"], installed("no-such-distribution")
         ('torch', None)
 
@@ -62,7 +62,7 @@ def find_spec(name: str) -> ModuleSpec | None:
     Raises:
         ValueError: the module is loaded and has no spec.
 
-    Example:
+    Examples:
         >>> find_spec("json").name, find_spec("no_such_module")
         ('json', None)
 

@@ -30,7 +30,7 @@ class Integration:
         registered: where the host finds it.
         problem: what is wrong, with the remedy; "" for nothing.
 
-    Example:
+    Examples:
         >>> Integration("torch", "polyattn-torch", "0.1", "torch 2.14", "").to_dict()["name"]
         'torch'
 
@@ -54,7 +54,7 @@ def integrations() -> list[Integration]:
     Returns:
         One entry for each, sorted by name.
 
-    Example:
+    Examples:
         >>> all(entry.distribution.startswith("polyattn-") for entry in integrations())
         True
 

@@ -11,9 +11,22 @@ from polyattn.registry.validate import require
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
+    """A set of sizes that a backend allows: listed values, or a range of multiples.
 
-    Raises `ValueError` where no set of sizes is described.
+    Attributes:
+        values: the listed sizes; empty: the range counts.
+        low: the smallest size of the range.
+        high: the largest; None: no bound.
+        multiple: sizes are multiples of it.
+        why: the reason, for people.
+
+    Raises:
+        ValueError: the fields allow no size.
+
+    Examples:
+        >>> 96 in Sizes(multiple=32, high=256), str(Sizes(values=frozenset({64, 128})))
+        (True, '64, 128')
+
     """
 
     values: frozenset[int] = frozenset()
@@ -76,7 +89,7 @@ def one_of(*values: int) -> Sizes:
     Raises:
         ValueError: no size is listed, or one is below 1.
 
-    Example:
+    Examples:
         >>> 64 in one_of(64, 128), 96 in one_of(64, 128)
         (True, False)
 
@@ -100,7 +113,7 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
     Raises:
         ValueError: the bounds allow no size.
 
-    Example:
+    Examples:
         >>> str(multiples(8, high=256)), 20 in multiples(8)
         ('multiples of 8, 8 to 256', False)
 

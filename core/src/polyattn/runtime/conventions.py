@@ -25,7 +25,7 @@ def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
     Raises:
         Nothing: as `window_sizes`.
 
-    Example:
+    Examples:
         >>> decode_window_sizes(LayerSpec(num_heads=1, head_size=64))
         (-1, -1)
 
@@ -46,7 +46,7 @@ def cumulative(lens: Tensor) -> Tensor:
     Raises:
         Nothing: the lengths aren't looked at.
 
-    Example:
+    Examples:
         >>> cumulative(torch.tensor([5, 1]))
         tensor([0, 5, 6], dtype=torch.int32)
 
@@ -70,7 +70,7 @@ def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
     Raises:
         Nothing: the batch was checked before.
 
-    Example:
+    Examples:
         >>> batch = Batch.from_lens([2, 1], [0, 3])
         >>> empty_rows(batch)
         tensor([ True,  True, False])
@@ -97,7 +97,7 @@ def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     Raises:
         Nothing: shapes are the caller's own.
 
-    Example:
+    Examples:
         >>> out, lse = torch.ones(2, 1, 1), torch.zeros(2, 1)
         >>> blank(torch.tensor([True, False]), out, lse)
         >>> out.flatten().tolist(), lse.flatten().tolist()
@@ -120,7 +120,7 @@ def store_lse(lse: Tensor | None, found: Tensor) -> None:
     Raises:
         Nothing: shapes are the caller's own.
 
-    Example:
+    Examples:
         >>> lse = torch.zeros(2, 1)
         >>> store_lse(lse, torch.tensor([[0.5, torch.inf]]))
         >>> lse.flatten().tolist()
@@ -149,7 +149,7 @@ def at_least(buffer: Tensor, size: int, outgrown: list[Tensor]) -> Tensor:
     Raises:
         Nothing: but memory may run out, as torch says.
 
-    Example:
+    Examples:
         >>> old: list[torch.Tensor] = []
         >>> buffer = at_least(torch.empty(4), 5, old)
         >>> buffer.numel(), len(old)

@@ -32,10 +32,12 @@ class Phases:
 
 
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
-    """Split a step into decodes, rows of 1 to `longest_decode` query tokens, and prefills, longer ones.
+    """Split a step into decodes and prefills.
 
-    A row without query tokens goes where its neighbours go. If `batch.num_contexts` says how many rows are
-    prompts, all others are decodes.
+    A decode is a row of 1 to `longest_decode` query tokens; a prefill is longer.
+
+    A row without query tokens goes where its neighbours go. If `batch.num_contexts` says how many rows
+    are prompts, all others are decodes.
 
     Args:
         batch: the step.
@@ -47,7 +49,7 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
     Raises:
         Nothing: the batch was checked before.
 
-    Example:
+    Examples:
         >>> phases = by_phase(Batch.from_lens([5, 1], [5, 40]))
         >>> phases.prefill.batch.query_lens, phases.decode.rows
         ([5], slice(5, 6, None))

@@ -97,7 +97,7 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
     Raises:
         BatchError: one requires a gradient while gradients are recorded.
 
-    Example:
+    Examples:
         >>> with torch.no_grad():
         ...     refuse_gradients(query=torch.zeros(1, requires_grad=True))
 
@@ -122,7 +122,7 @@ def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> 
     Raises:
         PolyattnError: one has another value.
 
-    Example:
+    Examples:
         >>> refuse(dropout_p=0.0)
         >>> refuse("use 0", dropout_p=0.1)
         Traceback (most recent call last):
@@ -146,7 +146,7 @@ def capturing(tensor: Tensor) -> bool:
     Raises:
         Nothing: on other devices no graph is captured.
 
-    Example:
+    Examples:
         >>> capturing(torch.zeros(1))
         False
 
@@ -166,7 +166,7 @@ def own_precision(device_type: str) -> AbstractContextManager[Any]:
     Raises:
         Nothing: without autocast the context does nothing.
 
-    Example:
+    Examples:
         >>> with torch.autocast("cpu"), own_precision("cpu"):
         ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
         torch.float32

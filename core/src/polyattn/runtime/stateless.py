@@ -34,7 +34,7 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
     Raises:
         SpecError, SelectionError: as `select`.
 
-    Example:
+    Examples:
         >>> group = group_for(torch.device("cpu"), num_heads=4, head_size=64, dtype=torch.float32)
         >>> group is group_for(torch.device("cpu"), num_heads=4, head_size=64, dtype=torch.float32)
         True

@@ -46,12 +46,13 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         spec: an MLA layer's spec.
 
     Returns:
-        The spec of that layer, with `cached=False`; it asks for the LSE, since its context is a part apart.
+        The spec of that layer, with `cached=False`; it asks for the LSE, since its context is a part
+        apart.
 
     Raises:
         Nothing: every MLA layer has one.
 
-    Example:
+    Examples:
         >>> from polyattn import LatentSpec
         >>> latent = LatentSpec(rank=512, rope_head_size=64)
         >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)
@@ -91,8 +92,8 @@ def expanded_context(spec: LayerSpec) -> LayerSpec:
 def absorbed(spec: LayerSpec) -> LayerSpec:
     """Return the attention layer that an MLA layer's decode computes.
 
-    It is multi-query attention: the one key of a token is its latent beside its rope key, and the value is
-    the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query).
+    It is multi-query attention: the one key of a token is its latent beside its rope key, and the value
+    is the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query).
 
     Args:
         spec: an MLA layer's spec.
@@ -103,7 +104,7 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
     Raises:
         AssertionError: the spec has no `latent`.
 
-    Example:
+    Examples:
         >>> from polyattn import LatentSpec
         >>> latent = LatentSpec(rank=512, rope_head_size=64)
         >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)

@@ -26,7 +26,7 @@ class KeyRanges(NamedTuple):
         near_start: the first key of the window.
         near_stop: the key after the window.
 
-    Example:
+    Examples:
         >>> KeyRanges(0, 2, 6, 10).near_stop
         10
 
@@ -52,7 +52,7 @@ def window_sizes(spec: LayerSpec) -> tuple[int, int]:
     Raises:
         Nothing: every layer has a window, if only one without bounds.
 
-    Example:
+    Examples:
         >>> window_sizes(LayerSpec(num_heads=1, head_size=64, sliding_window=128))
         (127, 0)
 
@@ -93,7 +93,7 @@ def key_ranges(
     Raises:
         Nothing: every layer shows some keys, if only empty ranges.
 
-    Example:
+    Examples:
         >>> key_ranges(LayerSpec(num_heads=1, head_size=64, sliding_window=4, sink_tokens=2), 9, 9, 10)
         KeyRanges(kept_start=0, kept_stop=2, near_start=6, near_stop=10)
 

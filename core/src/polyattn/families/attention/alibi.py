@@ -23,7 +23,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     Raises:
         ValueError: there is no head.
 
-    Example:
+    Examples:
         >>> alibi_slopes(4).tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
 

@@ -26,7 +26,7 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
     Raises:
         Nothing: `RopeSpec` refuses what isn't a rope.
 
-    Example:
+    Examples:
         >>> inv_freq(RopeSpec(rotary_size=4, base=10000.0)).tolist()
         [1.0, 0.01]
 

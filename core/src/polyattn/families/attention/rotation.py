@@ -111,7 +111,7 @@ def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
     Raises:
         Nothing: a layer's spec was checked before.
 
-    Example:
+    Examples:
         >>> rope = RopeSpec(rotary_size=64)
         >>> spec = LayerSpec(num_heads=1, head_size=64, rope=rope)
         >>> rotation_at(spec, torch.arange(3), 3).turns.shape

@@ -39,7 +39,7 @@ def recurrence(
         BatchError: shapes don't fit, or a tensor requires a gradient.
         SpecError, SelectionError: as `select`.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 5, 2, 16)
         >>> layer = {"kind": "linear", "num_heads": 2, "head_size": 16, "recurrent": RecurrentSpec()}
         >>> decay = {"decay": torch.tensor([-0.5, -0.1])}

@@ -44,7 +44,7 @@ def storage_dtype(name: str) -> torch.dtype:
     Raises:
         Nothing: a spec refuses a name that nothing has.
 
-    Example:
+    Examples:
         >>> storage_dtype("fp8_e4m3"), storage_dtype("fp8_ds_mla")
         (torch.float8_e4m3fn, torch.uint8)
 
@@ -55,11 +55,24 @@ def storage_dtype(name: str) -> torch.dtype:
 class KVCache:
     """One layer's paged keys and values.
 
-    `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
-    logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of rows (`RowFormat`) it is bytes, and a latent's value is its key's
-    row. `form`: where tensors don't say it: of rows, and on devices whose tensors have no strides.
-    Raises `CacheError`.
+    Both tensors may be views into one storage. They are logical views; their strides say how blocks lie
+    in memory. The last dimension is contiguous. In a cache of rows it is bytes, and a latent's value is
+    its key's row.
+
+    Args:
+        key: (num_blocks, block_size, num_kv_heads, head_size).
+        value: (num_blocks, block_size, num_kv_heads, v_head_size).
+        form: the format, if tensors don't tell it: of rows, and on devices whose tensors have no
+            strides.
+
+    Raises:
+        CacheError: the tensors don't fit each other or the format.
+
+    Examples:
+        >>> cache = KVCache(torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64))
+        >>> cache.num_blocks, cache.format.layout
+        (8, 'NHD')
+
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -355,7 +368,7 @@ def quantize(
     Raises:
         CacheError: `dtype` is another dtype of more than 8 bits.
 
-    Example:
+    Examples:
         >>> quantize(torch.tensor([[[1.0, 300.0]]]), torch.int8, 2.0).tolist()
         [[[0, 127]]]
 
@@ -399,7 +412,7 @@ def raw(tensor: Tensor) -> Tensor:
     Raises:
         Nothing: every tensor has such a view.
 
-    Example:
+    Examples:
         >>> raw(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
         torch.uint8
 

@@ -57,7 +57,7 @@ def encoded(row: Tensor, format: RowFormat) -> Tensor:
     Raises:
         SpecError: a function of the format can't be loaded.
 
-    Example:
+    Examples:
         >>> from polyattn import row_formats
         >>> format = row_formats()["fp8_ds_mla"]
         >>> encoded(torch.randn(3, 576), format).shape
@@ -90,7 +90,7 @@ def decoded(
     Raises:
         SpecError: a function of the format can't be loaded.
 
-    Example:
+    Examples:
         >>> from polyattn import row_formats
         >>> format = row_formats()["fp8_ds_mla"]
         >>> row = torch.full((1, 576), 2.0)
@@ -120,7 +120,7 @@ def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
     Raises:
         SpecError: the format's `turn` can't be loaded.
 
-    Example:
+    Examples:
         >>> from polyattn import row_formats
         >>> format = next(f for f in row_formats().values() if f.turn is not None)
         >>> values = torch.randn(2, 128)

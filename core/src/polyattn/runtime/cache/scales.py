@@ -146,7 +146,7 @@ def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
     Raises:
         Nothing: shapes are the caller's own.
 
-    Example:
+    Examples:
         >>> out = torch.zeros(1, 1, 2, dtype=torch.float8_e4m3fn)
         >>> write_output(out, torch.tensor([[[1.0, 4.0]]]), 2.0)
         >>> out.float().flatten().tolist()

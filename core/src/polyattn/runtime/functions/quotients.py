@@ -20,7 +20,7 @@ def reciprocal(trace: Trace, number: int) -> float | None:
     Raises:
         Nothing: the operation is one of the trace's.
 
-    Example:
+    Examples:
         >>> def halved(score, b, h, q_idx, kv_idx):
         ...     return score / 2.0
         >>> found = trace(Function(halved, ()), (), {})

@@ -45,7 +45,14 @@ def _kind_of(place: str) -> str:
 
 
 class UntraceableError(PolyattnError):
-    """A function that can't be generated: the message names the operation."""
+    """A function can't be generated; the message names the operation.
+
+    Examples:
+        >>> trace(Function(lambda score, b, h, q, k: score.cumsum(0), ()), (), {})
+        Traceback (most recent call last):
+        polyattn.runtime.functions.tracing.UntraceableError: ...
+
+    """
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,20 @@ class Node:
 class Trace:
     """Functions as operations, each after its operands.
 
-    `score` and `mask`: the numbers of the results, None where there is none. `inputs`: what is loaded,
-    by name; `constants`: the values of those that a function has captured; `written`: the source that
-    calls are of.
+    Attributes:
+        nodes: the operations.
+        inputs: what is loaded, by name.
+        constants: the tensors that a function has captured, by name.
+        score: the number of the new score's operation; None: scores stay.
+        mask: the number of the mask's operation; None: there is no mask.
+        written: the hand-written source that calls are of, or None.
+
+    Examples:
+        >>> doubled = Function(lambda score, b, h, q_idx, kv_idx: score * 2, ())
+        >>> found = trace(doubled, (), {})
+        >>> found.nodes[found.score].op, found.mask
+        ('to_float', None)
+
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -155,7 +173,7 @@ def trace(
     Raises:
         UntraceableError: a function does what no operation is for, or decides by a traced value.
 
-    Example:
+    Examples:
         >>> def causal(b, h, q_idx, kv_idx):
         ...     return q_idx >= kv_idx
         >>> found = trace(None, (Function(causal, ()),), {})
@@ -414,7 +432,7 @@ def untraceable(variant: AttentionVariant, target: str, language: str = "") -> s
     Raises:
         SpecError: a function of the variant can't be loaded.
 
-    Example:
+    Examples:
         >>> variant = AttentionVariant(name="odd", score_mod=lambda score, b, h, q, k: score.cumsum(0))
         >>> untraceable(variant, "Triton")
         "...cumsum..., which isn't generated for Triton"

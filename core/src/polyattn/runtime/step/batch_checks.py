@@ -120,7 +120,7 @@ def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
     Raises:
         BatchError: lengths contradict one another, or the block table has too few columns.
 
-    Example:
+    Examples:
         >>> spec = LayerSpec(num_heads=4, head_size=64)
         >>> check_paged_batch(spec, Batch.from_lens([1], [5], torch.zeros(1, 1).int(), 16), 16)
 
@@ -140,7 +140,7 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
     Raises:
         BatchError: a block or a slot lies outside the cache, or two tokens have one slot.
 
-    Example:
+    Examples:
         >>> table = torch.tensor([[9]], dtype=torch.int32)
         >>> check_on_device(Batch.from_lens([1], [5], table, 16), num_blocks=4, block_size=16)
         Traceback (most recent call last):

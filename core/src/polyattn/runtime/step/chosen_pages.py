@@ -30,7 +30,7 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
     Raises:
         Nothing: the batch was checked before.
 
-    Example:
+    Examples:
         >>> table = torch.tensor([[4, 7, 5]], dtype=torch.int32)
         >>> mask = BlockSparseMask([0, 2], [0, 2], block=(1, 16))
         >>> over_chosen_pages(Batch.from_lens([1], [40], table, 16, mask=mask), 16).block_table[:, :2]

@@ -23,7 +23,7 @@ def values_of(tensor: Tensor) -> list[int]:
     Raises:
         BatchError: a graph is being captured.
 
-    Example:
+    Examples:
         >>> values_of(torch.tensor([3, 1]))
         [3, 1]
 
@@ -32,7 +32,7 @@ def values_of(tensor: Tensor) -> list[int]:
 
 
 def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
-    """Return the lengths between cumulative starts, on the host. A tensor is copied as `values_of` does it.
+    """Return the lengths between cumulative starts, on the host, copied as `values_of` does it.
 
     Args:
         cumulative: integers (num_seqs + 1,), where each sequence starts, and where the last one ends.
@@ -44,7 +44,7 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
     Raises:
         BatchError: the first start isn't 0 and `gap` isn't set, or a graph is being captured.
 
-    Example:
+    Examples:
         >>> lens_between(torch.tensor([0, 5, 6]))
         (5, 1)
 

@@ -37,7 +37,7 @@ class CallerCache(NamedTuple):
         rows: integers (num_seqs,): each sequence's row; None: its own number.
         starts: integers (num_seqs,): the token of the row that is the sequence's first; None: 0.
 
-    Example:
+    Examples:
         >>> rows = torch.zeros(2, 3, 128, 2, 64)  # 3 sequences of up to 128 tokens
         >>> CallerCache(*rows).block_table is None
         True
@@ -59,7 +59,7 @@ class NewKeys(NamedTuple):
         value: alike, with the values' size.
         lens: tokens of each sequence.
 
-    Example:
+    Examples:
         >>> NewKeys(torch.zeros(3, 2, 64), torch.zeros(3, 2, 64), [2, 1]).lens
         [2, 1]
 
@@ -78,7 +78,7 @@ class RotaryTables(NamedTuple):
         sin: alike, the sines.
         pairing: `"neox"` or `"gptj"`, as in `Rotation`.
 
-    Example:
+    Examples:
         >>> angles = torch.arange(8.0)[:, None] * torch.tensor([1.0, 0.01])
         >>> tables = RotaryTables(angles.cos(), angles.sin(), "neox")
         >>> tables.applied(torch.ones(1, 1, 4), torch.tensor([0])).tolist()
@@ -110,30 +110,30 @@ def attend_cached(
     """Append new keys to a caller's own cache, and attend over it for packed queries.
 
     Queries that see by position (a causal mask, a window) are rotated from their sequence's length on,
-    others all by that length. If lengths stay on the device, only POLYATTN_CHECKS=1 checks that a sequence
-    has room.
+    others all by that length. If lengths stay on the device, only POLYATTN_CHECKS=1 checks that a
+    sequence has room.
 
     Args:
         query: (tokens, heads, size), sequences one after another; without `query_lens`, rows (num_seqs,
             tokens of each, heads, size).
         query_lens: query tokens of each sequence, or None.
         cache: keys and values in pages or in dense rows, in the query's dtype.
-        cache_seqlens: tokens of each sequence before the new ones: int32 or int64 (num_seqs,), one number
-            for all, or None for all of dense rows.
+        cache_seqlens: tokens of each sequence before the new ones: int32 or int64 (num_seqs,), one
+            number for all, or None for all of dense rows.
         asked: the options of the call.
         new: the keys and values to append after those tokens; None: nothing is appended.
         turns: the rotary tables that queries and new keys are rotated by; None: neither is.
         alibi_slopes: float32 (heads,) or (num_seqs, heads).
 
     Returns:
-        The output, of the query's shape with the values' size, and the LSE where the options need it, else
-        None: float32 (tokens, heads) or (num_seqs, tokens of each, heads), natural logarithm.
+        The output, of the query's shape with the values' size, and the LSE where the options need it,
+        else None: float32 (tokens, heads) or (num_seqs, tokens of each, heads), natural logarithm.
 
     Raises:
         CacheError: dtypes differ or a sequence has no room; the cache is unchanged.
         BatchError, SelectionError: as `attend_packed`.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallerCache, CallOptions, attend_cached
         >>> pages = torch.randn(2, 4, 16, 2, 64)  # keys and values: 4 pages of 16 tokens, 2 KV heads
         >>> cache = CallerCache(pages[0], pages[1], block_table=torch.tensor([[3, 1]]).int())

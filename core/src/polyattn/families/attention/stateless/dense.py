@@ -51,7 +51,7 @@ class CallOptions(NamedTuple):
         backend: the backend that must serve, by name; None: the selection decides.
         sink_tokens: first tokens that a window never hides.
 
-    Example:
+    Examples:
         >>> CallOptions(causal=True, sliding_window=128).window_right is None
         True
 
@@ -82,7 +82,7 @@ def flash_window(causal: bool, left: int, right: int) -> tuple[bool, int | None,
     Raises:
         Nothing: any negative number is no bound.
 
-    Example:
+    Examples:
         >>> flash_window(True, 127, 0), flash_window(False, -1, -1)
         ((True, 128, None), (False, None, None))
 
@@ -119,7 +119,7 @@ def group_for_call(
     Raises:
         SpecError, SelectionError: as `select`.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallOptions, group_for_call
         >>> query = torch.randn(5, 4, 64)
         >>> group = group_for_call(query, 2, 64, CallOptions(causal=True), False, False, cached=False)
@@ -182,7 +182,7 @@ def plan_lengths(
     Raises:
         BatchError: lengths don't fit one another.
 
-    Example:
+    Examples:
         >>> group = group_for(
         ...     torch.device("cpu"), num_heads=2, head_size=64, dtype=torch.float32, cached=False
         ... )
@@ -233,7 +233,7 @@ def run_plan(
     Raises:
         BatchError: a tensor doesn't fit the plan.
 
-    Example:
+    Examples:
         >>> group = group_for(
         ...     torch.device("cpu"), num_heads=2, head_size=64, dtype=torch.float32, cached=False
         ... )
@@ -306,14 +306,14 @@ def attend_dense(
         count: is called with the group that serves.
 
     Returns:
-        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads), natural
-        logarithm, if the options need it, else None.
+        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads),
+        natural logarithm, if the options need it, else None.
 
     Raises:
         BatchError: shapes, dtypes or devices don't fit.
         SelectionError: nothing serves such a layer, or not the named backend.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallOptions, attend_dense
         >>> query, (key, value) = torch.randn(2, 5, 4, 64), torch.randn(2, 2, 5, 2, 64)
         >>> out, lse = attend_dense(query, key, value, CallOptions(causal=True, needs_lse=True))

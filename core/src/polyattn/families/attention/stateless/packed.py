@@ -28,7 +28,7 @@ class PackedKeys(NamedTuple):
         starts: of packed sequences, where each begins; None: one after another.
         block_table: int32 (num_seqs, columns): each sequence's pages; None: keys are packed.
 
-    Example:
+    Examples:
         >>> PackedKeys(torch.zeros(7, 2, 64), torch.zeros(7, 2, 64), lens=[5, 2]).starts is None
         True
 
@@ -63,14 +63,14 @@ def attend_packed(
         alibi_slopes: float32 (heads,) or (num_seqs, heads).
 
     Returns:
-        The output (tokens, heads, v_size), and the LSE, float32 (tokens, heads), natural logarithm, if the
-        options need it, else None.
+        The output (tokens, heads, v_size), and the LSE, float32 (tokens, heads), natural logarithm, if
+        the options need it, else None.
 
     Raises:
         BatchError: shapes, dtypes or devices don't fit, or sinks come with gradients.
         SelectionError: nothing serves such a layer, or not the named backend.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallOptions, PackedKeys, attend_packed
         >>> keys = PackedKeys(*torch.randn(2, 7, 2, 64), lens=[5, 2])
         >>> out, _ = attend_packed(torch.randn(6, 4, 64), [5, 1], keys, CallOptions(causal=True))
@@ -139,7 +139,7 @@ def attend_rows(
     Raises:
         BatchError, SelectionError: as `attend_packed`.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallOptions, attend_rows
         >>> query = torch.randn(2, 5, 4, 64, requires_grad=True)
         >>> out, _ = attend_rows(query, *torch.randn(2, 2, 5, 2, 64), CallOptions())
@@ -183,7 +183,7 @@ def packed_gradients(
     Raises:
         SelectionError: nothing serves such a layer.
 
-    Example:
+    Examples:
         >>> from polyattn.host import CallOptions, PackedKeys, packed_gradients
         >>> query, keys = torch.randn(5, 4, 64), PackedKeys(*torch.randn(2, 5, 4, 64), lens=[5])
         >>> gradients = packed_gradients(torch.ones_like(query), query, [5], keys, CallOptions())

@@ -46,14 +46,14 @@ def sdpa(
         count: is called with the group that serves.
 
     Returns:
-        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads), natural
-        logarithm, if it is needed, else None.
+        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads),
+        natural logarithm, if it is needed, else None.
 
     Raises:
         BatchError: shapes, dtypes or devices don't fit, or the mask isn't of a kind that is served.
         SelectionError: nothing serves such a layer.
 
-    Example:
+    Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 5, 64)
         >>> out, _ = sdpa(query, key, value, is_causal=True, heads_out=True)
         >>> expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -113,7 +113,7 @@ def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) 
     Raises:
         CacheError: the storage doesn't have the format's shape or dtype.
 
-    Example:
+    Examples:
         >>> spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16)
         >>> cache = LayerGroup(spec).allocate_cache(num_blocks=4)
         >>> storage = torch.zeros(4, 16, 2, 128)
