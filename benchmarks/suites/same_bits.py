@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from suites import decode, mixed, prefill
 from table import Bar, Contender, Other, Row
+
+from suites import decode, mixed, prefill
 
 BACKENDS = {"cuda": "TRITON_ATTN", "cpu": "NATIVE_ATTN"}
 BAR = Bar(1.15, "free")

@@ -1,4 +1,4 @@
-"""Runs requests in batches and alone on TRITON_ATTN, interpreted, with pieces of 32 keys: the bits agree."""
+"""Runs requests in batches and alone on TRITON_ATTN, interpreted, with pieces of 32 keys: same bits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from polyattn.kernel import Batch, Frame, LayerParams
-from polyattn.workload.tolerance import tolerance_of
 from polyattn.families.attention import reference
-from ragged import BASE, DEVICE, filled
+from polyattn.kernel import Batch, Frame, LayerParams
 from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
+from ragged import BASE, DEVICE, filled
 
 REQUESTS = [(1, 70), (20, 60), (1, 31), (3, 33), (24, 24)]
 SPEC = BASE.replace(num_heads=4, num_kv_heads=1, head_size=16, batch_invariant="batch")
@@ -43,7 +43,10 @@ def main() -> None:
     for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0]):
         outs, lses = run(backend, cache, query, table, chosen)
         for i, out, lse in zip(chosen, outs, lses, strict=True):
-            assert torch.equal(out, alone[i][0][0]) and torch.equal(lse, alone[i][1][0]), (i, chosen)
+            assert torch.equal(out, alone[i][0][0]) and torch.equal(lse, alone[i][1][0]), (
+                i,
+                chosen,
+            )
     print("same bits")
 
 

@@ -1,9 +1,9 @@
 """Which launches give a request the same bits in any batch? One for each class of a step's requests.
 
-What a request's sums are depends on the kernel, on its tiles' sizes and on where its keys are cut. All
-three follow here from the request's own numbers of queries and keys: they are its class, and a launch has
-the requests of one class. Keys are cut after each so many key tiles, a program has one piece of one tile,
-and the device deals the pieces out. What a whole chip makes of a batch, `planning`'s own cuts, moves none.
+What a request's sums are depends on the kernel, on its tiles' sizes and on where its keys are cut. Here
+all three follow from the request's own numbers of queries and keys: they are its class, and a launch has
+the requests of one class. Keys are cut after each so many key tiles, and a program has one piece of one
+tile: the device deals the pieces out.
 
 Pieces of a decode are of `PIECE` keys: their parts are 1.6 % of the bytes of 16-bit keys and values with
 four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096 on an H200.
@@ -29,7 +29,8 @@ SHARES = 4
 """Pieces that a prefill of fewer has for each of those, at most: they are of `PIECE` keys or twice as
 many, and so on, so that few classes are in a step."""
 WHOLE = 0
-"""The class of prefills whose tiles aren't cut. Others': the tiles' rows, or keys of a piece, negative."""
+"""The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
+of the decode kernel."""
 
 
 class AlikeAttention(PlannedAttention):

@@ -123,7 +123,7 @@ TRITON_ATTN = declared(
         archs=("sm_90",),
         phase="decode",
         kind=AttentionKind.ATTENTION,
-        why="on an H200 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
+        why="on an H200, 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
     ),
     Priority(
         score=75,

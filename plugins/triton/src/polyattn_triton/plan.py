@@ -20,9 +20,10 @@ class AttentionPlan(Plan):
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
-    `portable`: the plan for that one, once tensors needed it. `requests`: those whose tiles it has, and their
-    class (`alike`); None: all. `others`: the launches of the other classes. `lists`: of each tile of rows the key tiles
-    that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
+    `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
+    requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
+    of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and
+    needs no mask.
     """
 
     __slots__ = (
