@@ -79,7 +79,9 @@ def test_a_servers_id_finds_its_workers(record: Path) -> None:
         record.with_name(f"{worker.pid}.jsonl").write_text(text)
         (process,) = json.loads(here("why", str(os.getpid()), "--json")[1])
         assert process["pid"] == worker.pid and os.getpid() in process["ancestors"]
-        assert f"started by process {process['ancestors'][-1]}: " in here("why", str(os.getpid()))[1]
+        assert (
+            f"started by process {process['ancestors'][-1]}: " in here("why", str(os.getpid()))[1]
+        )
         worker.communicate(b"\n")
     assert here("why", str(os.getpid()))[0] == 2
 
