@@ -164,10 +164,10 @@ def _began(pid: int) -> str | None:
 def _ancestors(pid: int) -> Iterator[int]:
     """Yield a process's parent, its parent and so on, as long as they run the same Python."""
     with suppress(OSError):
-        python = os.readlink(f"/proc/{pid}/exe")
+        python = Path(f"/proc/{pid}/exe").readlink()
         while status := _status(pid):
             pid = int(status[1])
-            if os.readlink(f"/proc/{pid}/exe") != python:
+            if Path(f"/proc/{pid}/exe").readlink() != python:
                 return
             yield pid
 
