@@ -61,8 +61,9 @@ class Batch:
         host_block_table: int32 (num_seqs, max_blocks), NumPy: the same table on the host. Blocks that
             sequences share are found there without waiting for the device.
         shared_prefix: runs of blocks that rows share, outermost level first, as `shared_prefixes`
-            returns them; None: they are found in `host_block_table`. They never change what rows attend
-            to.
+            returns them. None: they are found in `host_block_table`, and on CUDA in a copy of
+            `block_table` if that may save much, which waits for the device. They never change what rows
+            attend to.
         mask: a `CustomMask` or a `BlockSparseMask`, if the layer's spec has a `mask`.
         inputs: of a layer's variant, by name, what the layer doesn't bring.
         device: of the tensors; default: the first tensor's, else the CPU.
@@ -331,6 +332,15 @@ class Batch:
         if self.block_table is None or self.device.type != "cpu":
             return None
         return self.block_table.numpy()
+
+    def read_block_table(self) -> None:
+        """Copy the block table to the host, where only the device has it: waits for the device.
+
+        A batch never changes, so once is enough. A copy of an earlier step's table is never taken, though
+        the tensor be the same: its version doesn't count what kernels and replayed graphs write.
+        """
+        if self.host_block_table is None and self.block_table is not None:
+            self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
