@@ -69,6 +69,11 @@ class AttentionKind(str, Enum):
         """Whether the layer caches an MLA latent."""
         return FAMILY_OF.get(self) == "mla"
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads may share their keys, or their B and C; others have one KV head each."""
+        return self not in UNGROUPED
+
 
 FAMILY_OF = {
     AttentionKind.ATTENTION: "attention",
@@ -77,6 +82,11 @@ FAMILY_OF = {
     AttentionKind.SPARSE: "sparse",
 }
 """The kinds that attend over a cache; every other one is a recurrence."""
+
+
+UNGROUPED = {
+    AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.RWKV7, AttentionKind.RG_LRU,
+}  # fmt: skip
 
 
 class Role(str, Enum):
