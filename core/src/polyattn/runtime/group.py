@@ -258,7 +258,9 @@ class LayerGroup:
             if found is None:
                 # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
                 # on the device) waited for the collector of circles.
-                found = plan.plans[self] = self.plan(plan.copy())
+                step = plan.copy()
+                found = plan.plans[self] = self.plan(step)
+                plan.__dict__["host_block_table"] = step.host_block_table  # read back once for all
             return found
         if not isinstance(plan, StepPlan):
             raise BatchError(

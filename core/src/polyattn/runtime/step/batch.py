@@ -56,7 +56,8 @@ class Batch:
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
     - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
-      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
+      returns them; for engines that know them. None: they are read off `host_block_table`, and on CUDA
+      off a copy of `block_table` where that may save much, which waits for the device. It is what
       rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
     - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
@@ -328,6 +329,15 @@ class Batch:
         if self.block_table is None or self.device.type != "cpu":
             return None
         return self.block_table.numpy()
+
+    def read_block_table(self) -> None:
+        """Copy the block table to the host, where only the device has it: waits for the device.
+
+        A batch never changes, so once is enough. A copy of an earlier step's table is never taken, though
+        the tensor be the same: its version doesn't count what kernels and replayed graphs write.
+        """
+        if self.host_block_table is None and self.block_table is not None:
+            self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
