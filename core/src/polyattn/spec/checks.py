@@ -73,6 +73,25 @@ def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
         raise SpecError(f"{of}: {error}") from error
 
 
+def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, or from what is `derived`, as JSON values."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value == derived.get(field.name, field.default):
+            continue
+        if isinstance(value, Enum):
+            value = value.name.lower() if isinstance(value, IntEnum) else value.value
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif hasattr(value, "to_dict"):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value):
+            value = dataclasses.asdict(value)  # type: ignore[arg-type]
+        out[field.name] = value
+    return out
+
+
 def integer(
     name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
     error: type[PolyattnError] = SpecError,

@@ -9,7 +9,23 @@ from polyattn.spec.checks import integer
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """The latent part of an MLA layer (sizes in elements)."""
+    """The latent part of an MLA layer. Sizes are in elements.
+
+    Attributes:
+        rank: of the latent, which is the value and the first part of the key.
+        rope_head_size: of the rope key, which all heads share.
+        topk: of a sparse MLA layer, the most tokens that a query attends to; None: all.
+        index_heads: heads of its indexer's queries; 0: no indexer.
+        index_head_size: of the indexer's queries and keys.
+
+    Raises:
+        SpecError: a size isn't one.
+
+    Examples:
+        >>> LatentSpec(rank=512, rope_head_size=64).size
+        576
+
+    """
 
     rank: int
     rope_head_size: int

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from polyattn.spec.checks import (
     LARGEST_BLOCK,
     LARGEST_WINDOW,
     LONGEST,
+    as_fields,
     choice,
     flag,
     from_fields,
@@ -26,10 +27,8 @@ from polyattn.spec.checks import (
     number,
 )
 from polyattn.spec.kinds import (
-    DTYPES,
     KV_CACHE_DTYPES,
-    QUANTISED_DTYPES,
-    SCALES,
+    WORDS,
     AttentionKind,
     GraphCapture,
     Invariance,
@@ -47,49 +46,69 @@ from polyattn.spec.variant import MASKS, NAME
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One attention (or attention-like) layer: frozen, hashable, no tensors, JSON round trip.
+    """One layer of attention, or of what is in its place: frozen, hashable, no tensors, JSON round trip.
 
-    Sizes are in elements, windows in tokens. `v_head_size` defaults to `head_size`, `scale`
-    to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. A window, a chunk and kept tokens count up
-    to 2^29, the longest sequence; a larger value is stored as that one. Raises `SpecError`.
+    Sizes are in elements, windows in tokens. A window, a chunk and sink tokens count up to 2^29, the
+    longest sequence; a larger value is stored as that one.
 
-    - `sliding_window` W: a query sees itself and the W - 1 keys before it; without a causal mask also
-      the W - 1 after it, or the `window_right` after it, where that is given (with or without W).
-    - `chunk_size` C: a query sees only the keys of its own chunk `position // C` (Llama 4).
-    - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
-    - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
-    - `dense_context`: a whole prompt, given in one step, sees all of its keys; the window, and the kept
-      first tokens, are for rows that go on from a cache (TensorRT-LLM's dense context phase).
-    - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
-    - `cached`: whether keys and values outlive the step that made them. None: decoders' and
-      cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
-    - `kv_source`: the index of the earlier layer, in the model's list of specs, whose cached keys and
-      values this layer reads; None: its own. Such a layer computes what its source does and belongs to
-      the source's group (`group_layers`): call it with the source's cache, and None as key and value.
-    - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
-      attention's kernels are asked for it only where `rope.positions` is `"cache"`.
-    - `sparse`: of kind `"sparse"`, what the ids mean by which each call chooses a token's keys.
-    - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
-      after all of the above. Who knows it is asked when backends are selected.
-    - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
-      `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
-    - `block_size` None lets the selector choose.
-    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or rows of bytes in a format
-      that `row_formats()` lists. `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
-    - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
-      `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
-      e4m3 too, and holds the same numbers.
-    - `out_dtype` `"fp8_e4m3"`: the output leaves as `value / out_scale`, saturated.
-    - `scales`: `"number"`s, fixed while a graph is captured; or `"tensor"`s on the device, one number
-      each, or one a KV `"head"` (`out_scale` is one number always), which kernels read at each step.
-    - `length_bounds`: steps are planned by upper bounds of the lengths (`Batch.on_buffers`); kernels go
-      by the device's alone, so that a graph replays unplanned. Query lengths are exact.
-    - `batch_invariant`: what must not change a bit of a token's result: `"batch"` (or True), `"steps"` or
-      `"calls"`; `Invariance` says what each level holds.
-    - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
-      as well, for kernels that multiply in it; `workload.tolerance.fp8_compute` is the tolerance.
+    Attributes:
+        kind: what the layer computes.
+        num_heads: query heads.
+        num_kv_heads: of keys and values; default: `num_heads`.
+        head_size: of queries and keys.
+        v_head_size: of values; default: `head_size`.
+        scale: of the scores; default: 1 / sqrt(head_size).
+        dtype: of queries, keys, values and outputs, as text or torch's.
+        kv_cache_dtype: of the cache: 8-bit numbers times a scale, or rows of bytes in a format that
+            `row_formats()` lists. `"auto"`: `dtype`. `"fp8"` is `"fp8_e4m3"`, here and in the next two.
+        qkv_dtype: `"fp8_e4m3"`: queries, keys and values arrive as `value / scale` in e4m3 (OCP's), as
+            a quantised projection leaves them. The cache is then e4m3 too, and holds the same numbers.
+        out_dtype: `"fp8_e4m3"`: the output leaves as `value / out_scale`, saturated.
+        scales: `"number"`: fixed while a graph is captured. `"tensor"`: on the device, one number each;
+            `"head"`: one for each KV head (`out_scale` is always one). Kernels read tensors at each
+            step.
+        fp8_compute: over an e4m3 cache, kernels may round queries and the softmax's weights to e4m3
+            too; `workload.tolerance.fp8_compute` is the tolerance.
+        block_size: tokens of a block of the cache; None: the selection chooses.
+        role: where the layer is in its model.
+        cached: whether keys and values outlive their step. None: a decoder's and cross-attention's do,
+            an encoder's don't. Without a cache, each call passes all keys.
+        kv_source: the index, in the model's list of specs, of the earlier layer whose cache this layer
+            reads; None: its own. Both compute the same and share a group (`group_layers`). Call such a
+            layer with that cache, and None as key and value.
+        causal: whether a query sees no later key; aligned to the bottom right.
+        sliding_window: W: a query sees itself and the W - 1 keys before it; without a causal mask also
+            the W - 1 after it, or `window_right`.
+        window_right: without a causal mask, the keys after it that a query sees, with or without W.
+        chunk_size: C: a query sees only the keys of its own chunk, `position // C` (Llama 4).
+        logit_soft_cap: scores become cap * tanh(score / cap) (Gemma 2).
+        alibi: adds `-slope * distance` to each score (Press et al., 2022); `Attention` has the slopes.
+        learned_sinks: one learned logit for each head joins the softmax's denominator (gpt-oss).
+        sink_tokens: S: a window never hides the first S keys (StreamingLLM).
+        dense_context: a whole prompt in one step sees all of its keys; the window and the sink tokens
+            apply to rows that continue from a cache (TensorRT-LLM's dense context phase).
+        needs_lse: whether calls return the LSE.
+        graph_capture: which steps the caller captures.
+        length_bounds: steps are planned by upper bounds of the lengths (`Batch.on_buffers`), and
+            kernels read the lengths on the device, so that a graph replays without a new plan. Query
+            lengths are exact.
+        deterministic: equal calls give equal bits.
+        batch_invariant: what must not change a bit of a token's result: `"batch"` (or True), `"steps"`
+            or `"calls"`, the levels of `Invariance`.
+        latent: the latent part of an MLA layer.
+        recurrent: the recurrent part of a recurrence.
+        rope: the rotation of queries and keys. The layer's `rotate=` says whether the layer applies it;
+            kernels do only if `rope.positions` is `"cache"`.
+        sparse: of kind `"sparse"`, the meaning of the ids that choose a token's keys.
+        variant: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
+            after all of the above.
+        mask: a mask that each step brings (`Batch.mask`), beside the above: `"custom"` (packed
+            booleans) or `"block_sparse"` (rows of blocks).
 
-    Example:
+    Raises:
+        SpecError: no layer has such a value or such values together.
+
+    Examples:
         >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)
         >>> spec.replace(kv_cache_dtype="fp8").kv_cache_dtype
         'fp8_e4m3'
@@ -248,21 +267,7 @@ class LayerSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
-        out: dict[str, Any] = {}
-        derived = self._derived()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            default = derived[field.name] if field.name == "cached" else field.default
-            if value == default:
-                continue
-            if isinstance(value, RopeSpec):
-                value = value.to_dict()
-            elif isinstance(value, Enum):
-                value = value.name.lower() if isinstance(value, IntEnum) else value.value
-            elif dataclasses.is_dataclass(value):
-                value = dataclasses.asdict(value)  # type: ignore[arg-type]
-            out[field.name] = value
-        return out
+        return as_fields(self, {"cached": self._derived()["cached"]})
 
     def to_json(self) -> str:
         """Return the spec as JSON text; `from_json` reads it back."""
@@ -373,11 +378,8 @@ def _check_fields(spec: LayerSpec) -> None:
     integer("sink_tokens", spec.sink_tokens, 0, LARGEST_WINDOW)
     for name in _FLAGS:
         flag(name, getattr(spec, name))
-    for name, valid in (
-        ("dtype", DTYPES), ("qkv_dtype", QUANTISED_DTYPES), ("out_dtype", QUANTISED_DTYPES),
-        ("scales", SCALES),
-    ):  # fmt: skip
-        choice(name, getattr(spec, name), valid)
+    for name, words in WORDS.items():
+        choice(name, getattr(spec, name), words)
     stored = spec.kv_cache_dtype
     if not isinstance(stored, str):
         choice("kv_cache_dtype", stored, KV_CACHE_DTYPES)

@@ -13,21 +13,33 @@ STATE_DTYPES = ("auto", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """A recurrent layer, sizes in elements; `polyattn.spec.recurrence` says what fits which kind.
+    """The recurrent part of a layer; `polyattn.spec.recurrence` says which fields fit which kind.
 
-    - `activation`: what follows the short convolution: `"silu"`, or None.
-    - `dt_softplus`: Mamba's step size is softplus(dt + dt_bias).
-    - `qk_norm`: queries and keys of a delta rule are scaled to length 1 first.
-    - `feature_map`: what linear attention with a normaliser takes of queries and keys: `"elu+1"` or
-      `"relu"`.
-    - `gated`: Mamba takes a gate z beside x; what leaves is y silu(z).
-    - `draft_tokens` D: a short convolution's state is a ring of conv_width - 1 + D inputs instead of the
-      last conv_width - 1: position p's is in column p modulo that. So up to D of a step's last tokens
-      can be rejected: the sequence's next length says how many were.
-    - `channel_groups`: Mamba-1's channels have so many B and C, each for as many neighbours.
-    - `bc_in_float32`: Mamba's B and C come in float32 whatever the layer's dtype.
-    - `state_dtype`: what a state is kept in between steps, `"bfloat16"` or `"float16"`; `"auto"`: float32
-      (a convolution's: the layer's dtype). A step computes in float32 and rounds what it leaves.
+    Attributes:
+        state_size: elements of Mamba's state for each channel.
+        conv_width: inputs that the short convolution sees, the newest included.
+        draft_tokens: D, the most tokens of a step that may be rejected. The convolution's state is then
+            a ring of conv_width - 1 + D inputs; position p's is in column p modulo that. The sequence's
+            next length says how many were rejected.
+        activation: after the short convolution: `"silu"` or None.
+        dt_softplus: Mamba's step size is softplus(dt + dt_bias).
+        qk_norm: a delta rule's queries and keys are scaled to length 1 first.
+        feature_map: of linear attention with a normaliser, applied to queries and keys: `"elu+1"` or
+            `"relu"`.
+        gated: Mamba takes a gate z beside x, and returns y silu(z).
+        channel_groups: groups of Mamba-1's channels; each has a B and a C of its own.
+        bc_in_float32: Mamba's B and C are float32 whatever the layer's dtype.
+        state_dtype: of the state between steps: `"bfloat16"` or `"float16"`; `"auto"`: float32, for a
+            convolution the layer's dtype. A step computes in float32 and rounds the new state.
+
+    Raises:
+        SpecError: a field has a value that no layer has.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> LayerSpec(kind="short_conv", num_heads=64, head_size=1, recurrent=conv).kind.value
+        'short_conv'
+
     """
 
     state_size: int = 0
