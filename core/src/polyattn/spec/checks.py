@@ -224,7 +224,7 @@ def _check_invariance(spec: LayerSpec) -> None:
         )
     if spec.rope is not None and spec.rope.scaling in ("dynamic", "longrope"):
         raise SpecError(
-            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} turns a token by its "
+            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} rotates a token by its "
             "sequence's length at that step; ask for batch_invariant='batch'"
         )
     if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
@@ -328,7 +328,7 @@ def _check_uncached(spec: LayerSpec) -> None:
         ("block_size", spec.block_size, None),
     ):
         if given != plain:
-            raise SpecError(f"{name}={given!r} speaks of a cache, and cached=False; drop one")
+            raise SpecError(f"{name}={given!r} is about a cache, and cached=False; drop one")
 
 
 def _check_family(spec: LayerSpec) -> None:
@@ -401,7 +401,7 @@ def _check_mamba(spec: LayerSpec, recurrent: RecurrentSpec) -> None:
     mamba = mamba1 or spec.kind is AttentionKind.MAMBA2
     for name in ("gated", "bc_in_float32"):
         if getattr(recurrent, name) and not mamba:
-            raise SpecError(f"recurrent.{name}=True: {kind} has none; only Mamba layers have")
+            raise SpecError(f"recurrent.{name}=True: {kind} has none; only Mamba layers have one")
     if recurrent.draft_tokens and spec.kind is not AttentionKind.SHORT_CONV:
         raise SpecError(
             f"recurrent.draft_tokens={recurrent.draft_tokens}: only a short convolution's state has room "

@@ -39,11 +39,11 @@ NOT_INTERPRETED = names("bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output")
 """The interpreter computes bf16 wrongly, and isn't held to 8-bit floats."""
 
 ALIKE_WITHOUT = {
-    "captured": "there are as many programs as the step's keys ask for",
+    "captured": "the number of programs follows the step's keys",
     "length_bounds": "keys are cut by each request's own length",
     "variant": "its functions' key tiles are listed, or not, by the step",
     "custom_mask": "key tiles are listed, or not, by the step",
-    "block_sparse": "a step of decodes goes over the chosen pages alone",
+    "block_sparse": "a step of decodes reads the chosen pages alone",
 }
 
 
@@ -109,7 +109,7 @@ TRITON_ATTN = declared(
         excludes=(
             (
                 frozenset({"cache_positions", ANY_ROWS}),
-                "rows of bytes are read in groups, not in the pairs that turn",
+                "rows of bytes are read in groups, not in the pairs that rotate",
             ),
             *(
                 (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
