@@ -38,7 +38,7 @@ NO_E4M3 = tuple(
 NOT_INTERPRETED = names(
     "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
 )
-"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. It multiplies by the host's BLAS,
+"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. Its host's BLAS multiplies,
 whose bits follow from a row's place in a tile."""
 
 ALIKE_WITHOUT = {
