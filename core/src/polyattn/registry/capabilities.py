@@ -13,7 +13,7 @@ from polyattn.errors import nearest, shown
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.sizes import ANY_SIZE, Sizes
 from polyattn.registry.validate import PLATFORM_NAME, is_arch_pattern, require
-from polyattn.spec.features import FEATURES, features
+from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import (
     DTYPES,
     KV_CACHE_DTYPES,
@@ -347,7 +347,7 @@ def check(
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
     else:
-        _check_features(caps, features(spec) & STORED, need)
+        _check_features(caps, spec.features & STORED, need)
     _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
@@ -381,7 +381,7 @@ def _check_computation(
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
-    asked = features(spec)
+    asked = spec.features
     _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:
         need(
@@ -403,7 +403,7 @@ def _check_computation(
 def _check_excludes(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
-    asked = features(spec)
+    asked = spec.features
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     asked |= {ANY_ROWS} if is_rows(spec.kv_cache_dtype) else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}

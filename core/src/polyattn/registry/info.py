@@ -10,7 +10,7 @@ from typing import Any
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
-from polyattn.registry.proofs import Record, records_of
+from polyattn.registry.proofs import OWN, Record, records_of
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.validate import (
     BACKEND_NAME,
@@ -19,7 +19,7 @@ from polyattn.registry.validate import (
     is_arch_pattern,
     path_problems,
 )
-from polyattn.spec.features import FEATURES, features
+from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
 
@@ -112,7 +112,7 @@ class Priority:
             self.platform in (None, device.platform)
             and self.phase in (None, phase)
             and self.kind in (None, spec.kind)
-            and (self.needs is None or self.needs in features(spec))
+            and (self.needs is None or self.needs in spec.features)
             and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
         )
 
@@ -293,6 +293,17 @@ class BackendInfo:
         """Return the same of an arch or a platform, whatever of it runs there."""
         return self._proven(where, where, "")[0]
 
+    def records(self, where: str, runs: str = "") -> tuple[Record, ...]:
+        """Return its records on an arch or a platform, the strongest first; only our plugins have any.
+
+        A backend that isn't taken as one of its builds has those of the preferred one. `runs`: an
+        instruction set's alone.
+        """
+        if self.variants:
+            return self.as_built(self.variants[0]).records(where, runs)
+        ours = self.path.partition(".")[0].partition("_")[0] == OWN
+        return records_of(self.name, self.build, where, runs) if ours else ()
+
     def _proven(self, arch: str, platform: str, runs: str) -> tuple[Proof, Record | None]:
         """Return what a record says, else what is declared; "measured" isn't anybody's to declare."""
         name, _, _ = runs.partition(" ")
@@ -300,7 +311,7 @@ class BackendInfo:
         if declared and name in self.proof_of_runs:
             declared.insert(0, self.proof_of_runs[name])
         if declared[:1] == [Proof.MEASURED]:
-            for record in records_of(self, arch, name):
+            for record in self.records(arch, name):
                 return (Proof.MEASURED if record.whole else Proof.IN_PART), record
         weaker = (proof for proof in declared if proof not in (Proof.MEASURED, Proof.IN_PART))
         return next(weaker, Proof.DECLARED if declared else Proof.UNPROVEN), None

@@ -75,7 +75,7 @@ class CacheWindow:
         if spec.sink_tokens and (spec.alibi or chunk is not None):
             return None
         rope = spec.rope
-        by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
+        by_length = rope is not None and rope.by_length
         if rope is not None and rope.positions == "absolute" and by_length:
             return None
         return cls(block_size, window, spec.sink_tokens if window is not None else 0, chunk)

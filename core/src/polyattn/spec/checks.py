@@ -1,32 +1,16 @@
-"""Can a layer have these fields? Each refusal names the field, its value and the remedy."""
+"""Is a value what its field takes? Each refusal names the field, its value and the remedy."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from polyattn.errors import PolyattnError, SpecError, nearest, shown
-from polyattn.spec.kinds import (
-    DTYPES,
-    FEATURE_MAPS,
-    KV_CACHE_DTYPES,
-    QUANTISED_DTYPES,
-    SCALES,
-    AttentionKind,
-    GraphCapture,
-    Invariance,
-    Role,
-)
-from polyattn.spec.row_format import rows_of
-from polyattn.spec.variant import MASKS, NAME
 
-if TYPE_CHECKING:
-    from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
-    from polyattn.spec.rope import RopeSpec
-    from polyattn.spec.sparse import SparseSpec
-
+T = TypeVar("T")
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
 LARGEST_BLOCK = 1 << 16
@@ -77,6 +61,37 @@ def no_field(of: str, name: str, known: Collection[str]) -> str:
     return f"{of} has no field {name!r}{hint or nearest(name, known)}"
 
 
+def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build a spec, or a part of one, from its fields. Raises `SpecError`."""
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise SpecError(no_field(of, str(name), known))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise SpecError(f"{of}: {error}") from error
+
+
+def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, or from what is `derived`, as JSON values."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value == derived.get(field.name, field.default):
+            continue
+        if isinstance(value, Enum):
+            value = value.name.lower() if isinstance(value, IntEnum) else value.value
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif hasattr(value, "to_dict"):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value):
+            value = dataclasses.asdict(value)  # type: ignore[arg-type]
+        out[field.name] = value
+    return out
+
+
 def integer(
     name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
     error: type[PolyattnError] = SpecError,
@@ -90,10 +105,10 @@ def integer(
         raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
 
 
-def number(name: str, value: Any, hint: str) -> None:
-    """Refuse anything but a finite real number."""
+def number(name: str, value: Any, hint: str, low: float = -math.inf) -> None:
+    """Refuse anything but a finite real number, `low` or more."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value):
+    if not real or not math.isfinite(value) or value < low:
         raise SpecError(f"{name}={value!r} must be {hint}")
 
 
@@ -107,6 +122,7 @@ def choice(name: str, value: Any, valid: Collection[str]) -> None:
     """Check that a field's value is one of the names that it can have."""
     if not isinstance(value, str) or value not in valid:
         raise SpecError(f"{name}={value!r} is unknown{nearest(value, valid)}")
+<<<<<<< HEAD
 
 
 def check_fields(spec: LayerSpec) -> None:
@@ -444,3 +460,5 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
     choice("recurrent.state_dtype", recurrent.state_dtype, STATE_DTYPES)
     for name in ("dt_softplus", "qk_norm", "gated", "bc_in_float32"):
         flag(f"recurrent.{name}", getattr(recurrent, name))
+=======
+>>>>>>> main

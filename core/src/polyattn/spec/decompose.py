@@ -8,7 +8,8 @@ from functools import cache
 
 from polyattn.errors import SpecError
 from polyattn.spec.kinds import AttentionKind, Role
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 
 @cache

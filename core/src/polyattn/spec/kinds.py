@@ -17,6 +17,10 @@ DTYPE_ALIASES = {
 """What engines and torch call a dtype, and its name here."""
 SCALES = ("number", "tensor", "head")
 """How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
+WORDS = {
+    "dtype": DTYPES, "qkv_dtype": QUANTISED_DTYPES, "out_dtype": QUANTISED_DTYPES, "scales": SCALES,
+}  # fmt: skip
+"""What a layer's fields may be."""
 LAYOUTS = ("NHD", "HND", "contiguous")
 FEATURE_MAPS = ("elu+1", "relu")
 """What linear attention with a normaliser may take of queries and keys."""
@@ -90,6 +94,11 @@ class AttentionKind(str, Enum):
         """Whether the layer caches an MLA latent."""
         return FAMILY_OF.get(self) == "mla"
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether heads may share their keys, or their B and C; others have one KV head each."""
+        return self not in UNGROUPED
+
 
 FAMILY_OF = {
     AttentionKind.ATTENTION: "attention",
@@ -98,6 +107,11 @@ FAMILY_OF = {
     AttentionKind.SPARSE: "sparse",
 }
 """The kinds that attend over a cache; every other one is a recurrence."""
+
+
+UNGROUPED = {
+    AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.RWKV7, AttentionKind.RG_LRU,
+}  # fmt: skip
 
 
 class Role(str, Enum):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.errors import SpecError, nearest, shown
-from polyattn.spec.checks import choice
+from polyattn.errors import SpecError, shown
+from polyattn.spec.checks import as_fields, choice, from_fields
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -102,27 +101,27 @@ class RopeSpec:
             return self.exponent_size
         return self.rotary_size
 
+    @property
+    def by_length(self) -> bool:
+        """Whether a token is turned by its sequence's length too."""
+        return self.scaling in ("dynamic", "longrope")
+
+    def check_span(self, name: str, part: int, whole: bool = False) -> None:
+        """Check that a `part` of a head holds what turns; `whole`: all of it, or none."""
+        if self.span > part or (whole and self.span not in (0, part)):
+            raise SpecError(
+                f"rope.rotary_size={self.rotary_size} rotates {self.span} elements; with {name}={part} "
+                f"it must rotate {f'0 or {part}' if whole else f'{part} at most'}"
+            )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
         """Build a rope from its fields. Raises `SpecError` on an unknown one."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise SpecError(f"RopeSpec has no field {name!r}{nearest(name, known)}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise SpecError(f"RopeSpec: {error}") from error
+        return from_fields("RopeSpec", cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value != defaults[name]
-        }
+        return as_fields(self, {})
 
 
 def _check_choices(rope: RopeSpec) -> None:

@@ -149,6 +149,21 @@ def rows_of(dtype: str) -> tuple[RowFormat, RowFormat]:
 _ELEMENTS = frozenset({*KV_CACHE_DTYPES, *ITEM_BYTES})
 
 
+def check_widths(dtype: str, heads: int, size: int, v_size: int, latent: int | None) -> None:
+    """Check that rows hold such heads; a latent's are both key and value. Raises `SpecError`."""
+    key, value = rows_of(dtype)
+    if latent is None:
+        key.width("head_size", size)
+        if heads > 1 or v_size >= size:  # else it may be a latent
+            value.width("v_head_size", v_size)
+        return
+    if key != value:
+        raise SpecError(
+            f"kv_cache_dtype={dtype!r}: a latent is key and value in one row; name one format"
+        )
+    key.width("latent.rank + latent.rope_head_size", latent)
+
+
 def row_widths(dtype: str, size: int, v_size: int) -> tuple[int, int]:
     """Return the bytes of a head's key of `size` elements, and of its value, of a cache's dtype."""
     if not is_rows(dtype):

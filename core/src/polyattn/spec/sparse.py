@@ -135,9 +135,7 @@ class IndexerSpec:
         flag("indexer.tail", self.tail)
         if self.within is not None:
             integer("indexer.within", self.within, 1, hint="; use None for all entries")
-        number("indexer.scale", self.scale, "a positive number, or 0 for the default")
-        if self.scale < 0:
-            raise SpecError(f"indexer.scale={self.scale!r} must be positive, or 0 for the default")
+        number("indexer.scale", self.scale, "a positive number, or 0 for the default", 0)
         object.__setattr__(self, "scale", float(self.scale) or self.head_size**-0.5)
         if self.tail and (self.pool > 1 or self.tokens_per_entry == 1):
             raise SpecError(

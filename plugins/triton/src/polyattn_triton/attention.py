@@ -25,12 +25,12 @@ from torch import Tensor
 
 from polyattn_triton.alike import AlikeAttention
 from polyattn_triton.compiling.side_by_side import Compilers
-from polyattn_triton.compiling.warm_up import warm_up
+from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, load
+from polyattn_triton.launch import Site, compiling_only, load
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -90,7 +90,29 @@ class TritonAttention(AlikeAttention):
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
-                load(warm_up(self, phases))
+                load(self.warm_up(phases))
+
+    def warm_up(self, phases: tuple[str, ...]) -> list[Any]:
+        """Compile what `phases` may run, side by side, and return it. Nothing runs."""
+        frame = blank_frame(self.spec, self.cache, self.torch_device)
+        cache, params, out, lse = frame.cache, frame.params, frame.out, frame.lse
+        context = Frame(frame.query, None, None, cache, params, out, lse)
+        keys = frame.key if cache is None else cache.key
+        assert keys is not None
+        quantized = keys.dtype.itemsize == 1
+        with compiling_only(self.compilers) as compiled:
+            for batch, params.inputs in blank_steps(
+                self.spec, phases, self.torch_device, paged=cache is not None
+            ):
+                # A lone prompt stands for what is cut, which only some heads make worth it.
+                plan = self.plan_rows(batch, cut=batch.num_seqs == 1)
+                self.run(plan, frame)
+                if cache is not None and plan.fresh:
+                    self.run(plan, context)
+                for merging in () if plan.merging is None else plan.merging.of_each_variant():
+                    plan.merging = merging
+                    self.merge(plan, params, out, lse, quantized)
+        return compiled
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""

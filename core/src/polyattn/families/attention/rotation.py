@@ -162,7 +162,7 @@ def _frequencies(
     rope: RopeSpec, counts: list[int], lens: list[int], device: torch.device
 ) -> Tensor:
     """Return the angle per position of each pair, (pairs,), or (num_tokens, pairs) by length."""
-    if rope.scaling not in ("dynamic", "longrope"):
+    if not rope.by_length:
         return _on(rope, 0, device)
     assert rope.original_length is not None
     # A length that changes nothing stands for all like it; LongRoPE has two kinds alone.
