@@ -11,7 +11,7 @@ from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.families.attention.stateless import dense, given
 from polyattn.families.recurrent.function import recurrence
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -55,9 +55,9 @@ from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
 from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
-from polyattn.spec.layer import LatentSpec as LatentSpec
+from polyattn.spec.latent import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
-from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
 from polyattn.spec.sparse import IndexerSpec as IndexerSpec

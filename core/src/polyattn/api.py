@@ -70,7 +70,7 @@ def select(
         SettingsError: a setting or a backend's name can't be honoured.
         DeviceError: the device isn't known, or isn't here.
 
-    Example:
+    Examples:
         >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
         >>> select(spec, "x86-avx512", backend="TORCH_SDPA").decision.prefill
         'TORCH_SDPA'
@@ -170,7 +170,7 @@ def check_supported(
         SettingsError: the backend's name isn't known.
         DeviceError: the device isn't known.
 
-    Example:
+    Examples:
         >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN_V3", device="h100-sxm")
         []
 
@@ -219,7 +219,7 @@ def select_layers(
         SpecError: `specs` isn't a list of `LayerSpec`.
         SelectionError, SettingsError, DeviceError: as `select`.
 
-    Example:
+    Examples:
         >>> full = LayerSpec(num_heads=8, head_size=64)
         >>> groups = select_layers([full, full.replace(sliding_window=128), full], "x86-avx512")
         >>> [len(group.layers) for group in groups]

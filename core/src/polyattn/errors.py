@@ -11,27 +11,43 @@ LONGEST_TEXT = 300
 
 
 class PolyattnError(Exception):
-    """Base of every error that polyattn raises on purpose."""
+    """Base class of every error that polyattn raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     LayerSpec(num_heads=0, head_size=64)
+        ... except PolyattnError as error:
+        ...     print(type(error).__name__)
+        SpecError
+
+    """
 
 
 class SpecError(PolyattnError, ValueError):
-    """A `LayerSpec` that no layer can have."""
+    """A `LayerSpec` describes no layer."""
 
 
 class ConfigError(PolyattnError, ValueError):
-    """A model's `config.json` that can't be read or isn't understood."""
+    """A model's `config.json` can't be read or isn't understood."""
 
 
 class SettingsError(PolyattnError, ValueError):
-    """A setting (argument, flag, variable, file) that can't be honoured."""
+    """A setting (argument, flag, variable or file) can't be honoured.
+
+    Examples:
+        >>> Settings(layout="NDH")
+        Traceback (most recent call last):
+        polyattn.errors.SettingsError: Settings.layout='NDH' is unknown; did you mean 'NHD'?
+
+    """
 
 
 class DeviceError(PolyattnError, ValueError):
-    """A device or profile that is unknown or can't be detected."""
+    """A device or a profile is unknown or can't be detected."""
 
 
 class PluginError(PolyattnError):
-    """A plugin that can't be used."""
+    """A plugin can't be used."""
 
 
 class SelectionError(PolyattnError):
@@ -39,19 +55,26 @@ class SelectionError(PolyattnError):
 
 
 class BatchError(PolyattnError, ValueError):
-    """A batch, or the tensors that came with it, that breaks the contract."""
+    """A batch, or a tensor that came with it, breaks the contract.
+
+    Examples:
+        >>> Batch([0, 5], [3, 4])
+        Traceback (most recent call last):
+        polyattn.errors.BatchError: ...
+
+    """
 
 
 class CacheError(PolyattnError, ValueError):
-    """A KV cache that doesn't fit the layer, or has no room left."""
+    """A KV cache doesn't fit the layer, or has no room left."""
 
 
 class TraceError(PolyattnError, ValueError):
-    """A request trace with a bad line."""
+    """A request trace has a bad line."""
 
 
 class WeightsError(PolyattnError, ValueError):
-    """A checkpoint that can't be read, or isn't of its config's model."""
+    """A checkpoint can't be read, or isn't of its config's model."""
 
 
 def nearest(value: object, valid: Iterable[str]) -> str:

@@ -268,7 +268,7 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from polyattn import AttentionKind
-    from polyattn.spec.layer import LatentSpec
+    from polyattn.spec.latent import LatentSpec
     from polyattn_triton import mla
 
     spec = LayerSpec(

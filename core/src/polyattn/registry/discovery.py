@@ -52,7 +52,7 @@ def register(plugin: Any, name: str | None = None) -> None:
     Raises:
         PluginError: the name is taken, or a declaration is wrong.
 
-    Example:
+    Examples:
         >>> from polyattn.kernel import backend
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=(64,), features=("causal",))
         ... def mine(query, key, value, mask, scale): ...
@@ -82,7 +82,7 @@ def unregister(plugin: Any) -> None:
     Raises:
         PluginError: no such plugin was registered.
 
-    Example:
+    Examples:
         >>> unregister("mine")
         Traceback (most recent call last):
         polyattn.errors.PluginError: no plugin named 'mine' was registered
@@ -129,7 +129,7 @@ def discover(settings: Settings | None = None) -> Registry:
     Raises:
         SettingsError: a setting names a plugin that isn't installed.
 
-    Example:
+    Examples:
         >>> discover().backends["TORCH_MERGE"].summary
         "attention states merged by torch's elementwise operators"
 

@@ -9,10 +9,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from polyattn.registry.info import BackendInfo
 
 OWN = "polyattn"
 """What the packages of the backends begin with that the records are of."""
@@ -54,21 +50,17 @@ def _all() -> dict[str, tuple[Record, ...]]:
     return {name: tuple(Record(**row) for row in rows) for name, rows in json.loads(text).items()}
 
 
-def records_of(info: BackendInfo, where: str, runs: str = "") -> tuple[Record, ...]:
-    """Return the records of a backend, as that build, on an arch or a platform; the strongest first.
+def records_of(backend: str, build: str, where: str, runs: str = "") -> tuple[Record, ...]:
+    """Return the records of one of our backends on an arch or a platform, the strongest first.
 
-    `runs`: of that instruction set alone. A backend that isn't taken as one of its builds has the records
-    of the preferred one. One without a build's name is the only build of its platform.
+    `build`: of that build alone; a record without a build's name is of the only one of its platform.
+    `runs`: of that instruction set alone.
     """
-    if info.variants:
-        info = info.as_built(info.variants[0])
-    if info.path.partition(".")[0].partition("_")[0] != OWN:
-        return ()
-    found = [
+    records = (
         record
-        for record in _all().get(info.name, ())
+        for record in _all().get(backend, ())
         if record.where == (HOST if where == "cpu" else where)
-        and info.build in ("", record.build)
+        and build in ("", record.build)
         and (not runs or record.runs == runs)
-    ]
-    return tuple(sorted(found, key=lambda r: (not r.whole, -r.cases, r.path)))
+    )
+    return tuple(sorted(records, key=lambda r: (not r.whole, -r.cases, r.path)))

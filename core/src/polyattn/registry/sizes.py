@@ -11,9 +11,22 @@ from polyattn.registry.validate import require
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
+    """A set of sizes that a backend allows: listed values, or a range of multiples.
 
-    Raises `ValueError` where no set of sizes is described.
+    Attributes:
+        values: the listed sizes; empty: the range counts.
+        low: the smallest size of the range.
+        high: the largest; None: no bound.
+        multiple: sizes are multiples of it.
+        why: the reason, for people.
+
+    Raises:
+        ValueError: the fields allow no size.
+
+    Examples:
+        >>> 96 in Sizes(multiple=32, high=256), str(Sizes(values=frozenset({64, 128})))
+        (True, '64, 128')
+
     """
 
     values: frozenset[int] = frozenset()
@@ -65,14 +78,46 @@ class Sizes:
 
 
 def one_of(*values: int) -> Sizes:
-    """Allow the listed sizes only."""
+    """Return a set of sizes that allows the listed ones alone.
+
+    Args:
+        values: the sizes, at least one.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: no size is listed, or one is below 1.
+
+    Examples:
+        >>> 64 in one_of(64, 128), 96 in one_of(64, 128)
+        (True, False)
+
+    """
     if not values:
         raise ValueError("one_of() lists no size; such a backend can serve nothing")
     return Sizes(values=frozenset(values))
 
 
 def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
-    """Allow multiples of `of` from `low` (default `of`) to `high` (default: no end)."""
+    """Return a set of sizes that allows the multiples of a number within bounds.
+
+    Args:
+        of: the number.
+        low: the smallest size; default: `of`.
+        high: the largest size; default: no bound.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: the bounds allow no size.
+
+    Examples:
+        >>> str(multiples(8, high=256)), 20 in multiples(8)
+        ('multiples of 8, 8 to 256', False)
+
+    """
     return Sizes(low=of if low is None else low, high=high, multiple=of)
 
 

@@ -250,7 +250,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     Raises:
         PluginError: a parameter or a claim is unknown, or a claim has no parameter to read.
 
-    Example:
+    Examples:
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=64, features="causal")
         ... def mine(query, key, value, mask, scale):
         ...     scores = torch.einsum("qhd,khd->hqk", query, key) * scale

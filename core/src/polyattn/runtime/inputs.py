@@ -89,7 +89,19 @@ def check_aligned(**tensors: Tensor | None) -> None:
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """Refuse what asks for a gradient: no backend has a backward. Raises `BatchError`."""
+    """Refuse tensors that require a gradient: no backend has a backward pass.
+
+    Args:
+        tensors: the call's tensors by name, or None.
+
+    Raises:
+        BatchError: one requires a gradient while gradients are recorded.
+
+    Examples:
+        >>> with torch.no_grad():
+        ...     refuse_gradients(query=torch.zeros(1, requires_grad=True))
+
+    """
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -101,9 +113,21 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 
 
 def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> None:
-    """Refuse what a host passes that changes a result and has no counterpart here: by its name.
+    """Refuse, by name, arguments of a host that change a result and have no counterpart here.
 
-    None, False and 0 pass. Raises `PolyattnError`.
+    Args:
+        remedy: what the caller can do, as the message ends.
+        given: the arguments by name; None, False and 0 pass.
+
+    Raises:
+        PolyattnError: one has another value.
+
+    Examples:
+        >>> refuse(dropout_p=0.0)
+        >>> refuse("use 0", dropout_p=0.1)
+        Traceback (most recent call last):
+        polyattn.errors.PolyattnError: dropout_p is given, which polyattn doesn't serve here; use 0
+
     """
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
@@ -111,12 +135,43 @@ def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> 
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether a graph is being recorded: then nothing can be copied to the host."""
+    """Return whether a CUDA graph is being captured, during which nothing can be copied to the host.
+
+    Args:
+        tensor: any tensor of the call.
+
+    Returns:
+        Whether its device's current stream is capturing.
+
+    Raises:
+        Nothing: on other devices no graph is captured.
+
+    Examples:
+        >>> capturing(torch.zeros(1))
+        False
+
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def own_precision(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast doesn't lower what a layer computes."""
+    """Return a context in which autocast leaves the dtypes of a layer's computation alone.
+
+    Args:
+        device_type: torch's type of device ("cuda").
+
+    Returns:
+        The context manager.
+
+    Raises:
+        Nothing: without autocast the context does nothing.
+
+    Examples:
+        >>> with torch.autocast("cpu"), own_precision("cpu"):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.float32
+
+    """
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return _AS_IT_IS

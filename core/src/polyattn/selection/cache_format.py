@@ -14,14 +14,29 @@ from polyattn.spec.row_format import RowFormat, is_rows, row_widths, rows_of
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat:
-    """The form of one layer's paged keys and values, however many blocks there are.
+    """The format of one layer's paged cache, whatever its number of blocks.
 
-    Sizes in elements, `block_size` in tokens. `layout`: the order of a block's tokens (N), heads (H) and
-    elements (D); or "contiguous", where a block is a whole sequence of at most `block_size` tokens and
-    the storage (sequences, 2, heads, block_size, size). `dtype`: of the elements, or the name of
-    a format of rows (`RowFormat`), or two, `"KEYS/VALUES"`. `value_in_key`: an MLA latent, whose first
-    `v_head_size` elements are its value. `interleaved`: K's and V's blocks lie in turn in one
-    storage, so that K's block i and K's block i + 1 are two blocks apart. Raises `CacheError`.
+    Attributes:
+        block_size: tokens of a block.
+        num_kv_heads: of keys and values.
+        head_size: of keys, in elements.
+        v_head_size: of values, in elements.
+        dtype: of the elements, or a row format's name, or two of them, `"KEYS/VALUES"`.
+        layout: the order of a block's tokens (N), heads (H) and elements (D): `"NHD"` or `"HND"`; or
+            `"contiguous"`: a block is a whole sequence of at most `block_size` tokens, and the storage
+            is (sequences, 2, heads, block_size, size).
+        value_in_key: of an MLA latent, whose first `v_head_size` elements are its value.
+        interleaved: blocks of keys and values alternate in one storage, so that a key's block i and
+            block i + 1 are two blocks apart.
+
+    Raises:
+        CacheError: a value isn't one of a cache.
+
+    Examples:
+        >>> sizes = {"num_kv_heads": 8, "head_size": 128, "v_head_size": 128}
+        >>> CacheFormat(block_size=16, dtype="bfloat16", **sizes).layout
+        'NHD'
+
     """
 
     block_size: int

@@ -48,12 +48,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who was chosen for a layer and why: error text, `explain` and `--json` are all this.
+    """The backends chosen for a layer, and why.
 
-    `chosen` names a backend for each phase of the layer; `candidates` all that can serve a phase over
-    the same cache, best first. `cache` is the cache that they share, None where there is none.
-    `kernel_block_sizes` are the blocks that each candidate's kernel walks in; where one differs from
-    the cache's, the block table is expanded.
+    Error texts, `explain` and `--json` all show it.
+
+    Attributes:
+        spec: the layer.
+        device: what it was chosen for.
+        steps: the questions of the decision tree and their answers, in order.
+        chosen: (phase, backend's name) pairs.
+        candidates: for each phase all backends that can serve it over the same cache, best first.
+        cache: the cache's format; None for a layer without one.
+        kernel_block_sizes: for each candidate the tokens of a block that its kernel walks. If that
+            isn't the cache's, the block table is expanded.
+        notes: remarks for people.
+
+    Examples:
+        >>> decision = select(LayerSpec(num_heads=8, head_size=64), "x86-avx512").decision
+        >>> decision.prefill in dict(decision.chosen).values()
+        True
+
     """
 
     spec: LayerSpec

@@ -14,12 +14,22 @@ from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 @dataclass(frozen=True)
 class Selection:
-    """The backends chosen for a layer, and why. A value: it loads nothing and remembers nothing.
+    """The backends chosen for a layer, and why.
 
-    `backends` holds what a plugin declared of each chosen backend, by phase; `candidates` of all that
-    can serve a phase over the same cache, best first. `timings` are measured times of the candidates
-    on this device, where there are any: then the group chooses for each step by what is predicted.
-    `LayerGroup(selection)` loads the kernels.
+    A selection is a value and loads nothing; `LayerGroup(selection)` loads the kernels.
+
+    Attributes:
+        decision: the choice and its reasons.
+        backends: for each phase what a plugin declared of the chosen backend.
+        candidates: for each phase all that can serve it over the same cache, best first.
+        timings: measured times of the candidates on this device. With them, a group chooses the backend
+            with the lowest predicted time for each step.
+
+    Examples:
+        >>> selection = select(LayerSpec(num_heads=8, head_size=64), "x86-avx512")
+        >>> selection.decision.device.platform
+        'cpu'
+
     """
 
     decision: Decision
@@ -68,9 +78,19 @@ class Selection:
 
 @dataclass(frozen=True)
 class SelectedLayers:
-    """The layers of a model that compute the same, and what was selected for them.
+    """Layers of a model that compute the same, and their selection.
 
-    `kv_source`: for each of `layers` the index of the layer whose cache it reads, most often its own.
+    Attributes:
+        spec: of each of them.
+        layers: their indices in the model.
+        selection: what was selected.
+        kv_source: for each layer the index of the layer whose cache it reads, most often its own.
+
+    Examples:
+        >>> (group,) = select_layers([LayerSpec(num_heads=8, head_size=64)] * 2, "x86-avx512")
+        >>> group.layers, group.kv_source
+        ((0, 1), (0, 1))
+
     """
 
     spec: LayerSpec

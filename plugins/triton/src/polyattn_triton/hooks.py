@@ -38,6 +38,14 @@ NO_E4M3 = tuple(
 NOT_INTERPRETED = names("bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output")
 """The interpreter computes bf16 wrongly, and isn't held to 8-bit floats."""
 
+ALIKE_WITHOUT = {
+    "captured": "there are as many programs as the step's keys ask for",
+    "length_bounds": "keys are cut by each request's own length",
+    "variant": "its functions' key tiles are listed, or not, by the step",
+    "custom_mask": "key tiles are listed, or not, by the step",
+    "block_sparse": "a step of decodes goes over the chosen pages alone",
+}
+
 
 def declared(
     name: str, path: str, claims: Capabilities, *priorities: Priority,
@@ -94,7 +102,7 @@ TRITON_ATTN = declared(
         features=names(
             "causal non_causal gqa v_head_size sliding_window chunked sink_tokens cache_positions "
             "logit_soft_cap alibi learned_sinks variant custom_mask block_sparse tensor_scales "
-            "head_scales lse length_bounds deterministic fp8_inputs fp8_output"
+            "head_scales lse length_bounds deterministic batch_invariant fp8_inputs fp8_output"
         ),
         by_address=True,
         graph_capture=GraphCapture.ANY,
@@ -102,6 +110,10 @@ TRITON_ATTN = declared(
             (
                 frozenset({"cache_positions", ANY_ROWS}),
                 "rows of bytes are read in groups, not in the pairs that turn",
+            ),
+            *(
+                (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
+                for other, why in ALIKE_WITHOUT.items()
             ),
             *NO_E4M3,
         ),
@@ -111,7 +123,7 @@ TRITON_ATTN = declared(
         archs=("sm_90",),
         phase="decode",
         kind=AttentionKind.ATTENTION,
-        why="on an H200 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
+        why="on an H200, 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
     ),
     Priority(
         score=75,

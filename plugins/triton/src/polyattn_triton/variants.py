@@ -154,15 +154,16 @@ def list_constants(
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0,
+    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
-    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`.
+    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
+    as `part_rows` says.
     """
     listed, split = way in ("listed", "few"), way != "decode"
-    rows = part_rows(spec, config, way == "few")
+    rows = rows or part_rows(spec, config, way == "few")
     at_once = most_merged_by_one(spec, arch) if way == "split" else 0
     early = split and not at_once and launches_early(arch)
     return (

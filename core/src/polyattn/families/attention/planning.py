@@ -210,6 +210,7 @@ class Planner(StepPlanner):
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
+        read_back = self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
@@ -236,6 +237,8 @@ class Planner(StepPlanner):
             or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
+        if read_back:
+            self.sharing.learn(any(call.saved_bytes for call in calls))
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
         rotation = key_rotation = None
         if self.spec.rope is not None:

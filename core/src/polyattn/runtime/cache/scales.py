@@ -136,7 +136,23 @@ def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
 
 
 def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
-    """Write an output (tokens, heads, size) of wider numbers, quantised where `out` is."""
+    """Write a kernel's output to the call's, quantised if that has 8 bits.
+
+    Args:
+        out: (tokens, heads, size), written.
+        found: the output, of the same shape in a wider dtype.
+        scale: the output's scale, a number or float32 (num_kv_heads,), whose first number counts.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> out = torch.zeros(1, 1, 2, dtype=torch.float8_e4m3fn)
+        >>> write_output(out, torch.tensor([[[1.0, 4.0]]]), 2.0)
+        >>> out.float().flatten().tolist()
+        [0.5, 2.0]
+
+    """
     if out.dtype.itemsize > 1:
         out.copy_(found)
         return

@@ -66,7 +66,7 @@ def attention(
         BatchError: shapes, dtypes or lengths don't fit one another.
         SpecError, SelectionError, SettingsError: as `select`.
 
-    Example:
+    Examples:
         >>> query, key = torch.zeros(1, 3, 4, 64), torch.zeros(1, 5, 2, 64)
         >>> attention(query, key, key, causal=True).shape
         torch.Size([1, 3, 4, 64])
