@@ -60,6 +60,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "phi4_multimodal": {"original_max_position_embeddings": 32},
     "mimo_v2_flash": {"head_dim": 24},
     "moshi": {"sliding_window": 64},
+    "hunyuan_v1_dense": {"rope_parameters": {
+        "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "longcat_flash": {"head_dim": 8, "num_layers": 2},
     "hrm_text": {"prefix_lm": False, "num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1},

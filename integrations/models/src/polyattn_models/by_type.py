@@ -29,6 +29,7 @@ def rope_by_type(
 
     def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
         cfg.only("rope_scaling")
+        cfg.only("partial_rotary_factor", partial)
         stated = cfg.get("rope_parameters", default=defaults)
         if not isinstance(stated, Mapping) or kind not in stated:
             raise cfg.error("rope_parameters", stated, f"lacks the layer type {kind!r}")

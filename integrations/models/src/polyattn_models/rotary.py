@@ -90,12 +90,8 @@ def read_rope(
         if factor is None
         else int(head_size * _number(cfg, "partial_rotary_factor", factor))
     )
-    stretch = params.get("alpha")
-    if stretch is not None and not alpha:
-        raise cfg.error("rope_parameters.alpha", stretch, "isn't read by this type of model")
-    if stretch and kind == "dynamic":
-        base *= _number(cfg, "rope_parameters.alpha", stretch) ** (size / (size - 2))
-        kind = "none"
+    if params.get("alpha") is not None:
+        kind, base = _stretched_base(cfg, params["alpha"], alpha, kind, base, size)
     scaling = _scaling(cfg, kind, params) if kind != "none" else {}
     if kind == "proportional":  # whole pairs turn; all of the head are paired
         size, scaling["exponent_size"] = size // 2 * 2, head_size
@@ -111,6 +107,20 @@ def read_rope(
         sections_interleaved=interleaved,
         **scaling,
     )
+
+
+def _stretched_base(
+    cfg: Config, stretch: Any, read: bool, kind: str, base: float, size: int
+) -> tuple[str, float]:
+    """Return the scaling and the base of "dynamic" with a fixed `alpha`. Raises `ConfigError`."""
+    if not read:
+        raise cfg.error("rope_parameters.alpha", stretch, "isn't read by this type of model")
+    if not stretch or kind != "dynamic":
+        return kind, base
+    if size <= 2:
+        raise cfg.error("rope_parameters.alpha", stretch, f"can't stretch heads of {size} elements")
+    power = size / (size - 2)
+    return "none", base * _number(cfg, "rope_parameters.alpha", stretch) ** power
 
 
 def _sections(cfg: Config, value: Any) -> tuple[int, ...]:
