@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from polyattn.errors import BatchError, PolyattnError, describe, shown
 
@@ -51,6 +52,24 @@ def check_is_tensor(
     raise error(f"{name}{found} must be a tensor{where}{remedy}")
 
 
+def check_is_real(name: str, tensor: Tensor) -> None:
+    """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
+    if tensor.is_meta:
+        raise BatchError(
+            f"{name} is on the meta device and holds no numbers; move it to a real device"
+        )
+    if isinstance(tensor, FakeTensor):
+        raise BatchError(
+            f"{name} is a FakeTensor and holds no numbers; leave FakeTensorMode, or use torch.compile"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise BatchError(
+            f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"
+        )
+
+
 def as_tensor(name: str, given: Any, error: type[PolyattnError] = BatchError) -> Tensor:
     """Return a tensor, of numbers too. Raises `BatchError`, or the `error` given."""
     if isinstance(given, Tensor):
@@ -69,6 +88,7 @@ def check_tensor(name: str, given: Any, device: torch.device) -> None:
     check_is_tensor(name, given, f" on {device}")
     if not same_device(given.device, device):
         raise BatchError(f"{name} is on {given.device}, the layer on {device}; move it there")
+    check_is_real(name, given)
 
 
 def check_slots(slot_mapping: Any, device: torch.device) -> None:

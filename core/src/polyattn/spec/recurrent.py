@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import choice, flag, integer
+from polyattn.errors import SpecError, choice, flag, integer
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
 STATE_DTYPES = ("auto", "bfloat16", "float16")

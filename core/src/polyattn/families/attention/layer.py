@@ -28,6 +28,7 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
+    check_is_real,
     check_slots,
     check_tensor,
 )
@@ -178,6 +179,8 @@ class Attention(Layer):
             return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:
+            if query.__class__ is not Tensor:  # beside a FakeTensor a plan's own would be fake
+                check_tensor("query", query, self.group.torch_device)
             step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:
@@ -186,7 +189,11 @@ class Attention(Layer):
         if cache is not self._known_cache or self.checks or self._from_step:
             self._check(step, query, key, value, cache, out)
         params = self.params if self._reads else self._params
-        out = step.call(query, key, value, cache, params, out, lse)
+        try:
+            out = step.call(query, key, value, cache, params, out, lse)
+        except RuntimeError:  # torch's own words on a tensor that has no address
+            check_is_real("query", query)
+            raise
         if self._seals and capturing(query):
             self.scales.captured = True
         return out if lse is None else (out, lse)
@@ -264,6 +271,7 @@ class Attention(Layer):
     ) -> None:
         """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
         if cache is not self._known_cache:
+            check_tensor("query", query, step.device)
             self._check_cache(cache)
             self._known_cache = cache
         if self._from_step:
