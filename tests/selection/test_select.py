@@ -20,7 +20,7 @@ from polyattn import (
 )
 from polyattn.errors import DeviceError, SettingsError, SpecError
 from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
-from polyattn.selection.decision import Decision
+from polyattn.selection.selection import Decision
 from polyattn.settings import Settings, parse_overrides
 
 SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")

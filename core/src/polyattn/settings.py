@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, describe, nearest, shown
-from polyattn.spec.checks import flag
+from polyattn.errors import SettingsError, describe, flag, nearest, shown
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
