@@ -1,4 +1,4 @@
-"""Layers whose bits depend on no other request, beside the same steps without that promise."""
+"""Layers whose bits depend on no other request, or on no step either, beside layers without a promise."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def pair(backend: str) -> tuple[Contender, ...]:
     return (
         Other("batch_invariant", backend, {"batch_invariant": "batch"}),
         Other("free", backend),
+        Other("call_invariant", backend, {"batch_invariant": "calls"}),
     )
 
 

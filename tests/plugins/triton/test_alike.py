@@ -120,6 +120,43 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
 
 
+@pytest.mark.parametrize("level", ["steps", "calls"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_s_keys_are_cut_at_the_same_places_in_any_step(
+    name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, drafts, decodes and packed prompts, in one kernel; a window's tiles aren't cut."""
+    from polyattn_triton.alike import STEPS_PIECE
+    from polyattn_triton.reading import Work, stretches
+    from pretending import pretended
+
+    if level == "calls" and SPECS[name].kv_cache_dtype != "auto":
+        return
+    spec = SPECS[name].replace(batch_invariant=level)
+    backend, _ = pretended(monkeypatch, spec)
+    dice, hows, cut = Dice(len(name)), set(), 0
+    for _ in range(15):
+        lens = regroupings(dice)
+        lens += [(STEPS_PIECE + n, STEPS_PIECE + n) for n in (-1, 0, 1)]
+        (plan,) = plans_of(backend, lens)
+        hows.add((plan.way, plan.config, plan.at_once, plan.fresh, plan.rows))
+        each = STEPS_PIECE // plan.config.block_n
+        pieces = stretches(Work(plan.work, []), plan.grid[0], True)
+        assert not plan.merging or not plan.merging.few
+        if spec.sliding_window:
+            assert plan.merging is None and (pieces.part < 0).all() and not pieces.begin.any()
+            continue
+        assert not (pieces.begin % each).any() and (pieces.end - pieces.begin <= each).all()
+        cut += int((pieces.part >= 0).sum())
+    assert len(hows) == 1 and (cut > 0) == (not spec.sliding_window)
+    if spec.kv_cache_dtype == "auto":  # a call without a cache goes the same way
+        plan = backend.plan(Batch([0, 3000], [3000], None))
+        assert (plan.way, plan.config, plan.at_once, plan.rows) == (
+            *next(iter(hows))[:3],
+            plan.rows,
+        )
+
+
 @pytest.mark.slow
 def test_the_kernels_give_the_same_bits_interpreted() -> None:
     """A few regroupings of uneven requests, each beside itself alone, and beside float64."""

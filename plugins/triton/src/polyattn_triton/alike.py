@@ -5,6 +5,10 @@ all three follow from the request's own numbers of queries and keys: they are it
 the requests of one class. Keys are cut after each so many key tiles, and a program has one piece of one
 tile: the device deals the pieces out.
 
+Where steps must not count, either, all requests are of one class, by the portable prefill over tiles of
+one height: a row then sums tiles of keys at the same places, in the same order, whatever rows are beside
+it, and a tile that isn't cut rounds as a part does.
+
 Pieces of a decode are of `PIECE` keys: their parts are 1.6 % of the bytes of 16-bit keys and values with
 four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096 on an H200.
 """
@@ -13,13 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 import triton
-from polyattn.kernel import Batch, CacheFormat, Device, LayerSpec
+from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import Ints, Stretches, Tiles
-from polyattn_triton.variants import MOST_FEW_ROWS, tile_config
+from polyattn_triton.variants import MOST_FEW_ROWS, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
@@ -28,6 +32,8 @@ FULL = 128
 SHARES = 4
 """Pieces that a prefill of fewer has for each of those, at most: they are of `PIECE` keys or twice as
 many, and so on, so that few classes are in a step."""
+STEPS_PIECE = 1024
+"""Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 WHOLE = 0
 """The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
 of the decode kernel."""
@@ -38,18 +44,39 @@ class AlikeAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.piece = PIECE
+        self.piece, self.steps_piece = PIECE, STEPS_PIECE
+        self.any_step = spec.batch_invariant >= Invariance.STEPS
+        self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
         if spec.batch_invariant and (spec.stored_dtype, spec.qkv_dtype) != (spec.dtype, "auto"):
             self.hopper = None
 
     def plan_alike(self, batch: Batch) -> AttentionPlan:
         """Plan a launch for each class of requests: the first one holds the others."""
+        if self.any_step:
+            return self._plan_any_step(batch)
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
         plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
         plans[0].others = plans[1:]
         return plans[0]
+
+    def _plan_any_step(self, batch: Batch) -> AttentionPlan:
+        """Plan all rows alike: pieces lie at the same keys for each of a sequence's rows.
+
+        Where a row's first key depends on its position, tiles aren't cut.
+        """
+        plan, table = AttentionPlan(batch, self._none), batch.block_table
+        plan.config, plan.fresh = self.steps_config, table is None
+        if table is not None:
+            plan.table = (table.stride(0), table.shape[1] - 1)
+        plan.way, plan.rows = "pieces", plan.config.block_m
+        tiles, keys = self._tiles(plan), self.steps_piece
+        if self.spec.sliding_window or self.spec.chunk_size:
+            keys = int(tiles.keys.max(initial=1)) * plan.config.block_n
+        self._plan_pieces(plan, tiles, keys)
+        self._keep(plan)
+        return plan
 
     def classes(self, batch: Batch) -> Ints:
         """Return each request's class, (sequences,)."""

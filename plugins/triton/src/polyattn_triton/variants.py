@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches, storage_dtype
+from polyattn.kernel import STORAGE_DTYPES, Invariance, LayerSpec, arch_matches, storage_dtype
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -118,6 +118,7 @@ def prefill_constants(
         *listed,
         *rope,
         multiplies_eight_bits(spec, arch),
+        spec.batch_invariant >= Invariance.STEPS,
     )
 
 
@@ -223,6 +224,19 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
         return replace(config, num_stages=1) if spec.sink_tokens else config
     rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+
+
+STEPS_ROWS = 64
+"""Rows of a tile where steps must not count, at most: a decode computes as many, and a prompt's next tile
+reads its keys again."""
+
+
+def steps_config(spec: LayerSpec, arch: str) -> Config:
+    """Return the prefill's configuration for all rows of a layer whose bits no step may change."""
+    config = tile_config(spec, arch, "paged")
+    height = min(STEPS_ROWS, config.block_m)
+    warps = max(min(4, config.num_warps), config.num_warps * height // config.block_m)
+    return replace(config, block_m=height, num_warps=warps)
 
 
 WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
