@@ -39,49 +39,70 @@ SHAPES = ".py::test_every_shape_and_storage_agrees_with_float64"
 PLANS = ("tests/runtime/test_arithmetic.py", "tests/runtime/test_reads.py")
 
 
+class Judge(NamedTuple):
+    """One run of pytest that looks for bugs."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = {}
+
+
 class Target(NamedTuple):
-    """Files, what looks for bugs in them, and functions that only choose among right plans."""
+    """Files, what looks for bugs in them, narrow first, and functions that choose among right plans."""
 
     files: tuple[str, ...]
-    judge: tuple[str, ...]
-    environment: dict[str, str] = {}
+    judges: tuple[Judge, ...]
     spared: frozenset[str] = frozenset()
 
 
-def kit(backend: str, chosen: str) -> tuple[str, ...]:
-    return ("--pyargs", "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device",
-            "cpu", "--polyattn-budget", "1", "--polyattn-seed", "0", "-k", chosen)  # fmt: skip
+def kit(backend: str, chosen: str, **environment: str) -> Judge:
+    arguments = ("--pyargs", "polyattn.conformance", "--polyattn-backend", backend,
+                 "--polyattn-device", "cpu", "--polyattn-budget", "1", "--polyattn-seed", "0",
+                 "-k", chosen)  # fmt: skip
+    return Judge(arguments, environment)
+
+
+def tests(*names: str) -> Judge:
+    return Judge(names)
 
 
 MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_non_causal)"
+LISTED = "beside_a_mask or forest or sparse or reuse or plans or stale"
+TRITON_KIT = kit("TRITON_ATTN", f"({MIXED}) or ({LISTED})", TRITON_INTERPRET="1")
+LATENT_KIT = kit("TRITON_MLA", "not search and not refusal", TRITON_INTERPRET="1")
+SPARSE_KIT = kit("TRITON_MLA_SPARSE", "not search and not refusal", TRITON_INTERPRET="1")
+NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
+STORE_KIT = kit("NATIVE_STORE", "not search")
 TARGETS = {
-    "ranges": Target(("core/src/polyattn/spec/key_ranges.py",), ("tests/spec/test_key_ranges.py",)),
+    "ranges": Target(
+        ("core/src/polyattn/spec/key_ranges.py",), (tests("tests/spec/test_key_ranges.py"),)
+    ),
     "schedule": Target(
         (TRITON + "schedule.py",),
-        (*PLANS, TESTS + "test_schedule.py"),
-        spared=frozenset({"reading", "merging", "programs", "splits", "fullest"}),
+        (tests(*PLANS, TESTS + "test_schedule.py"),),
+        frozenset({"reading", "merging", "programs", "splits", "fullest"}),
     ),
     "planning": Target(
         (TRITON + "planning.py", TRITON + "mla.py"),
-        (*PLANS, TESTS + "test_planned.py"),
-        spared=frozenset({"splits", "_are_few", "_resident", "__init__", "_reserve"}),
+        (tests(*PLANS, TESTS + "test_planned.py"), TRITON_KIT, LATENT_KIT, SPARSE_KIT),
+        frozenset({"splits", "_are_few", "_resident", "__init__", "_reserve"}),
     ),
     "prefixes": Target(
-        (TRITON + "prefix_schedule.py",), (*PLANS, TESTS + "test_prefix_schedule.py")
+        (TRITON + "prefix_schedule.py",), (tests(*PLANS, TESTS + "test_prefix_schedule.py"),)
     ),
     "native": Target(
         tuple(NATIVE + n for n in ("api.cpp", "kernels.cpp", "item.h", "softmax.h", "tile_path.h")),
-        (*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
+        (
+            tests(*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
+            NATIVE_KIT, STORE_KIT,
+        ),
     ),
     "triton": Target(
         tuple(TRITON + f"kernels/{n}.py" for n in ("decode", "prefill", "parts", "tiles", "softmax")),
-        kit("TRITON_ATTN", MIXED),
-        {"TRITON_INTERPRET": "1"},
+        (TRITON_KIT,),
     ),
     "pallas": Target(
         ("plugins/tpu/src/polyattn_tpu/kernel.py", "plugins/tpu/src/polyattn_tpu/planning.py"),
-        kit("PALLAS_ATTN", MIXED),
-        {"PALLAS_INTERPRET": "1"},
+        (kit("PALLAS_ATTN", MIXED, PALLAS_INTERPRET="1"),),
     ),
 }  # fmt: skip
 
@@ -230,7 +251,19 @@ def mutants(name: str) -> list[tuple[Mutant, str]]:
 
 
 def judged(target: Target, seconds: float) -> tuple[str, str]:
-    """Return what a target's tests say of the files as they are, and the first test that failed."""
+    """Return what a target's judges say of the files as they are, and the first test that failed."""
+    if target.files[0].startswith(NATIVE) and (why := built()):
+        return "invalid", why
+    end = time.monotonic() + seconds
+    for judge in target.judges:
+        outcome, by = verdict(judge, end - time.monotonic())
+        if outcome != "survived":
+            return outcome, by
+    return "survived", ""
+
+
+def verdict(judge: Judge, seconds: float) -> tuple[str, str]:
+    """Return the same of one judge, in a process of its own."""
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"mutant-{os.getpid()}.log"
 
     def run() -> None:
@@ -238,13 +271,11 @@ def judged(target: Target, seconds: float) -> tuple[str, str]:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
         os.setpgid(0, 0)
-        os.environ |= target.environment
+        os.environ |= judge.environment
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "--tb=no", *target.judge])))
+        os._exit(int(pytest.main(["-x", "-q", "--tb=no", *judge.arguments])))
 
-    if target.files[0].startswith(NATIVE) and (why := built()):
-        return "invalid", why
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join(seconds)

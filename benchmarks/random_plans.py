@@ -238,6 +238,47 @@ def triton_mla(dice: Dice) -> Drawn:
     return backend, step
 
 
+def distinct(rows: list[tuple[int, int]], block: int, dice: Dice) -> Batch:
+    """Return a step whose blocks are in any order; every third sequence begins with another's blocks."""
+    batch = batch_of(rows, block)
+    table = batch.host_block_table
+    assert table is not None
+    table[:] = dice.order(table.size).numpy().reshape(table.shape)
+    table[2::3, :2] = table[0, :2]
+    return Batch(batch.host_starts.tolist(), batch.lens, torch.from_numpy(table))
+
+
+def pallas(dice: Dice) -> Drawn:
+    from polyattn_tpu.backends import PallasAttention
+    from polyattn_tpu.buckets import Buckets
+
+    spec = layer(dice, head_size=128)
+    form = form_of(spec, dice)
+    backend = PallasAttention(spec, form, Device("tpu", "v6e", torch_device="cpu"))
+    backend.buckets = Buckets(pages=1 << 19)  # for blocks of one token
+    decodes = dice.choice((0, 0, 1))
+
+    def step(dice: Dice) -> Batch:
+        return distinct(lengths(dice, "polyattn_tpu", spec, decodes), form.block_size, dice)
+
+    return backend, step
+
+
+def hpu(dice: Dice) -> Drawn:
+    from polyattn_hpu.attention import UnifiedAttention
+
+    spec = layer(dice, head_size=128)
+    form = form_of(spec, dice)
+    backend = UnifiedAttention(spec, form, Device("hpu", "gaudi3", torch_device="cpu"))
+    decodes = dice.choice((0, 1, 16))
+
+    def step(dice: Dice) -> Batch:
+        rows = lengths(dice, "polyattn_hpu", spec, decodes)[:8]
+        return distinct([(q, min(n, 2000 + q)) for q, n in rows], form.block_size, dice)
+
+    return backend, step
+
+
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
     "NATIVE_MLA": native_mla,
@@ -245,6 +286,8 @@ KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
     "TRITON_MLA": triton_mla,
+    "PALLAS_ATTN": pallas,
+    "HPU_ATTN": hpu,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -285,8 +286,98 @@ def test_a_mistake_in_a_native_plan_is_told(name: str) -> None:
         check_plan(backend, plan, batch)
 
 
+def other(part: str, name: str, at: int, by: int) -> Callable[[Any], None]:
+    """Return what changes one number of a plan of PALLAS_ATTN's."""
+
+    def change(plan: Any) -> None:
+        held = getattr(plan.arrays, part)
+        array = np.array(getattr(held, name))
+        array.flat[at] += by
+        plan.arrays = replace(plan.arrays, **{part: replace(held, **{name: array})})
+
+    return change
+
+
+TILES: dict[str, Callable[[Any], None]] = {
+    "another sequence's tile": other("tiles", "seq", 1, 1),
+    "no sequence's tile": other("tiles", "seq", 0, 1000),
+    "a tile begins a row later": other("tiles", "start", 1, 1),
+    "a tile begins a row earlier": other("tiles", "start", 1, -1),
+    "other queries": other("tiles", "token", 0, 1),
+    "a query less": other("pages", "query_lens", 0, -1),
+    "a key less": other("pages", "seq_lens", 1, -1),
+    "a key more": other("pages", "seq_lens", 1, 1),
+    "other pages": other("pages", "first", 1, 1),
+    "another page": other("pages", "table", 3, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ["cached", "passed whole"])
+@pytest.mark.parametrize("name", TILES)
+def test_a_mistake_in_a_plan_of_pallas_s_is_told(kind: str, name: str) -> None:
+    pytest.importorskip("jax")
+    from polyattn_tpu.backends import PallasAttention
+
+    cached = kind == "cached"
+    spec = BASE if cached else BASE.replace(cached=False)
+    device = Device("tpu", "v6e", torch_device="cpu")
+    backend = PallasAttention(spec, form_of(spec) if cached else None, device)
+    batch = step_of([200, 20, 1, 0], [1500, 20, 700, 90])
+    plan = backend.plan(batch)
+    assert check_plan(backend, plan, batch)
+    TILES[name](plan)
+    with pytest.raises(PluginError, match="|".join((NAMED, "sequence \\d+", "tile \\d+"))):
+        check_plan(backend, plan, batch)
+
+
+def tensor(name: str, at: int, by: int) -> Callable[[Any], None]:
+    """Return what changes one number of a step's metadata."""
+
+    def change(meta: Any) -> None:
+        getattr(meta, name).view(-1)[at] += by
+
+    return change
+
+
+def hidden(name: str) -> Callable[[Any], None]:
+    """Return what hides one pair that a mask shows."""
+
+    def change(meta: Any) -> None:
+        mask = getattr(meta, name)
+        mask = mask if isinstance(mask, torch.Tensor) else mask[0]
+        mask.view(-1)[mask.view(-1).nonzero()[-1]] = False
+
+    return change
+
+
+UNIFIED: dict[str, Callable[[Any], None]] = {
+    "an own key is hidden": hidden("causal_masks"),
+    "an own key too many is seen": lambda meta: meta.causal_masks[0][40].fill_(True),
+    "a sequence doesn't use a shared block": hidden("member"),
+    "another shared block": tensor("shared_blocks", 2, 1),
+    "a shared block lies elsewhere": tensor("shared_starts", 2, 16),
+    "a key of a unique block is hidden": hidden("unique_masks"),
+    "another row's unique block": lambda meta: meta.unique_rows.sub_(1),
+    "another sequence's unique block": lambda meta: meta.unique_groups.sub_(1),
+    "a unique block lies elsewhere": lambda meta: meta.unique_starts.add_(16),
+}
+
+
+@pytest.mark.parametrize("name", UNIFIED)
+def test_a_mistake_in_a_plan_of_the_hpu_s_is_told(name: str) -> None:
+    from polyattn_hpu.attention import UnifiedAttention
+
+    backend = UnifiedAttention(BASE, form_of(BASE), Device("hpu", "gaudi3", torch_device="cpu"))
+    batch = step_of([30, 20, 1, 0], [150, 20, 700, 90])
+    plan = backend.plan(batch)
+    assert check_plan(backend, plan, batch)
+    UNIFIED[name](plan.metadata(fresh=True))
+    with pytest.raises(PluginError, match=f"{NAMED}|sequence \\d+"):
+        check_plan(backend, plan, batch)
+
+
 def test_thirty_mistakes_and_more_are_planted() -> None:
-    assert len(PLANTED) + len(PREFIXES) + len(NATIVE) >= 60
+    assert len(PLANTED) + len(PREFIXES) + len(NATIVE) + len(TILES) + len(UNIFIED) >= 80
 
 
 def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:

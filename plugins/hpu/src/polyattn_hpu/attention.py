@@ -17,6 +17,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Plan,
+    Reads,
     Role,
     absorbed,
     quantize,
@@ -26,6 +27,7 @@ from torch import Tensor
 from polyattn_hpu import unified
 from polyattn_hpu.buckets import Rounding
 from polyattn_hpu.metadata import Metadata, build
+from polyattn_hpu.reading import reads_of
 
 ROUNDING = Rounding()
 
@@ -73,6 +75,15 @@ class UnifiedAttention(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> UnifiedPlan:
         size = 1 if self.cache is None else self.cache.block_size
         return UnifiedPlan(batch, self.spec_of(batch), size)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, UnifiedPlan)
+        spec = self.spec_of(batch)
+        meta = plan.metadata(fresh=spec.role is Role.DECODER)
+        table = None
+        if batch.block_table is not None and spec.cached:
+            table = batch.block_table.cpu().numpy()
+        return reads_of(spec, meta, batch, table)
 
     def run(self, plan: UnifiedPlan, frame: Frame) -> None:
         query, key, value = frame.query, frame.key, frame.value

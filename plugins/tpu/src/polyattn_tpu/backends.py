@@ -20,6 +20,7 @@ from polyattn.kernel import (
     LayerSpec,
     MergeBackend,
     Plan,
+    Reads,
     RecurrentBackend,
     RecurrentFrame,
     SparseBackend,
@@ -34,6 +35,7 @@ from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.functions import Cache, Scales
 from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.reading import reads_of
 from polyattn_tpu.step import Step
 
 
@@ -105,6 +107,11 @@ class PallasAttention(AttentionBackend):
         assert self.cache is not None
         size = self.cache.block_size
         return JaxPlan(batch, plan_paged(step, group, size, self.buckets, self.by))
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, JaxPlan)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads_of(self.spec_of(batch), plan.arrays, batch, size)
 
     def run(self, plan: JaxPlan, frame: Frame) -> None:
         params, lse = frame.params, frame.lse
