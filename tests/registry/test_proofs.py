@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from polyattn import Device, LayerSpec, select
-from polyattn.registry import proofs
+from polyattn.registry import info as declared
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
 from polyattn.tools.cli import listing
@@ -38,7 +38,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def record(**changes: Any) -> None:
         row = {"where": "x86_64", "build": "", "runs": "", "whole": True, "cases": 9, "of": 9,
                "commit": "abc", "date": "2026-01-01", "path": "a.json"} | changes  # fmt: skip
-        monkeypatch.setattr(proofs, "_all", lambda: {"TORCH_SDPA": (proofs.Record(**row),)})
+        monkeypatch.setattr(declared, "_all", lambda: {"TORCH_SDPA": (declared.Record(**row),)})
 
     return record
 

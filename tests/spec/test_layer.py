@@ -14,8 +14,8 @@ import pytest
 import torch
 from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
-from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.models import GROUP, model_reader
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec

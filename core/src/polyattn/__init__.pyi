@@ -46,7 +46,7 @@ from polyattn.runtime.step.shared_prefix import shared_prefixes as shared_prefix
 from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask
 from polyattn.runtime.step.step_mask import CustomMask as CustomMask
 from polyattn.selection.cache_format import CacheFormat as CacheFormat
-from polyattn.selection.decision import Decision as Decision
+from polyattn.selection.selection import Decision as Decision
 from polyattn.selection.selection import SelectedLayers as SelectedLayers
 from polyattn.selection.selection import Selection as Selection
 from polyattn.settings import Settings as Settings

@@ -1,13 +1,17 @@
-"""What polyattn raises. Every message names the field, the value and the remedy."""
+"""What polyattn raises, and checks of values. Every message names the field, the value and the remedy."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 LONGEST_TEXT = 300
 """Characters shown of a text that comes from outside: a plugin, a file, a library's exception."""
+LARGEST = 1 << 24
+"""No head count, size or window of a model comes near; what exceeds it is a slip."""
 
 
 class PolyattnError(Exception):
@@ -131,3 +135,35 @@ def ranges(indices: list[int]) -> str:
         else:
             runs.append([index, index])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def integer(
+    name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
+    error: type[PolyattnError] = SpecError,
+) -> None:  # fmt: skip
+    """Refuse anything but an integer from `low` to `high`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low:
+        wanted = "a positive integer" if low == 1 else f"an integer, {low} or more"
+        raise error(f"{name}={value!r} must be {wanted}{hint}")
+    if value > high:
+        raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
+
+
+def number(name: str, value: Any, hint: str, low: float = -math.inf) -> None:
+    """Refuse anything but a finite real number, `low` or more."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or value < low:
+        raise SpecError(f"{name}={value!r} must be {hint}")
+
+
+def flag(name: str, value: Any, error: type[PolyattnError] = SpecError) -> None:
+    """Refuse anything but True and False: a text, "no" too, would count as True."""
+    if not isinstance(value, bool):
+        raise error(f"{name}={shown(value)} must be True or False")
+
+
+def choice(name: str, value: Any, valid: Collection[str]) -> None:
+    """Check that a field's value is one of the names that it can have."""
+    if not isinstance(value, str) or value not in valid:
+        raise SpecError(f"{name}={value!r} is unknown{nearest(value, valid)}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import nearest, shown
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
-from polyattn.registry.sizes import ANY_SIZE, Sizes
 from polyattn.registry.validate import PLATFORM_NAME, is_arch_pattern, require
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import (
@@ -26,6 +25,122 @@ from polyattn.spec.kinds import (
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import PAIRINGS, RopeSpec
 from polyattn.spec.row_format import ANY_ROWS, is_rows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of sizes that a backend allows: listed values, or a range of multiples.
+
+    Attributes:
+        values: the listed sizes; empty: the range counts.
+        low: the smallest size of the range.
+        high: the largest; None: no bound.
+        multiple: sizes are multiples of it.
+        why: the reason, for people.
+
+    Raises:
+        ValueError: the fields allow no size.
+
+    Examples:
+        >>> 96 in Sizes(multiple=32, high=256), str(Sizes(values=frozenset({64, 128})))
+        (True, '64, 128')
+
+    """
+
+    values: frozenset[int] = frozenset()
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        require(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield why no set of sizes is described."""
+        if any(value < 1 for value in self.values):
+            yield f"Sizes.values={shown(sorted(self.values))}: sizes are 1 or more"
+        if self.multiple < 1:
+            yield f"Sizes.multiple={shown(self.multiple)} must be 1 or more"
+        if self.low < 0:
+            yield f"Sizes.low={shown(self.low)} must not be negative"
+        if self.high is not None and self.high < max(self.low, 1):
+            yield f"Sizes.high={shown(self.high)} is below low={shown(self.low)}: it allows no size"
+
+    def __contains__(self, size: object) -> bool:
+        if not isinstance(size, int):
+            return False
+        if self.values:
+            return size in self.values
+        return self.low <= size <= (self.high or size) and size % self.multiple == 0
+
+    def divisor_of(self, size: int) -> int | None:
+        """Return the largest allowed size that divides `size`, or None."""
+        divisors = (d for d in range(size, 0, -1) if size % d == 0)
+        return next((d for d in divisors if d in self), None)
+
+    def examples(self, wanted: Iterable[int]) -> list[int]:
+        """Return the listed values, or those of `wanted` that the range allows."""
+        return sorted(self.values) if self.values else [size for size in wanted if size in self]
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, sorted(self.values)))
+        words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
+        if self.high:
+            words.append(f"{self.low} to {self.high}")
+        elif self.low > 1:
+            words.append(f"{self.low} or more")
+        text = ", ".join(words) or "any"
+        return f"{text} ({self.why})" if self.why else text
+
+
+def one_of(*values: int) -> Sizes:
+    """Return a set of sizes that allows the listed ones alone.
+
+    Args:
+        values: the sizes, at least one.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: no size is listed, or one is below 1.
+
+    Examples:
+        >>> 64 in one_of(64, 128), 96 in one_of(64, 128)
+        (True, False)
+
+    """
+    if not values:
+        raise ValueError("one_of() lists no size; such a backend can serve nothing")
+    return Sizes(values=frozenset(values))
+
+
+def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
+    """Return a set of sizes that allows the multiples of a number within bounds.
+
+    Args:
+        of: the number.
+        low: the smallest size; default: `of`.
+        high: the largest size; default: no bound.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: the bounds allow no size.
+
+    Examples:
+        >>> str(multiples(8, high=256)), 20 in multiples(8)
+        ('multiples of 8, 8 to 256', False)
+
+    """
+    return Sizes(low=of if low is None else low, high=high, multiple=of)
+
+
+ANY_SIZE = Sizes()
+
 
 SERVICES = frozenset({"store", "merge"})
 """The phases beside the layer's own work."""
@@ -231,13 +346,14 @@ class Capabilities:
             (most < 1 or (most > 1 and not decodes),
              f"decode_query_lens={most} must be 1 or more, and more than 1 needs phase 'decode'"),
             (self.shared_prefix and not (decodes and True in self.cached),
-             "shared_prefix: only what claims phase 'decode' over a cache reads blocks that rows share"),
+             "shared_prefix: only a backend that claims phase 'decode' over a cache reads blocks "
+             "that rows share"),
             (self.phases & SERVICES and len(self.phases) > 1,
              "phases: 'store' and 'merge' can't be combined with other phases"),
             (not self.rotates <= set(PAIRINGS),
              f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
             (self.rotates and "store" not in self.phases,
-             "rotates: only what claims phase 'store' rotates"),
+             "rotates: only a backend that claims phase 'store' rotates"),
             ("mixed" in self.phases and not {"prefill", "decode"} <= self.phases,
              "phases: 'mixed' needs both 'prefill' and 'decode'"),
             ("sink_tokens" in self.features and "sliding_window" not in self.features,
@@ -369,11 +485,11 @@ def _check_computation(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
     need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
-    if not spec.kind.is_recurrent:
+    if spec.recurrent is None:
         words = {True: "over a cache", False: "given keys and values"}
         given = [words[c] for c in caps.cached]
         need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], given)
-        ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+        ratio = spec.num_heads if spec.latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
         rank = spec.latent.rank
@@ -404,7 +520,7 @@ def _check_excludes(
 ) -> None:
     asked = spec.features
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
-    asked |= {ANY_ROWS} if is_rows(spec.kv_cache_dtype) else set()
+    asked |= {ANY_ROWS} if spec.in_rows else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     asked |= {"captured"} if spec.graph_capture else set()
     for together, why in caps.excludes:
@@ -480,7 +596,7 @@ def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Nee
             "all in e4m3",
             "set fp8_compute=True in the spec where its error is acceptable",
         )
-    if spec.block_size is not None and not spec.kind.is_recurrent:
+    if spec.block_size is not None and spec.recurrent is None:
         need(
             caps.block_sizes.divisor_of(spec.block_size) is not None,
             "block_size",

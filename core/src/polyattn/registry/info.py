@@ -1,16 +1,18 @@
-"""What does a plugin declare of a backend? `BackendInfo`: data, which imports nothing."""
+"""What does a plugin declare of a backend, and how is it proven? `BackendInfo`: data."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
-from polyattn.registry.proofs import OWN, Record, records_of
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.validate import (
     BACKEND_NAME,
@@ -22,6 +24,46 @@ from polyattn.registry.validate import (
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
+
+OWN = "polyattn"
+"""What the packages of the backends begin with that the records are of."""
+
+HOST = "x86_64"
+"""The architecture whose records are those of the platform `"cpu"`."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Results of a backend's kit on one architecture.
+
+    - `where`: the architecture. `build`: which of a backend's builds ran; "" where there is but one.
+    - `runs`: which instruction set ran; "" where a backend has but one.
+    - `whole`: each case that the claims have today passed. `cases`: how many passed; `of`: how many there
+      are today, 0 where the result doesn't say which passed.
+    - `commit`: "" where it doesn't say. `date`. `path`: of the result file in the repository.
+    """
+
+    where: str
+    build: str
+    runs: str
+    whole: bool
+    cases: int
+    of: int
+    commit: str
+    date: str
+    path: str
+
+    @property
+    def text(self) -> str:
+        """How many cases passed, for people."""
+        return f"{self.cases} of {self.of} cases" if self.of else f"{self.cases} cases"
+
+
+@cache
+def _all() -> dict[str, tuple[Record, ...]]:
+    text = files("polyattn.data").joinpath("proofs.json").read_text(encoding="utf-8")
+    return {name: tuple(Record(**row) for row in rows) for name, rows in json.loads(text).items()}
+
 
 API_VERSION = 1
 """The number of the contract of the three doors, `polyattn.plugin`, `kernel` and `host`.
@@ -283,15 +325,11 @@ class BackendInfo:
 
         `runs`: what of it runs there, which may be proven to another degree.
         """
-        return self._proven(device.arch, device.platform, runs)[0]
-
-    def record_on(self, device: Device, runs: str = "") -> Record | None:
-        """Return the record that proves it on `device`, None where none does."""
-        return self._proven(device.arch, device.platform, runs)[1]
+        return self.proven(device.arch, device.platform, runs)[0]
 
     def proof_at(self, where: str) -> Proof:
         """Return the same of an arch or a platform, whatever of it runs there."""
-        return self._proven(where, where, "")[0]
+        return self.proven(where, where)[0]
 
     def records(self, where: str, runs: str = "") -> tuple[Record, ...]:
         """Return its records on an arch or a platform, the strongest first; only our plugins have any.
@@ -299,13 +337,23 @@ class BackendInfo:
         A backend that isn't taken as one of its builds has those of the preferred one. `runs`: an
         instruction set's alone.
         """
-        if self.variants:
-            return self.as_built(self.variants[0]).records(where, runs)
-        ours = self.path.partition(".")[0].partition("_")[0] == OWN
-        return records_of(self.name, self.build, where, runs) if ours else ()
+        build = self.build or (self.variants[0].name if self.variants else "")
+        if self.path.partition(".")[0].partition("_")[0] != OWN:
+            return ()
+        records = [
+            record
+            for record in _all().get(self.name, ())
+            if record.where == (HOST if where == "cpu" else where)
+            and build in ("", record.build)
+            and (not runs or record.runs == runs)
+        ]
+        return tuple(sorted(records, key=lambda r: (not r.whole, -r.cases, r.path)))
 
-    def _proven(self, arch: str, platform: str, runs: str) -> tuple[Proof, Record | None]:
-        """Return what a record says, else what is declared; "measured" isn't anybody's to declare."""
+    def proven(self, arch: str, platform: str, runs: str = "") -> tuple[Proof, Record | None]:
+        """Return what a record says, and the record; else what is declared, and None.
+
+        "measured" isn't anybody's to declare.
+        """
         name, _, _ = runs.partition(" ")
         declared = [self.proof[where] for where in (arch, platform) if where in self.proof]
         if declared and name in self.proof_of_runs:

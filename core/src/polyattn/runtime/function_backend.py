@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import PluginError, nearest, shown
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, one_of
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.sizes import ANY_SIZE, Sizes, one_of
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import LONGEST, integer
+from polyattn.errors import SpecError, integer
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 

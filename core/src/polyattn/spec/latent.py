@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.spec.checks import integer
+from polyattn.errors import integer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,15 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import Any, Self
 
-from polyattn.errors import SpecError, shown
-from polyattn.spec.checks import (
+from polyattn.errors import SpecError, choice, flag, integer, number, shown
+from polyattn.spec.fields import (
     LARGEST_BLOCK,
     LARGEST_WINDOW,
     LONGEST,
     as_fields,
-    choice,
-    flag,
     from_fields,
-    integer,
     member,
     no_field,
-    number,
 )
 from polyattn.spec.kinds import (
     KV_CACHE_DTYPES,
@@ -255,6 +251,11 @@ class LayerSpec:
         """The dtype of what the cache holds: `kv_cache_dtype`, or the model's."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether the cache holds rows of bytes, in a format of `row_formats()`."""
+        return self.kv_cache_dtype not in KV_CACHE_DTYPES
+
     def replace(self, **changes: Any) -> LayerSpec:
         """Return a copy with `changes`; sizes that were defaults follow what they derive from."""
         values = self._values()
@@ -461,7 +462,7 @@ def _check_invariance(spec: LayerSpec) -> None:
         )
     if spec.rope is not None and spec.rope.by_length:
         raise SpecError(
-            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} turns a token by its "
+            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} rotates a token by its "
             "sequence's length at that step; ask for batch_invariant='batch'"
         )
     if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
@@ -478,7 +479,7 @@ def _check_quantised(spec: LayerSpec) -> None:
             f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
             f"{spec.kv_cache_dtype!r}: quantised inputs are stored unchanged"
         )
-    if spec.kv_cache_dtype not in KV_CACHE_DTYPES:
+    if spec.in_rows:
         if spec.kind.is_recurrent:
             raise SpecError(
                 f"kv_cache_dtype={spec.kv_cache_dtype!r} is for keys and values, and "
@@ -545,7 +546,7 @@ def _check_uncached(spec: LayerSpec) -> None:
         )
     for name, plain in (("kv_cache_dtype", "auto"), ("block_size", None)):
         if (value := getattr(spec, name)) != plain:
-            raise SpecError(f"{name}={value!r} speaks of a cache, and cached=False; drop one")
+            raise SpecError(f"{name}={value!r} is about a cache, and cached=False; drop one")
 
 
 def _check_family(spec: LayerSpec) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import choice, flag, integer
+from polyattn.errors import SpecError, choice, flag, integer
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
 STATE_DTYPES = ("auto", "bfloat16", "float16")
@@ -86,7 +85,7 @@ class RecurrentSpec:
         for name in ("gated", "bc_in_float32"):
             if getattr(self, name) and not mamba:
                 raise SpecError(
-                    f"recurrent.{name}=True: {kind.value} has none; only Mamba layers have"
+                    f"recurrent.{name}=True: {kind.value} has none; only Mamba layers have one"
                 )
         if self.draft_tokens and kind is not AttentionKind.SHORT_CONV:
             raise SpecError(

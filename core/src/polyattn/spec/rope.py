@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.errors import SpecError, shown
-from polyattn.spec.checks import as_fields, choice, from_fields
+from polyattn.errors import SpecError, choice, shown
+from polyattn.spec.fields import as_fields, from_fields
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import choice, flag, integer, number
+from polyattn.errors import SpecError, choice, flag, integer, number
 
 SCOPES = ("all", "kv_head", "head")
 """For whom one choice counts: all heads, a KV head's query heads, or one query head."""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, nearest, shown
+from polyattn.errors import CacheError, flag, nearest, shown
 from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
 from polyattn.spec.row_format import RowFormat
 

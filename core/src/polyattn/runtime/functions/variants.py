@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.spec.checks import flag, integer
+from polyattn.errors import flag, integer
 
 
 def sigmoid(

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, shown
+from polyattn.errors import BatchError, flag, shown
 from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 
 Step = Callable[..., Any]
 """`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""

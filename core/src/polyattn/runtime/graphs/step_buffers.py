@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import GraphCapture
 
 

@@ -29,7 +29,7 @@ from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.integers import integers
 from polyattn.settings import Settings, current
-from polyattn.spec.checks import LONGEST
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.errors import BatchError, DeviceError, SpecError, shown
+from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
 from polyattn.families.attention.stateless.dense import CallOptions, attend_dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
 from polyattn.runtime.inputs import check_is_real, check_is_tensor
 from polyattn.runtime.step.integers import integers
-from polyattn.spec.checks import flag
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
 """What a call with bad arguments may end with, deep within."""

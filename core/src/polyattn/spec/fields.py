@@ -1,18 +1,15 @@
-"""Is a value what its field takes? Each refusal names the field, its value and the remedy."""
+"""How are a spec's fields read, and how large may they be?"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from enum import Enum, IntEnum
 from typing import Any, TypeVar
 
-from polyattn.errors import PolyattnError, SpecError, nearest, shown
+from polyattn.errors import SpecError, nearest
 
 T = TypeVar("T")
-LARGEST = 1 << 24
-"""No head count, size or window of a model comes near; what exceeds it is a slip."""
 LARGEST_BLOCK = 1 << 16
 LONGEST = 1 << 29
 """Tokens of the longest sequence. A window, chunk or number of kept tokens beyond it hides nothing more,
@@ -90,35 +87,3 @@ def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
             value = dataclasses.asdict(value)  # type: ignore[arg-type]
         out[field.name] = value
     return out
-
-
-def integer(
-    name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
-    error: type[PolyattnError] = SpecError,
-) -> None:  # fmt: skip
-    """Refuse anything but an integer from `low` to `high`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low:
-        wanted = "a positive integer" if low == 1 else f"an integer, {low} or more"
-        raise error(f"{name}={value!r} must be {wanted}{hint}")
-    if value > high:
-        raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
-
-
-def number(name: str, value: Any, hint: str, low: float = -math.inf) -> None:
-    """Refuse anything but a finite real number, `low` or more."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or value < low:
-        raise SpecError(f"{name}={value!r} must be {hint}")
-
-
-def flag(name: str, value: Any, error: type[PolyattnError] = SpecError) -> None:
-    """Refuse anything but True and False: a text, "no" too, would count as True."""
-    if not isinstance(value, bool):
-        raise error(f"{name}={shown(value)} must be True or False")
-
-
-def choice(name: str, value: Any, valid: Collection[str]) -> None:
-    """Check that a field's value is one of the names that it can have."""
-    if not isinstance(value, str) or value not in valid:
-        raise SpecError(f"{name}={value!r} is unknown{nearest(value, valid)}")
