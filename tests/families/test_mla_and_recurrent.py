@@ -31,7 +31,8 @@ from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_par
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.compare import output_error
 
 MLA = LayerSpec(

@@ -46,7 +46,7 @@ from polyattn.runtime.step.shared_prefix import shared_prefixes as shared_prefix
 from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask
 from polyattn.runtime.step.step_mask import CustomMask as CustomMask
 from polyattn.selection.cache_format import CacheFormat as CacheFormat
-from polyattn.selection.decision import Decision as Decision
+from polyattn.selection.selection import Decision as Decision
 from polyattn.selection.selection import SelectedLayers as SelectedLayers
 from polyattn.selection.selection import Selection as Selection
 from polyattn.settings import Settings as Settings
@@ -55,9 +55,9 @@ from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
 from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
-from polyattn.spec.layer import LatentSpec as LatentSpec
+from polyattn.spec.latent import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
-from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
 from polyattn.spec.sparse import IndexerSpec as IndexerSpec

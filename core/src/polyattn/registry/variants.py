@@ -26,7 +26,7 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
         PluginError: the name is taken.
         SpecError: a function couples requests.
 
-    Example:
+    Examples:
         >>> def tripled(score, b, h, q_idx, kv_idx):
         ...     return 3 * score
         >>> variant = register_variant(AttentionVariant(name="tripled", score_mod=tripled))
@@ -58,7 +58,7 @@ def unregister_variant(name: str) -> None:
     Raises:
         PluginError: no such variant was registered.
 
-    Example:
+    Examples:
         >>> unregister_variant("tripled")
         Traceback (most recent call last):
         polyattn.errors.PluginError: no variant named 'tripled' was registered
@@ -72,7 +72,7 @@ def unregister_variant(name: str) -> None:
 def variants() -> dict[str, AttentionVariant]:
     """Return every variant that is known, by name.
 
-    Example:
+    Examples:
         >>> "flash_sigmoid" in variants()
         True
 

@@ -32,10 +32,28 @@ class Phases:
 
 
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
-    """Give rows of 1 to `longest_decode` tokens to decode, longer ones to prefill.
+    """Split a step into decodes and prefills.
 
-    A sequence without query tokens has nothing to be computed: it goes where its neighbours go. Where
-    `batch.num_contexts` says which rows are prompts, all others go to decode.
+    A decode is a row of 1 to `longest_decode` query tokens; a prefill is longer.
+
+    A row without query tokens goes where its neighbours go. If `batch.num_contexts` says how many rows
+    are prompts, all others are decodes.
+
+    Args:
+        batch: the step.
+        longest_decode: the most query tokens of a decode.
+
+    Returns:
+        The two parts, each None if it has no rows: a batch, and which of the step's tokens are its own.
+
+    Raises:
+        Nothing: the batch was checked before.
+
+    Examples:
+        >>> phases = by_phase(Batch.from_lens([5, 1], [5, 40]))
+        >>> phases.prefill.batch.query_lens, phases.decode.rows
+        ([5], slice(5, 6, None))
+
     """
     if batch.num_contexts is not None:
         return _captured(batch, batch.num_contexts)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import PluginError, nearest, shown
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, one_of
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.sizes import ANY_SIZE, Sizes, one_of
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank
@@ -250,7 +249,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     Raises:
         PluginError: a parameter or a claim is unknown, or a claim has no parameter to read.
 
-    Example:
+    Examples:
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=64, features="causal")
         ... def mine(query, key, value, mask, scale):
         ...     scores = torch.einsum("qhd,khd->hqk", query, key) * scale

@@ -77,12 +77,20 @@ class StepPlanner(ABC):
 
 
 class StepPlan:
-    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
+    """A step of one group: planned once, run by each of its layers. Any number may be alive at once.
 
-    `ops`: what it does, in order.
+    Attributes:
+        group: whose step it is.
+        batch: the step's sequences.
+        ops: what it runs, in order.
+        handle: int64 () on the CPU: the number by which a compiled graph finds the plan. It is a
+            tensor, so another step doesn't recompile the graph.
 
-    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
-    that another step is no other graph.
+    Examples:
+        >>> group = LayerGroup(LayerSpec(num_heads=4, head_size=64, dtype="float32", cached=False))
+        >>> group.plan(Batch.from_lens([5, 1], [5, 40])).batch.num_tokens
+        6
+
     """
 
     def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
@@ -146,24 +154,28 @@ def plan_of(handle: Tensor) -> StepPlan | None:
 
 
 class LayerGroup:
-    """The loaded backends of one selection: what layers that compute the same share.
+    """The loaded backends of one selection, which layers that compute the same share.
 
     It remembers no step: `plan(batch)` returns a value, and any number of plans are alive at once.
-    Layers of one group run one after another, on one stream; what runs on another stream at the same
-    time is a group of its own.
+    Layers of one group run one after another, on one stream; use another group on another stream.
 
-    The selection's own backends are built (compiled) before the group returns; candidates that may be
-    faster for some steps are built in a thread, and serve steps that are planned after that. A spec
-    with `graph_capture`, `deterministic` or `batch_invariant` has its first plan wait for all.
+    The selection's own backends are built (compiled) before the constructor returns. Candidates that
+    may be faster for some steps are built in a thread, and serve steps that are planned afterwards. A
+    spec with `graph_capture`, `deterministic` or `batch_invariant` waits for all of them at its first
+    plan.
 
-    - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
-    - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
-      the selection's. It must agree with the selection in all but how blocks lie in memory.
-    - `workspaces`: another group's, where both run one after another on one stream; default: its own.
+    Args:
+        selection: what `select` returned, or a `LayerSpec` to select for on this machine.
+        cache_format: `cache.format` of an engine's own cache; default: the selection's. It agrees with
+            the selection in all but how blocks lie in memory.
+        workspaces: another group's, if both run one after another on one stream; default: its own.
 
-    Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
+    Raises:
+        PluginError: a backend can't be loaded.
+        CacheError: the format isn't the selection's.
+        SpecError, SelectionError: as `select`.
 
-    Example:
+    Examples:
         >>> group = LayerGroup(LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32"))
         >>> group.allocate_cache(num_blocks=8).num_blocks
         8

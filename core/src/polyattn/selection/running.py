@@ -23,7 +23,7 @@ from typing import Any
 from polyattn.errors import PolyattnError
 from polyattn.registry.distributions import distributions
 from polyattn.registry.integrations import GROUP
-from polyattn.selection.decision import Decision
+from polyattn.selection.selection import Decision
 from polyattn.settings import current
 
 MOST_DECISIONS = 256

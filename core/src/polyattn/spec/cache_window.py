@@ -12,21 +12,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import LONGEST, integer
+from polyattn.errors import SpecError, integer
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
 class CacheWindow:
-    """What a layer keeps of a sequence in a cache of `block_size` tokens a block.
+    """The tokens of a sequence that a layer's cache keeps.
 
-    `window`: a query sees itself and the `window - 1` tokens before it; `sinks`: the first tokens,
-    which stay; `chunk`: a query sees its own chunk of as many tokens alone. Blocks leave `step` at a
-    time, so that chunks begin where they did. Raises `SpecError`.
+    Blocks leave the cache `step` at a time, so that chunks begin at a block.
 
-    Example:
+    Attributes:
+        block_size: tokens of a block.
+        window: a query sees itself and the `window - 1` tokens before it; None: all.
+        sinks: first tokens that stay.
+        chunk: a query sees its own chunk of so many tokens alone; None: no chunks.
+
+    Raises:
+        SpecError: a number isn't one of a window.
+
+    Examples:
         >>> CacheWindow(block_size=16, window=1024, sinks=4).step
         1
 
@@ -68,7 +75,7 @@ class CacheWindow:
         if spec.sink_tokens and (spec.alibi or chunk is not None):
             return None
         rope = spec.rope
-        by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
+        by_length = rope is not None and rope.by_length
         if rope is not None and rope.positions == "absolute" and by_length:
             return None
         return cls(block_size, window, spec.sink_tokens if window is not None else 0, chunk)

@@ -8,7 +8,8 @@ from functools import cache
 
 from polyattn.errors import SpecError
 from polyattn.spec.kinds import AttentionKind, Role
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 
 @cache
@@ -37,9 +38,29 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
 
 @cache
 def expanded(spec: LayerSpec) -> LayerSpec:
-    """Return an MLA layer's prefill as what it is: MHA over keys and values made from latents.
+    """Return the attention layer that an MLA layer's prefill computes.
 
-    What is made doesn't outlive the step, so it is no cache.
+    It is multi-head attention over keys and values that the step makes from latents (DeepSeek-V2, 2024,
+    section 2.1). These keys don't outlive the step, so the layer has no cache.
+
+    Args:
+        spec: an MLA layer's spec.
+
+    Returns:
+        The spec of that layer, with `cached=False`; it asks for the LSE, since its context is a part
+        apart.
+
+    Raises:
+        Nothing: every MLA layer has one.
+
+    Examples:
+        >>> from polyattn import LatentSpec
+        >>> latent = LatentSpec(rank=512, rope_head_size=64)
+        >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)
+        >>> layer = expanded(mla)
+        >>> layer.num_kv_heads, layer.head_size, layer.cached
+        (16, 192, False)
+
     """
     return LayerSpec(
         num_heads=spec.num_heads,
@@ -70,7 +91,29 @@ def expanded_context(spec: LayerSpec) -> LayerSpec:
 
 @cache
 def absorbed(spec: LayerSpec) -> LayerSpec:
-    """Return an MLA layer's decode as what it is: MQA whose one key is latent and rope key."""
+    """Return the attention layer that an MLA layer's decode computes.
+
+    It is multi-query attention: the one key of a token is its latent beside its rope key, and the value
+    is the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query).
+
+    Args:
+        spec: an MLA layer's spec.
+
+    Returns:
+        The spec of that layer, over the same cache.
+
+    Raises:
+        AssertionError: the spec has no `latent`.
+
+    Examples:
+        >>> from polyattn import LatentSpec
+        >>> latent = LatentSpec(rank=512, rope_head_size=64)
+        >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)
+        >>> layer = absorbed(mla)
+        >>> layer.num_kv_heads, layer.head_size, layer.v_head_size
+        (1, 576, 512)
+
+    """
     assert spec.latent is not None
     return LayerSpec(
         num_heads=spec.num_heads,

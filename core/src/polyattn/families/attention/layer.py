@@ -28,6 +28,7 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
+    check_is_real,
     check_slots,
     check_tensor,
 )
@@ -41,31 +42,39 @@ from polyattn.spec.layer import LayerSpec
 
 
 class Attention(Layer):
-    """One attention layer on the selected backends. Forward only: gradients are refused.
+    """One attention layer on the selected backends. Forward only: it refuses gradients.
 
-    Built from a `LayerGroup` it shares plans and kernels with the group's other layers; built from a
-    `Selection` or a `LayerSpec` it has a group of its own (for a spec: selected on this machine, and
-    verified on an accelerator).
+    Layers of one `LayerGroup` share plans and kernels. A layer that is made from a `Selection` or a
+    `LayerSpec` has a group of its own; from a spec, it selects on this machine, and verifies on an
+    accelerator.
 
-    - `sinks` (num_heads,): learned sink logits, where the spec has them. Kept by reference: weights
-      that are loaded into the tensor afterwards count, also where the layer was built on the meta
-      device. A parameter that was replaced is another tensor: `layer.sinks.given = it`.
-    - `alibi_slopes` (num_heads,), likewise; default: the paper's.
-    - `k_scale`, `v_scale`: a quantised cache holds `value / scale`; likewise `q_scale` for queries
-      that come quantised and `out_scale` for an output that leaves so. Numbers, or where the spec's
-      `scales` are tensors also those: () or, with `"head"`, (num_kv_heads,), kept by reference. Each
-      may be assigned anew: `layer.k_scale = 0.02`.
-    - `rotate`: where the spec has a `rope`, who rotates queries and keys: True, this layer, at the
-      batch's positions; False, its caller did. It has to be said.
-    - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
-      key and value before they are rotated; by reference, likewise.
-    - `inputs`: of what the spec's variant reads by name, what doesn't come with each batch; tensors by
-      reference, likewise, numbers as they are.
-    - `checks`: check block tables and slots on the device each step (default: setting `checks`).
+    The layer references tensors and doesn't copy them: what is loaded into one afterwards counts, also
+    for a layer that was made on the meta device. After a parameter was replaced, assign the new one:
+    `layer.sinks.given = parameter`.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Args:
+        group: the group, or the selection or the spec to make one.
+        sinks: (num_heads,), learned sink logits, if the spec has them.
+        alibi_slopes: (num_heads,); default: the paper's.
+        k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
+            also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale
+            = 0.02`.
+        v_scale: a quantised cache holds `value / scale`; alike.
+        q_scale: of queries that arrive quantised; alike.
+        out_scale: of an output that leaves quantised; alike.
+        rotate: required if the spec has a `rope`. True: this layer rotates queries and keys, at the
+            batch's positions; False: the caller did.
+        qkv_bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,), added to
+            query, key and value before they are rotated.
+        inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
+            numbers.
+        checks: check block tables and slots on the device at each step; None: the setting `checks`.
 
-    Example:
+    Raises:
+        SpecError: an argument doesn't fit the spec.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
         >>> layer = Attention(LayerSpec(num_heads=4, head_size=64, dtype="float32", block_size=16))
         >>> cache, table = layer.group.allocate_cache(2), torch.tensor([[1]], dtype=torch.int32)
         >>> plan = layer.group.plan(Batch.from_lens([3], [3], table, block_size=16))
@@ -170,6 +179,8 @@ class Attention(Layer):
             return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:
+            if query.__class__ is not Tensor:  # beside a FakeTensor a plan's own would be fake
+                check_tensor("query", query, self.group.torch_device)
             step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:
@@ -178,7 +189,11 @@ class Attention(Layer):
         if cache is not self._known_cache or self.checks or self._from_step:
             self._check(step, query, key, value, cache, out)
         params = self.params if self._reads else self._params
-        out = step.call(query, key, value, cache, params, out, lse)
+        try:
+            out = step.call(query, key, value, cache, params, out, lse)
+        except RuntimeError:  # torch's own words on a tensor that has no address
+            check_is_real("query", query)
+            raise
         if self._seals and capturing(query):
             self.scales.captured = True
         return out if lse is None else (out, lse)
@@ -256,6 +271,7 @@ class Attention(Layer):
     ) -> None:
         """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
         if cache is not self._known_cache:
+            check_tensor("query", query, step.device)
             self._check_cache(cache)
             self._known_cache = cache
         if self._from_step:

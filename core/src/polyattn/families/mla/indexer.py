@@ -50,7 +50,7 @@ def choose_tokens(
     Raises:
         BatchError: shapes don't fit one another, or the batch has no block table.
 
-    Example:
+    Examples:
         >>> table = torch.zeros(1, 1, dtype=torch.int32)
         >>> batch = Batch.from_lens([1], [3], table, block_size=4)
         >>> keys = torch.tensor([5.0, 1.0, 7.0, 0.0]).view(1, 4, 1)

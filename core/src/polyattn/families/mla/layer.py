@@ -32,19 +32,32 @@ from polyattn.spec.layer import LayerSpec
 
 
 class LatentAttention(Layer):
-    """One MLA layer on the selected backends. Forward only: gradients are refused.
+    """One MLA layer on the selected backends (DeepSeek-V2, 2024). Forward only: it refuses gradients.
 
-    - `group`: as `Attention` takes it.
-    - `w_uk` (num_heads, nope size, rank), `w_uv` (num_heads, rank, v_head_size): the halves of the
-      up-projection (`kv_b_proj`), in the layer's dtype, kept by reference as `Attention` keeps its
-      sinks. Without both, the caller absorbs and projects:
-      see `forward`.
-    - `k_scale`: a quantised cache holds `latent / scale`.
-    - `rotate`: where the spec has a `rope`, who rotates the rope parts of queries and keys: True, this
-      layer; False, its caller did. It has to be said.
-    - `checks`: check block tables and slots on the device each step (default: setting `checks`).
+    Args:
+        group: as `Attention` takes it.
+        w_uk: (num_heads, nope size, rank), the key's half of the up-projection (`kv_b_proj`), in the
+            layer's dtype, referenced as `Attention` references its sinks. Without both halves the
+            caller absorbs and projects; `forward` says how.
+        w_uv: (num_heads, rank, v_head_size), the value's half.
+        k_scale: a quantised cache holds `latent / scale`.
+        rotate: required if the spec has a `rope`. True: this layer rotates the rope parts of queries
+            and keys; False: the caller did.
+        checks: check block tables and slots on the device at each step; None: the setting `checks`.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Raises:
+        SpecError: an argument doesn't fit the spec.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> latent = LatentSpec(rank=32, rope_head_size=16)
+        >>> spec = LayerSpec(
+        ...     kind="mla", num_heads=2, head_size=48, v_head_size=32, latent=latent, dtype="float32"
+        ... )
+        >>> layer = LatentAttention(spec, torch.randn(2, 32, 32), torch.randn(2, 32, 32))
+        >>> layer.group.spec.latent.size
+        48
+
     """
 
     family = "mla"

@@ -37,14 +37,33 @@ def input_dtype(spec: LayerSpec, name: str) -> torch.dtype:
 
 
 class Recurrent(Layer):
-    """One recurrent layer on the selected backends. Forward only: gradients are refused.
-
-    `group` as `Attention` takes it. `params` are the tensors that `polyattn.spec.recurrence.FORMS`
-    names, kept by reference as `Attention` keeps its sinks and read as float32 (`layer.weights[name]`
-    is each one's `Weight`). `checks`: check state slots each step (default: setting `checks`).
+    """One recurrent layer on the selected backends. Forward only: it refuses gradients.
 
     The short convolution before a Mamba or delta-rule layer is a layer of its own, of
-    `polyattn.spec.decompose.convolution(spec)`. Raises `SpecError`, and what `LayerGroup` raises.
+    `polyattn.spec.decompose.convolution(spec)`.
+
+    Args:
+        group: as `Attention` takes it.
+        checks: check state slots at each step; None: the setting `checks`.
+        params: the tensors that `polyattn.spec.recurrence.FORMS` names for the kind, with their shapes.
+            They are referenced as `Attention` references its sinks, and read as float32;
+            `layer.weights[name]` is each one's `Weight`.
+
+    Raises:
+        SpecError: a parameter is missing, unknown or of another shape.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> spec = LayerSpec(
+        ...     kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv
+        ... )
+        >>> layer = Recurrent(spec, weight=torch.randn(8, 4))
+        >>> states = layer.group.allocate_states(num_slots=1)
+        >>> batch = Batch.from_lens([5], [5], state_slots=torch.tensor([0]))
+        >>> layer(torch.randn(5, 8), states=states, plan=layer.group.plan(batch)).shape
+        torch.Size([5, 8])
+
     """
 
     family = "recurrent"

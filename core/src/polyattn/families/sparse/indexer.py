@@ -18,12 +18,20 @@ SCORES = 1 << 24
 
 
 class Indexer:
-    """Chooses each token's keys by an `IndexerSpec`: DSA's, MSA's and QSA's indexers, and such as they.
+    """Chooses each token's keys by scores over a cache of index keys. It never waits for the device.
 
-    Nothing waits for the device.
+    Args:
+        spec: how entries are scored and chosen: DeepSeek-V3.2's, MiniMax-M3's or Qwen3.8's indexer, or
+            another.
 
-        indexer = Indexer(IndexerSpec(num_heads=64, head_size=128, budget=2048))      # DeepSeek-V3.2
-        choice = indexer(query, keys, batch, weights)     # int32 (tokens, 1, 2048), for layer(choice=)
+    Raises:
+        SpecError: the argument isn't an `IndexerSpec`.
+
+    Examples:
+        >>> indexer = Indexer(IndexerSpec(num_heads=4, head_size=32, budget=8))
+        >>> indexer.spec.budget
+        8
+
     """
 
     def __init__(self, spec: IndexerSpec):

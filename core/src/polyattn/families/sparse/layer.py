@@ -33,16 +33,32 @@ from polyattn.spec.layer import LayerSpec
 class SparseAttention(Layer):
     """One attention layer whose tokens attend to chosen keys alone. Forward only.
 
-    - `group`: as `Attention` takes it, of a spec of kind `"sparse"`.
-    - `sinks` (num_heads,), `k_scale`, `v_scale`, `rotate`, `checks`: as `Attention` takes them. With
-      `checks` the ids are looked at, too, which waits for the device.
+    Args:
+        group: of a spec of kind `"sparse"`, as `Attention` takes it.
+        sinks: (num_heads,), as `Attention` takes it.
+        k_scale: as `Attention` takes it.
+        v_scale: as `Attention` takes it.
+        rotate: as `Attention` takes it.
+        checks: as `Attention` takes it; the ids are checked too, which waits for the device.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Raises:
+        SpecError: the spec isn't of this kind, or an argument doesn't fit it.
+        SelectionError, PluginError: as `LayerGroup`.
 
-        spec = LayerSpec(kind="sparse", num_heads=64, num_kv_heads=4, head_size=128,
-                         sparse=SparseSpec(budget=16, granularity=128, scope="kv_head"))
-        layer = SparseAttention(spec)
-        out = layer(query, key, value, cache, batch, choice=blocks)   # blocks int32 (tokens, 4, 16)
+    Examples:
+        >>> blocks = SparseSpec(budget=3, granularity=16, scope="kv_head")
+        >>> spec = LayerSpec(
+        ...     kind="sparse", num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16,
+        ...     sparse=blocks,
+        ... )
+        >>> layer = SparseAttention(spec)
+        >>> cache = layer.group.allocate_cache(num_blocks=2)
+        >>> batch = Batch.from_lens([20], [20], torch.tensor([[1, 0]]).int(), 16)
+        >>> choice = torch.zeros(20, 2, 3, dtype=torch.int32)  # the first block, for each KV head
+        >>> key, value = torch.randn(2, 20, 2, 64)
+        >>> layer(torch.randn(20, 4, 64), key, value, cache, batch, choice=choice).shape
+        torch.Size([20, 4, 64])
+
     """
 
     family = "sparse"

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, nearest, shown
+from polyattn.errors import CacheError, flag, nearest, shown
 from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
 from polyattn.spec.row_format import RowFormat
 
@@ -33,18 +32,46 @@ _DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a cache's storage: of its elements, or of its rows' bytes."""
+    """Return the dtype of a cache's storage: of its elements, or of the bytes of its rows.
+
+    Args:
+        name: a cache's dtype (`"bfloat16"`, `"fp8_e4m3"`), or a row format's name.
+
+    Returns:
+        The dtype of torch; uint8 for rows of bytes.
+
+    Raises:
+        Nothing: a spec refuses a name that nothing has.
+
+    Examples:
+        >>> storage_dtype("fp8_e4m3"), storage_dtype("fp8_ds_mla")
+        (torch.float8_e4m3fn, torch.uint8)
+
+    """
     return STORAGE_DTYPES.get(name, torch.uint8)
 
 
 class KVCache:
     """One layer's paged keys and values.
 
-    `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
-    logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of rows (`RowFormat`) it is bytes, and a latent's value is its key's
-    row. `form`: where tensors don't say it: of rows, and on devices whose tensors have no strides.
-    Raises `CacheError`.
+    Both tensors may be views into one storage. They are logical views; their strides say how blocks lie
+    in memory. The last dimension is contiguous. In a cache of rows it is bytes, and a latent's value is
+    its key's row.
+
+    Args:
+        key: (num_blocks, block_size, num_kv_heads, head_size).
+        value: (num_blocks, block_size, num_kv_heads, v_head_size).
+        form: the format, if tensors don't tell it: of rows, and on devices whose tensors have no
+            strides.
+
+    Raises:
+        CacheError: the tensors don't fit each other or the format.
+
+    Examples:
+        >>> cache = KVCache(torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64))
+        >>> cache.num_blocks, cache.format.layout
+        (8, 'NHD')
+
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -326,10 +353,24 @@ def _layout(key: Tensor) -> str:
 def quantize(
     tensor: Tensor, dtype: torch.dtype, scale: float | Tensor, rows: RowFormat | None = None
 ) -> Tensor:
-    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+    """Return `tensor / scale` in a cache's dtype, rounded and saturated if that is a quantised one.
 
-    `tensor` (tokens, heads, size); `scale`: a number, or a tensor of one a head; `rows`: the format of
-    rows of bytes that are returned instead, (tokens, heads, row_bytes).
+    Args:
+        tensor: (tokens, heads, size).
+        dtype: of the cache's elements.
+        scale: a number, or float32 (heads,).
+        rows: the format of a cache of rows of bytes.
+
+    Returns:
+        (tokens, heads, size) in `dtype`; with `rows`, uint8 (tokens, heads, row_bytes).
+
+    Raises:
+        CacheError: `dtype` is another dtype of more than 8 bits.
+
+    Examples:
+        >>> quantize(torch.tensor([[[1.0, 300.0]]]), torch.int8, 2.0).tolist()
+        [[[0, 127]]]
+
     """
     if tensor.dtype == dtype:
         return tensor
@@ -359,7 +400,22 @@ def _check_form(form: Any) -> None:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """View a one-byte float as uint8: many indexing kernels know no fp8."""
+    """Return a tensor of 8-bit floats as bytes, others as they are: many indexing kernels lack fp8.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        A view of dtype uint8, or the tensor itself.
+
+    Raises:
+        Nothing: every tensor has such a view.
+
+    Examples:
+        >>> raw(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
+        torch.uint8
+
+    """
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)
     return tensor

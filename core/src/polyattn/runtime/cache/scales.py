@@ -77,9 +77,7 @@ class LayerScales:
         if not isinstance(value, Tensor):
             value = torch.full((heads,) if many else (), positive(name, value, used))
         elif not used:
-            raise SpecError(
-                f"{name} was given, and nothing of this layer is scaled by it ({self.spec})"
-            )
+            raise SpecError(f"{name} scales nothing of this layer; leave it out ({self.spec})")
         if value.shape != (heads,) if many else value.numel() != 1:
             wanted = f"({heads},), one a KV head" if many else "(), one number"
             raise SpecError(
@@ -136,7 +134,23 @@ def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
 
 
 def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
-    """Write an output (tokens, heads, size) of wider numbers, quantised where `out` is."""
+    """Write a kernel's output to the call's, quantised if that has 8 bits.
+
+    Args:
+        out: (tokens, heads, size), written.
+        found: the output, of the same shape in a wider dtype.
+        scale: the output's scale, a number or float32 (num_kv_heads,), whose first number counts.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> out = torch.zeros(1, 1, 2, dtype=torch.float8_e4m3fn)
+        >>> write_output(out, torch.tensor([[[1.0, 4.0]]]), 2.0)
+        >>> out.float().flatten().tolist()
+        [0.5, 2.0]
+
+    """
     if out.dtype.itemsize > 1:
         out.copy_(found)
         return

@@ -59,7 +59,23 @@ class StateCacheSpec:
 
 
 class StateCache:
-    """One layer's states, `data` (num_slots, …) as the layer's form says, contiguous."""
+    """The states of one recurrent layer.
+
+    Args:
+        data: (num_slots, ...), contiguous: each slot is a state as the layer's form shapes it.
+
+    Raises:
+        CacheError: the tensor isn't contiguous.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> spec = LayerSpec(
+        ...     kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv
+        ... )
+        >>> LayerGroup(spec).allocate_states(num_slots=2).data.shape
+        torch.Size([2, 8, 3])
+
+    """
 
     __slots__ = ("data",)
 

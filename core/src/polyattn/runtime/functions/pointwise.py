@@ -45,9 +45,18 @@ _STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of one pair of query and key, and the inputs that it takes by name.
+    """A function of one pair of query and key.
 
-    `which`: `"score_mod"`, say; `source`: what is written by hand for it, where a language was named.
+    Attributes:
+        call: the function.
+        names: the inputs that it takes, by name.
+        which: its place in a variant (`"score_mod"`).
+        source: its hand-written source in a language that was asked for, or None.
+
+    Examples:
+        >>> Function(lambda score, b, h, q, k, slope: score * slope, ("slope",)).names
+        ('slope',)
+
     """
 
     call: Callable[..., Any]
@@ -63,9 +72,19 @@ class Function:
 class Pointwise:
     """A layer's functions of scores.
 
-    `score_mod` (score, b, h, q_idx, kv_idx), None where scores stay; `mask_mods` (b, h, q_idx, kv_idx),
-    all of which must hold; `softmax`: whether weights are a softmax of scores; `inputs`: all that the
-    functions read, by name.
+    Attributes:
+        score_mod: takes (score, b, h, q_idx, kv_idx); None: scores stay.
+        mask_mods: take (b, h, q_idx, kv_idx); a query sees a key if all hold.
+        softmax: whether the weights are a softmax of the scores.
+        inputs: all that the functions read, by name.
+
+    Examples:
+        >>> variant = AttentionVariant(name="near", mask_mod=lambda b, h, q, k: q - k < 2)
+        >>> pointwise = Pointwise.of_variant(variant)
+        >>> places = torch.tensor(0), torch.tensor(0), torch.tensor(5), torch.arange(6)
+        >>> pointwise.visible(places, {}).tolist()
+        [False, False, False, False, True, True]
+
     """
 
     score_mod: Function | None
@@ -154,7 +173,7 @@ def layer_inputs(
     for name, value in (given or {}).items():
         if name not in declared:
             raise SpecError(
-                f"inputs has {name!r}, which {spec} takes none of; it takes "
+                f"inputs has {name!r}, which {spec} doesn't take; it takes "
                 f"{', '.join(declared) or 'none'}"
             )
         tensor = as_tensor(f"inputs[{name!r}]", value, SpecError)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.spec.checks import flag, integer
+from polyattn.errors import flag, integer
 
 
 def sigmoid(
@@ -48,7 +48,7 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     Raises:
         SpecError: a number is too small.
 
-    Example:
+    Examples:
         >>> t5_buckets(4, 4, bidirectional=False).tolist()
         [3, 3, 2, 1, 0, 0, 0, 0, 0]
 
@@ -88,7 +88,7 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
     Raises:
         SpecError: a number is too small.
 
-    Example:
+    Examples:
         >>> deberta_buckets(4, 8).shape
         torch.Size([17])
 

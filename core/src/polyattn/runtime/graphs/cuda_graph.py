@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, shown
+from polyattn.errors import BatchError, flag, shown
 from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 
 Step = Callable[..., Any]
 """`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
@@ -85,16 +84,30 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The captured steps of a model, one for each size; a step runs in the smallest that fits.
+    """The captured steps of a model, one graph for each size; a step runs in the smallest that fits.
 
-    - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
-    - `sizes`: a `StepSize` each, or a number of rows of `query_len` tokens; `max_len`: the most keys of
-      a row. Rows of several tokens need groups of `graph_capture="uniform"`, sizes with prompts `"any"`.
-      A size of `state_targets` serves steps that have them, each token's or each sequence's.
-    - `shared_prefix`: whether layers shall read blocks that rows share once for all, where their backend
-      does that in its own launch. That launch is captured then, whatever later steps share.
+    The graphs share one pool of memory, so a result is valid until the next replay of any of them.
 
-    The graphs share one pool of memory: their results are valid until the next replay of any.
+    Args:
+        groups: the groups whose layers a step runs.
+        step: `step(plans, **inputs)` runs the model's layers.
+        sizes: each a `StepSize`, or a number of rows of `query_len` tokens. Rows of several tokens need
+            groups of `graph_capture="uniform"`, sizes with prompts need `"any"`.
+        max_len: the most keys of a row.
+        query_len: query tokens of a row.
+        shared_prefix: whether layers read blocks that rows share once for all of them, if their backend
+            does so in its own launch. That launch is captured, whatever later steps share.
+
+    Raises:
+        SpecError, BatchError: a group can't be captured, or no size fits.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, head_size=64, graph_capture="single_token_decode")
+        >>> def step(plans, query):  # the model's layers, over its caches
+        ...     return query
+        >>> if torch.cuda.is_available():
+        ...     graphs = StepGraphs([LayerGroup(spec)], step, sizes=[8, 64], max_len=4096)
+
     """
 
     def __init__(

@@ -110,13 +110,43 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
 
 
 def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host the lengths and the block table of a step over a cache. Raises `BatchError`."""
+    """Check on the host a step over a cache: its lengths, and the shape of its block table.
+
+    Args:
+        spec: the layer.
+        batch: the step.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: lengths contradict one another, or the block table has too few columns.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, head_size=64)
+        >>> check_paged_batch(spec, Batch.from_lens([1], [5], torch.zeros(1, 1).int(), 16), 16)
+
+    """
     check_queries(batch)
     check_pages(spec, batch, block_size)
 
 
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
-    """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
+    """Check a batch's block table and slots by their values, which costs a copy to the host.
+
+    Args:
+        batch: the step.
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: a block or a slot lies outside the cache, or two tokens have one slot.
+
+    Examples:
+        >>> table = torch.tensor([[9]], dtype=torch.int32)
+        >>> check_on_device(Batch.from_lens([1], [5], table, 16), num_blocks=4, block_size=16)
+        Traceback (most recent call last):
+        polyattn.errors.BatchError: block_table[0, 0]=9 points outside the cache's 4 blocks
+
+    """
     if batch.block_table is not None:
         table = batch.block_table.cpu()
         for index, length in enumerate(batch.lens):

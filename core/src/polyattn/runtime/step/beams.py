@@ -45,7 +45,7 @@ def beam_batch(
     Raises:
         BatchError: shapes, dtypes or values don't fit.
 
-    Example:
+    Examples:
         >>> table = torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32)
         >>> written_by = torch.zeros(1, 2, 5, dtype=torch.int32)
         >>> batch = beam_batch([5], table, written_by, block_size=4)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
-from polyattn.spec.checks import LONGEST
+from polyattn.spec.fields import LONGEST
 
 LARGEST = (1 << 31) - 1
 Integers = np.ndarray[Any, np.dtype[np.int64]]

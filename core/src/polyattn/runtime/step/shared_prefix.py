@@ -22,7 +22,18 @@ FIRST_LOOK = 128
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Blocks `first` to `first + count` of `rows` are the same, as is all that lies before them."""
+    """A run of blocks that rows of a step share; they share everything before it, too.
+
+    Attributes:
+        rows: indices of the rows.
+        first: column of the block table at which the run starts.
+        count: blocks of the run.
+
+    Examples:
+        >>> SharedRun(rows=(0, 1), first=0, count=8).count
+        8
+
+    """
 
     rows: tuple[int, ...]
     first: int
@@ -58,7 +69,7 @@ def shared_prefixes(
     Raises:
         BatchError: shapes, dtypes or values don't fit.
 
-    Example:
+    Examples:
         >>> shared_prefixes(np.array([[7, 1], [7, 2]], np.int32), [20, 24], 16)
         ((SharedRun(rows=(0, 1), first=0, count=1),),)
 

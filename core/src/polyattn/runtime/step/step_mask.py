@@ -29,11 +29,22 @@ class StepMask(ABC):
 
 
 class CustomMask(StepMask):
-    """Packed boolean masks: for each sequence a row for each of its queries, True where it sees a key.
+    """Packed boolean masks: each sequence has a row for each of its queries, True where it sees a key.
 
-    - `bits` bool (total,): the sequences' masks one after another, each row by row.
-    - `over`: `"new"`, a mask is (query_len, query_len) over the step's own tokens, and every key before
-      them is seen (trees of drafted tokens); `"all"`, it is (query_len, seq_len).
+    Args:
+        bits: bool (total,), the sequences' masks one after another, each row by row.
+        over: `"new"`: a mask is (query_len, query_len) over the step's own tokens, and every earlier
+            key is seen (trees of drafted tokens). `"all"`: it is (query_len, seq_len).
+
+    Raises:
+        BatchError: `bits` isn't such a tensor, or `over` is another word.
+
+    Examples:
+        >>> CustomMask.tree([[-1, 0, 0]]).bits.view(3, 3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+
     """
 
     kind = "custom"
@@ -126,14 +137,22 @@ class CustomMask(StepMask):
 
 
 class BlockSparseMask(StepMask):
-    """Rows of blocks (block-sparse rows, BSR): for each row of queries the blocks of keys that it sees.
+    """Block-sparse rows (BSR): each row of queries has the blocks of keys that it sees.
 
-    - `block` (Br, Bc): Br neighbouring queries, counted from the step's first of a sequence, share a row;
-      a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
-    - `indptr` (rows + 1,), `indices` (blocks,): the rows of all sequences one after another,
-      ceil(query_len / Br) each; row r sees blocks `indices[indptr[r] : indptr[r + 1]]`.
+    Args:
+        indptr: (rows + 1,): row r sees blocks `indices[indptr[r] : indptr[r + 1]]`. The rows of all
+            sequences follow one another, ceil(query_len / Br) for each.
+        indices: (blocks,): numbers of blocks.
+        block: (Br, Bc): Br neighbouring queries, counted from the sequence's first in the step, share a
+            row; a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
 
-    Raises `BatchError`.
+    Raises:
+        BatchError: the numbers contradict one another.
+
+    Examples:
+        >>> BlockSparseMask([0, 2], [0, 2], block=(1, 16)).block
+        (1, 16)
+
     """
 
     kind = "block_sparse"
