@@ -154,8 +154,9 @@ def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:
 def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
     """Return the attention layer that a sparse layer runs as.
 
-    It is a decode of each token and KV head over pages of its own. A page is the consecutive entries that an id names, of one KV head. `bounded`: only the device knows
-    their number. Sinks are added afterwards, because the rows of a call don't share them.
+    It is a decode of each token and KV head over pages of its own. A page is the consecutive entries
+    that an id names, of one KV head. `bounded`: only the device knows their number. Sinks are added
+    afterwards, because the rows of a call don't share them.
     """
     sparse = spec.sparse
     assert sparse is not None
