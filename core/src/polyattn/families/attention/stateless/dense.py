@@ -50,6 +50,7 @@ class CallOptions(NamedTuple):
         needs_lse: whether the call returns the LSE.
         backend: the backend that must serve, by name; None: the selection decides.
         sink_tokens: first tokens that a window never hides.
+        batch_invariant: what must not change a bit of a row's result.
 
     Examples:
         >>> CallOptions(causal=True, sliding_window=128).window_right is None
@@ -66,6 +67,7 @@ class CallOptions(NamedTuple):
     needs_lse: bool = False
     backend: str | None = None
     sink_tokens: int = 0
+    batch_invariant: bool | str = False
 
 
 def flash_window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
@@ -154,7 +156,7 @@ def _group_of(
         sliding_window=asked.sliding_window, window_right=asked.window_right,
         logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
         sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
-        **more,
+        batch_invariant=asked.batch_invariant, **more,
     )  # fmt: skip
 
 
