@@ -26,7 +26,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import same_device
+from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
@@ -241,6 +241,10 @@ class LayerGroup:
         """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
+        if (
+            torch._C._len_torch_dispatch_stack()
+        ):  # such as FakeTensorMode, in which a plan's would be fake
+            check_is_real("batch", batch.seq_lens)
         if not same_device(batch.device, self.torch_device):
             raise BatchError(
                 f"the batch is on {batch.device}, the group on {self.torch_device}; create its "

@@ -191,8 +191,6 @@ class Attention(Layer):
             return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:
-            if query.__class__ is not Tensor:  # beside a FakeTensor a plan's own would be fake
-                check_tensor("query", query, self.group.torch_device)
             step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:

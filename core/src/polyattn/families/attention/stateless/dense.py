@@ -23,7 +23,7 @@ from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Lie
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.inputs import bad_input, check_is_real, refuse_gradients
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
@@ -328,10 +328,12 @@ def attend_dense(
         current(), generation(), place, asked, heads_first, heads_out, key_lens, first_positions,
         sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
         key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
-        value.stride(),
+        value.stride(), query.__class__,
     )  # fmt: skip
     call = _calls.get(key_of_call)
     if call is None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_is_real(name, tensor)
         order, lens = (heads_first, heads_out), (key_lens, first_positions)
         call = DenseCall(query, key, value, asked, order, lens, sinks, alibi_slopes)
         if len(_calls) >= KNOWN:
