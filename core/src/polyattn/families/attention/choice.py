@@ -1,4 +1,4 @@
-"""Who runs a step? The chosen backends, or where times were measured, the fastest predicted ones."""
+"""Which backends run a step? The chosen ones, or, with measured times, those predicted fastest."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ class Candidate:
 
 
 class Chooser:
-    """Assigns a step's parts to backends, all of them loaded before the first step.
+    """Assigns a step's parts to backends, all loaded before the first step.
 
-    A candidate that is still being built competes once it is ready, for plans that are made after that.
-
-    Without measured times that is the selection's pair. With them every candidate competes that has
-    a model for the kind of step; what no model speaks of stays with the pair.
+    A candidate that is still being built competes once it is ready, for later plans. Without measured
+    times the selection's pair runs. With them every candidate competes that has a model for the kind of
+    step, and the pair runs what no model covers.
     """
 
     def __init__(self, group: LayerGroup):
@@ -132,7 +131,7 @@ def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
 def loaded_candidate(
     group: LayerGroup, phase: str, info: BackendInfo, required: bool, later: bool = False
 ) -> Candidate | None:
-    """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
+    """Load a backend. A competing one that can't be loaded is left out, with a log line."""
     try:
         form = group.kernel_format(info)
         loaded = group.load(phase, info, AttentionBackend, cache=form, later=later)

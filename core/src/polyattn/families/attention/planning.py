@@ -1,4 +1,4 @@
-"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps."""
+"""How is a step of attention planned? By phase: each part gets a backend and that backend's plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TransformOutput(Op):
 
 
 class AttentionStep(StepPlan):
-    """What a step does, `before` its calls first, and the shapes that its layers are held to."""
+    """A step's ops, with the work before its calls first, and the shapes that layers must have."""
 
     def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
         self.before = before
@@ -186,7 +186,7 @@ class AttentionStep(StepPlan):
 
 
 class Planner(StepPlanner):
-    """Plans for attention over a cache, or over keys and values that are given."""
+    """Plans for attention over a cache, or over keys and values of the call."""
 
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec

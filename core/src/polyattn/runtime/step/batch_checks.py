@@ -1,4 +1,4 @@
-"""Does a batch keep the contract? What the host knows is checked always, the tensors' values if asked."""
+"""Does a batch keep the contract? Host values are always checked, values on the device on request."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def check_queries(batch: Batch) -> int | None:
 
 
 def check_padding(batch: Batch, unable: Sequence[str]) -> None:
-    """Check the queries of a step. `unable`: who of those that may run it takes padding rows of one query
-    token alone. Raises `BatchError`.
+    """Check the queries of a step. Raises `BatchError`.
+
+    `unable` names the backends that may run it and take padding rows of one query token only.
     """
     several = check_queries(batch)
     if several is not None and unable:
