@@ -14,7 +14,8 @@ from polyattn.selection.cache_format import CacheFormat
 def with_a_column(batch: Batch) -> Batch:
     """Return the batch with a block table of at least one column.
 
-    Kernels read the first column before they know a length. A table without columns, which only empty sequences can have, becomes one of block 0.
+    Kernels read the first column before they know a length. A table without columns, which only empty
+    sequences can have, becomes one of block 0.
     """
     table = batch.block_table
     if table is None or table.shape[1]:
