@@ -56,9 +56,10 @@ def walk(call: Callable[[], Any]) -> Walk:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        call()
+        result = call()  # what frees it is no part of the walk
     finally:
         sys.setprofile(before)
+    del result
     return Walk(list(crossed), len(files) - 1)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from polyattn.families.attention.choice import loaded_candidate
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
@@ -18,6 +17,7 @@ from polyattn.runtime.inputs import capturing
 from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
+from polyattn.runtime.step.shared_prefix import most_saved
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -153,8 +153,11 @@ class Sharing:
         if captures and told.shared_prefix is None:
             return None
         if batch.shared_prefix is None and not captures:
-            most = batch.most_shared(form.block_size) * self.block_bytes
-            if self._way(1, most) is None:
+            table = batch.host_block_table
+            if table is None:
+                return None
+            most = most_saved(table, np.maximum(batch.host_lens - 1, 0), form.block_size)
+            if not most or self._way(1, most * self.block_bytes) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
         saved = sum(run.saved for level in levels for run in level) * self.block_bytes
@@ -212,7 +215,7 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
     for info in dict(group.selection.candidates).get("decode", ()):
         able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
         if able and not check(info.capabilities, spec, group.device, "decode"):
-            found = loaded_candidate(group, "decode", info, required=False)
+            found = group.candidate("decode", info, AttentionBackend)
             if found is not None:
-                return found.backend
+                return found
     return None
