@@ -337,7 +337,7 @@ class Planner(StepPlanner):
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
-        read_back = self.sharing.look(batch)
+        read_back = self.sharing.looks and self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info

@@ -17,7 +17,7 @@ from polyattn.runtime.inputs import capturing
 from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
-from polyattn.runtime.step.shared_prefix import most_saved
+from polyattn.runtime.step.shared_prefix import may_share, most_saved
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -80,6 +80,9 @@ class Sharing:
         form = group.cache_format
         self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
         self.rest = self.rested = 0
+        # Whether a step's table may be worth reading back at all: `look`.
+        priced = group.device.platform in READ_BACK_US
+        self.looks = priced and not reason and not group.spec.graph_capture
 
     @classmethod
     def of(cls, group: LayerGroup) -> Sharing:
@@ -110,7 +113,7 @@ class Sharing:
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
-        if self.reason or self.group.spec.graph_capture or told or step.lens_are_bounds:
+        if told or step.lens_are_bounds:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
@@ -154,10 +157,10 @@ class Sharing:
             return None
         if batch.shared_prefix is None and not captures:
             table = batch.host_block_table
-            if table is None:
+            if table is None or not may_share(table):
                 return None
             most = most_saved(table, np.maximum(batch.host_lens - 1, 0), form.block_size)
-            if not most or self._way(1, most * self.block_bytes) is None:
+            if self._way(1, most * self.block_bytes) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
         saved = sum(run.saved for level in levels for run in level) * self.block_bytes

@@ -210,13 +210,9 @@ def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> i
 
     As `shared_prefixes` takes them; all but the longest of them could be alike to their end.
     """
-    if block_table.size == 0:
-        return 0
-    blocks, order = block_table[:, 0], np.argsort(block_table[:, 0])
+    blocks, full = block_table[:, 0], np.minimum(lens // block_size, block_table.shape[1])
+    order = np.argsort(blocks)
     begins = np.flatnonzero(np.append(True, blocks[order[1:]] != blocks[order[:-1]]))
-    if len(begins) == len(blocks):
-        return 0
-    full = np.minimum(lens // block_size, block_table.shape[1])
     return int(full.sum() - np.maximum.reduceat(full[order], begins).sum())
 
 
