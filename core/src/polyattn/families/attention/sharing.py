@@ -6,6 +6,8 @@ merges (`prefix`), which any backend with an LSE serves. Only what is predicted 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -80,9 +82,6 @@ class Sharing:
         form = group.cache_format
         self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
         self.rest = self.rested = 0
-        # Whether a step's table may be worth reading back at all: `look`.
-        priced = group.device.platform in READ_BACK_US
-        self.looks = priced and not reason and not group.spec.graph_capture
 
     @classmethod
     def of(cls, group: LayerGroup) -> Sharing:
@@ -104,6 +103,12 @@ class Sharing:
         if native is None and calls is None:
             reason = "none of the candidates reads shared blocks once"
         return cls(group, native, calls, reason or "")
+
+    @cached_property
+    def looks(self) -> bool:
+        """Whether a step's table may be worth reading back at all."""
+        priced = self.group.device.platform in READ_BACK_US
+        return priced and not self.reason and not self.group.spec.graph_capture
 
     def look(self, step: Batch) -> bool:
         """Read a table that only the device has back to the host, where that may pay; return whether.

@@ -210,6 +210,8 @@ def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> i
 
     As `shared_prefixes` takes them; all but the longest of them could be alike to their end.
     """
+    if not may_share(block_table):
+        return 0
     blocks, full = block_table[:, 0], np.minimum(lens // block_size, block_table.shape[1])
     order = np.argsort(blocks)
     begins = np.flatnonzero(np.append(True, blocks[order[1:]] != blocks[order[:-1]]))
