@@ -43,7 +43,7 @@ def test_a_level_that_is_not_there_is_named() -> None:
         ({"dense_context": True, "sliding_window": 8}, "dense_context=True shows a prompt other"),
         (
             {"rope": RopeSpec(rotary_size=64, scaling="dynamic", factor=2.0, original_length=64)},
-            "rope.scaling='dynamic' turns a token by its sequence's length",
+            "rope.scaling='dynamic' rotates a token by its sequence's length",
         ),
     ],
 )
@@ -151,9 +151,9 @@ def test_triton_gives_the_levels_on_a_gpu_and_names_what_it_does_not_give_them_f
         chosen = dict(select(LAYER.replace(batch_invariant=level), device).decision.chosen)
         assert chosen["prefill"] == chosen["decode"] == "TRITON_ATTN"
     for fields, why in (
-        ({"graph_capture": "uniform"}, "there are as many programs as the step's keys ask for"),
+        ({"graph_capture": "uniform"}, "the number of programs follows the step's keys"),
         ({"length_bounds": True}, "keys are cut by each request's own length"),
-        ({"mask": "block_sparse"}, "a step of decodes goes over the chosen pages alone"),
+        ({"mask": "block_sparse"}, "a step of decodes reads the chosen pages alone"),
         (
             {"batch_invariant": "steps", "rope": RopeSpec(rotary_size=64, positions="cache")},
             "keys are turned to places after the last token of a tile of rows",

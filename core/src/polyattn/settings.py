@@ -32,7 +32,7 @@ VARIABLES: dict[str, str] = {
     "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
     "then the plugins' tables), or 0: choose by priority alone",
-    "POLYATTN_WHY": "1 or 0: write down for `polyattn why` what this process runs (default 1)",
+    "POLYATTN_WHY": "1 or 0: record for `polyattn why` what this process runs (default 1)",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""

@@ -103,7 +103,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     reasons = "".join(f"\n  {text}" for text in said)
     hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'
     if torch_device:
-        hint += "\n  without a name the best device of this machine is taken"
+        hint += "\n  without a name this machine's best device is used"
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")
 
 

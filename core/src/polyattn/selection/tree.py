@@ -267,11 +267,11 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         if spec.kind is AttentionKind.MLA:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
-    steps = [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
+    steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
     if spec.sparse is not None:
         size = sparse_blocks(spec)[1]
         answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
-        steps.append(Step("Does a choice say which keys count?", answer))
+        steps.append(Step("Does each call choose the keys?", answer))
     return steps
 
 

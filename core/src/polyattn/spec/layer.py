@@ -462,7 +462,7 @@ def _check_invariance(spec: LayerSpec) -> None:
         )
     if spec.rope is not None and spec.rope.by_length:
         raise SpecError(
-            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} turns a token by its "
+            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} rotates a token by its "
             "sequence's length at that step; ask for batch_invariant='batch'"
         )
     if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
@@ -546,7 +546,7 @@ def _check_uncached(spec: LayerSpec) -> None:
         )
     for name, plain in (("kv_cache_dtype", "auto"), ("block_size", None)):
         if (value := getattr(spec, name)) != plain:
-            raise SpecError(f"{name}={value!r} speaks of a cache, and cached=False; drop one")
+            raise SpecError(f"{name}={value!r} is about a cache, and cached=False; drop one")
 
 
 def _check_family(spec: LayerSpec) -> None:

@@ -85,7 +85,7 @@ class RecurrentSpec:
         for name in ("gated", "bc_in_float32"):
             if getattr(self, name) and not mamba:
                 raise SpecError(
-                    f"recurrent.{name}=True: {kind.value} has none; only Mamba layers have"
+                    f"recurrent.{name}=True: {kind.value} has none; only Mamba layers have one"
                 )
         if self.draft_tokens and kind is not AttentionKind.SHORT_CONV:
             raise SpecError(

@@ -17,7 +17,7 @@ PAIRS = 1 << 26
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant can't be served: `flex_attention` always takes a softmax."""
-    return None if variant.softmax else "torch's flex_attention has no way without a softmax"
+    return None if variant.softmax else "torch's flex_attention can't leave the softmax out"
 
 
 def kernel_options(pointwise: Pointwise | None, device_type: str) -> dict[str, int] | None:

@@ -40,7 +40,7 @@ def changed(
             raise
         raise BatchError(
             f"variant {places.variant!r}: a function asks whether a tensor is true (if, and, or, not, "
-            "min, max), and it is given many pairs at once; use torch.where, &, |, ~, torch.minimum"
+            "min, max), and it gets many pairs at once; use torch.where, &, |, ~, torch.minimum"
         ) from error
     return scores, visible if seen is None else visible & seen
 

@@ -42,11 +42,11 @@ NOT_INTERPRETED = names(
 whose bits follow from a row's place in a tile."""
 
 ALIKE_WITHOUT = {
-    "captured": "there are as many programs as the step's keys ask for",
+    "captured": "the number of programs follows the step's keys",
     "length_bounds": "keys are cut by each request's own length",
     "variant": "its functions' key tiles are listed, or not, by the step",
     "custom_mask": "key tiles are listed, or not, by the step",
-    "block_sparse": "a step of decodes goes over the chosen pages alone",
+    "block_sparse": "a step of decodes reads the chosen pages alone",
 }
 
 
@@ -113,7 +113,7 @@ TRITON_ATTN = declared(
         excludes=(
             (
                 frozenset({"cache_positions", ANY_ROWS}),
-                "rows of bytes are read in groups, not in the pairs that turn",
+                "rows of bytes are read in groups, not in the pairs that rotate",
             ),
             (
                 frozenset({"step_invariant", "cache_positions"}),

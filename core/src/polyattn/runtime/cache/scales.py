@@ -77,9 +77,7 @@ class LayerScales:
         if not isinstance(value, Tensor):
             value = torch.full((heads,) if many else (), positive(name, value, used))
         elif not used:
-            raise SpecError(
-                f"{name} was given, and nothing of this layer is scaled by it ({self.spec})"
-            )
+            raise SpecError(f"{name} scales nothing of this layer; leave it out ({self.spec})")
         if value.shape != (heads,) if many else value.numel() != 1:
             wanted = f"({heads},), one a KV head" if many else "(), one number"
             raise SpecError(

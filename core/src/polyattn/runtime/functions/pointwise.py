@@ -173,7 +173,7 @@ def layer_inputs(
     for name, value in (given or {}).items():
         if name not in declared:
             raise SpecError(
-                f"inputs has {name!r}, which {spec} takes none of; it takes "
+                f"inputs has {name!r}, which {spec} doesn't take; it takes "
                 f"{', '.join(declared) or 'none'}"
             )
         tensor = as_tensor(f"inputs[{name!r}]", value, SpecError)

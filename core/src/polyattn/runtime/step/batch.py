@@ -169,8 +169,28 @@ class Batch:
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
-        stored.
+        Args:
+            query_lens: query tokens of each sequence.
+            seq_lens: tokens of each sequence, cached and new.
+            block_table: as in `Batch`.
+            block_size: tokens of a block of the cache, from which slots follow; None stores nothing.
+            state_slots: as in `Batch`.
+            state_targets: as in `Batch`.
+            key_starts: as in `Batch`.
+            first_positions: as in `Batch`.
+            positions: as in `Batch`.
+            mask: as in `Batch`.
+            inputs: as in `Batch`.
+            host_block_table: as in `Batch`.
+            shared_prefix: as in `Batch`.
+            device: as in `Batch`.
+
+        Returns:
+            The batch.
+
+        Raises:
+            BatchError: as `Batch`.
+
         """
         query_lens = integers("query_lens", query_lens)
         for index, length in enumerate(query_lens):

@@ -169,7 +169,7 @@ def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]
 
 
 def _failed(text: str, blocks: int) -> Exception:
-    if "block table" in text:
+    if "block_table" in text:
         return BatchError(
             f"block_table points outside the cache's {blocks} blocks; the sequences that do were left "
             "out, and their outputs are unwritten"
