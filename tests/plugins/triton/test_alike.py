@@ -73,17 +73,19 @@ def regroupings(dice: Dice) -> list[tuple[int, int]]:
     return [(q, q + dice.choice(CONTEXTS)) for q in queries]
 
 
+@pytest.mark.parametrize("draws", [40, pytest.param(1500, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_request_is_attended_to_alike_in_any_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The sweep's are more than 10,000 regroupings."""
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS[name].replace(batch_invariant="batch"))
     free, _ = pretended(monkeypatch, SPECS[name])
     alone: dict[tuple[int, int], Any] = {}
     dice, differ = Dice(len(name)), 0
-    for _ in range(40):
+    for _ in range(draws):
         lens = regroupings(dice)
         found = ways(backend, lens)
         assert found.keys() == {i for i, (queries, _) in enumerate(lens) if queries}

@@ -1,4 +1,4 @@
-"""What does an engine hold for sparse attention? `SparseAttention`: each call brings its choice."""
+"""Which class runs sparse attention? `SparseAttention`: each call brings its choice."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Piece(Op):
 
 
 class SparseStep(StepPlan):
-    """A step over chosen keys: what is stored, and pieces of its tokens."""
+    """A step over chosen keys: the tokens to store, and the pieces to decode."""
 
     def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
         super().__init__(planner.group, batch, (before, *pieces))
@@ -111,7 +111,7 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
 
 
 class Planner(StepPlanner):
-    """Plans for sparse layers. One backend serves every token, whatever the phase."""
+    """Plans for sparse layers. One backend serves every token, in both phases."""
 
     def __init__(self, group: LayerGroup):
         self.group = group

@@ -1,4 +1,4 @@
-"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
+"""Where are K and V? `KVCache` is one layer's pages in its `CacheFormat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does a recurrent layer's state live? One slot a sequence, in one tensor a layer."""
+"""Where is a recurrent layer's state? One slot for each sequence, in one tensor for each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: any number of layers and groups in one capture, one graph a step's size."""
+"""CUDA graphs of whole steps: any number of layers and groups in one capture, a graph for each size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Step = Callable[..., Any]
 
 
 class StepGraph:
-    """One captured step of up to so many rows, tokens and keys as its buffers have room for.
+    """One captured step, for up to as many rows, tokens and keys as its buffers hold.
 
-    The graph holds a plan of its own for each group, which `replay` plans anew into the same buffers.
+    The graph has a plan for each group, which `replay` plans again into the same buffers.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
