@@ -51,8 +51,8 @@ HEAD = """# Which models are read
 
 `polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
 group polyattn.models. A config becomes layers by its `model_type`. {count} types are known.
-No layer of {refused} of them is served, and the reader says what they need. It refuses any other type, and
-says what it looks like.
+No layer of {refused} of them is served, and the reader says what they need. It refuses any other type,
+and says what it looks like.
 
 The column "read" has the proof:
 
