@@ -1,4 +1,4 @@
-"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     query_lens: Sequence[int] | None = None, key_lens: Sequence[int] | None = None,
     first_positions: Sequence[int] | None = None, return_lse: bool = False,
-    backend: str | None = None,
+    backend: str | None = None, batch_invariant: bool | str = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to keys and values that are passed whole. Forward only: gradients are refused.
 
@@ -54,6 +54,8 @@ def attention(
         first_positions: the position in its text of each sequence's first key; default: 0.
         return_lse: return the LSE too.
         backend: a name; that backend is used or refused.
+        batch_invariant: what must not change a bit of a sequence's result, as in `LayerSpec`: True or
+            `"batch"`, `"steps"`, `"calls"`. Not beside `mask`.
 
     Returns:
         The output in the query's shape with the value's size, 0 for a query that sees nothing. With
@@ -72,10 +74,8 @@ def attention(
     """
     asked = CallOptions(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
-        sink_tokens,
+        sink_tokens, batch_invariant,
     )  # fmt: skip
-    if query.__class__ is not Tensor and isinstance(query, Tensor):
-        check_is_real("query", query)  # beside a FakeTensor a plan's own tensors would be fake
     try:
         firsts = None if first_positions is None else tuple(first_positions)
         if query.dim() == 3:
@@ -109,6 +109,11 @@ def _check_alone(asked: CallOptions, *beside: Sequence[int] | None) -> None:
         raise BatchError(
             "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
             "left out beside it"
+        )
+    if asked.batch_invariant:
+        raise BatchError(
+            f"batch_invariant={shown(asked.batch_invariant)} beside a mask: rows are attended to by what "
+            "the masks of a call have in common; leave one of them out"
         )
 
 
