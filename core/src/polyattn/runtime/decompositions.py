@@ -143,7 +143,11 @@ def planned_call(
     `cache` is the group's, or None if the backend walks no blocks of it. `earlier` is the captured
     call, whose plan and block table then hold this step.
     """
-    batch, size = with_a_column(part.batch), None
+    batch, size = part.batch, None
+    if batch.shared_prefix is not None:  # nobody reads once what wasn't asked for
+        batch = batch.with_shared_prefix(None)
+    if batch.block_table is not None and not batch.block_table.shape[1]:
+        batch = with_a_column(batch)
     if cache is not None and backend.cache.block_size != cache.block_size:
         size = backend.cache.block_size
         into = None if earlier is None else earlier.plan.batch.block_table

@@ -6,6 +6,7 @@ A step's plan is a program, which each of the group's layers runs: `StepPlan`.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -40,6 +41,7 @@ from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
+log = logging.getLogger("polyattn")
 
 
 UNKNOWN = 1 << 32
@@ -241,13 +243,13 @@ class LayerGroup:
         """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
-        if (
-            torch._C._len_torch_dispatch_stack()
-        ):  # such as FakeTensorMode, in which a plan's would be fake
+        device = self.torch_device
+        # Such as FakeTensorMode, in which a plan's tensors would be fake.
+        if torch._C._len_torch_dispatch_stack():
             check_is_real("batch", batch.seq_lens)
-        if not same_device(batch.device, self.torch_device):
+        if batch.device != device and not same_device(batch.device, device):
             raise BatchError(
-                f"the batch is on {batch.device}, the group on {self.torch_device}; create its "
+                f"the batch is on {batch.device}, the group on {device}; create its "
                 f"tensors there, or pass device= to a batch without tensors"
             )
         if not batch.causal:
@@ -342,6 +344,16 @@ class LayerGroup:
             if isinstance(found, Backend):
                 self.builds.add(info.name, found, phase, later)
         return found
+
+    def candidate(
+        self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
+    ) -> BackendT | None:
+        """Load a backend that only competes. One that can't be loaded is named, and None is returned."""
+        try:
+            return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
+        except PluginError as error:
+            log.warning("%s does not compete for %s: %s", info.name, self.spec, error)
+            return None
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
         """Return the cache as a backend's kernel walks it; None where there is no cache."""

@@ -14,7 +14,6 @@ from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_pages
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import paged, sparse_blocks
@@ -137,7 +136,7 @@ class Planner(StepPlanner):
         spec, assigned = self.group.spec, self.group.cache_format
         assert assigned is not None and spec.sparse is not None
         if spec.sparse.tokens_per_entry == 1:
-            check_pages(spec, batch, assigned.block_size)
+            batch.check_pages(assigned.block_size)
         elif batch.slot_mapping is not None:
             raise BatchError(
                 "slot_mapping stores a step's tokens, and an entry of this cache stands for "
