@@ -6,9 +6,10 @@ Written after `kernel.attention_kernel`, from what lies in the plan's arrays. It
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from polyattn.kernel import Batch, Items, Keys, LayerSpec, Reads, no_merges
 from polyattn.plugin import key_ranges
 
@@ -16,68 +17,49 @@ from polyattn_tpu.configs import DENSE_PAGE, block_tokens, pages_per_step
 from polyattn_tpu.planning import AttentionPlan
 from polyattn_tpu.step import Step
 
+Ints = NDArray[np.int64]
+
+
+class Walk(NamedTuple):
+    """What each tile is to the kernel, int64 (tiles,) each: rows [`skip`, `stop`) of it are real."""
+
+    seq: Ints
+    start: Ints
+    skip: Ints
+    stop: Ints
+    queries: Ints
+    length: Ints
+
 
 def reads_of(spec: LayerSpec, plan: AttentionPlan, batch: Batch, page: int) -> Reads:
     """Return what the kernel reads of a plan; an item is one block of a tile's rows.
 
     `page`: tokens of a page of the cache; keys that are passed whole have `DENSE_PAGE`.
     """
-    step, group, faults = Step.from_batch(batch), spec.gqa_ratio, list[str]()
+    step, group = Step.from_batch(batch), spec.gqa_ratio
     page = page if plan.cached else DENSE_PAGE
-    seq, start, token = (
-        np.asarray(array, np.int64)
-        for array in (plan.tiles.seq, plan.tiles.start, plan.tiles.token)
-    )
-    query_lens, seq_lens = (
-        np.asarray(array, np.int64) for array in (plan.pages.query_lens, plan.pages.seq_lens)
-    )
-    inside = (seq >= 0) & (seq < len(query_lens))
-    faults += [f"tile {i}: no sequence {seq[i]}" for i in np.flatnonzero(~inside)]
-    seq = np.where(inside, seq, 0)
-    queries, length, tokens = query_lens[seq], seq_lens[seq], plan.tiles.step
-    skip = np.maximum(-start, 0)
-    stop = np.minimum(start + tokens, queries) - start  # rows [skip, stop) are real
-    real = inside & (stop > skip)
-    begins = np.append(np.asarray(step.starts, np.int64), 0)
-    own = begins[np.minimum(seq, step.num_seqs)] + start
-    faults += [
-        f"tile {i} of sequence {seq[i]}: step token {token[i]} is read where {own[i]} is meant"
-        for i in np.flatnonzero(real & (token != own))
-    ]
-    faults += [
-        f"tile {i}: tokens {token[i]} to {token[i] + tokens} of {plan.num_tokens} are read"
-        for i in np.flatnonzero((token < 0) | (token + tokens > plan.num_tokens))
-    ]
-    faults += _pages_elsewhere(step, plan, page)
-    # The kernel masks by these lengths.
-    faults += [
-        f"sequence {i}: its mask is of {query_lens[i]} query tokens and {seq_lens[i]} keys"
-        for i, wanted in enumerate(zip(step.query_lens, step.seq_lens, strict=True))
-        if (query_lens[i], seq_lens[i]) != wanted
-    ]
-    # The step's last tile may begin earlier: tiles run in order, so the rows it has again are its own.
-    follows = np.append(seq[1:] == seq[:-1], False) & np.append(real[1:], False)
-    after = np.append(start[1:] + skip[1:], 0) - start
-    stop = np.where(follows, np.minimum(stop, after), stop)
+    faults = _other_lengths(step, plan) + _pages_elsewhere(step, plan, page)
+    tiles, tokens = _walk(step, plan, faults), plan.tiles.step
 
     each = min(block_tokens(group), tokens)
     blocks = tokens // each
-    tile, block = (part.ravel() for part in np.indices((len(seq), blocks)))
-    low = np.maximum(block * each, skip[tile])
-    high = np.minimum((block + 1) * each, stop[tile])
-    some = real[tile] & (high > low)
-    tile, block, low, high = tile[some], block[some], low[some], high[some]
-    count = np.arange(len(tile))
+    tile, block = (part.ravel() for part in np.indices((len(tiles.seq), blocks)))
+    low = np.maximum(block * each, tiles.skip[tile])
+    high = np.minimum((block + 1) * each, tiles.stop[tile])
+    some = high > low
+    block, low, high = block[some], low[some], high[some]
+    of = Walk(*(array[tile[some]] for array in tiles))
+    count = np.arange(len(block))
     nothing = 0 * count
     items = Items(
-        seq[tile], (start[tile] + low) * group, (high - low) * group, nothing,
-        nothing + spec.num_kv_heads, nothing - 1, nothing, seq[tile],
+        of.seq, (of.start + low) * group, (high - low) * group, nothing,
+        nothing + spec.num_kv_heads, nothing - 1, nothing, of.seq,
     )  # fmt: skip
 
-    context = (length - queries)[tile]
-    first = context + start[tile]
-    last = context + np.minimum(start[tile] + tokens, queries[tile]) - 1
-    ranges = key_ranges(spec, first, last, length[tile], np.minimum, np.maximum)
+    context = of.length - of.queries
+    first = context + of.start
+    last = context + np.minimum(of.start + tokens, of.queries) - 1
+    ranges = key_ranges(spec, first, last, of.length, np.minimum, np.maximum)
     keys = pages_per_step(page) * page
     end = -(-ranges.near_stop // keys)
     begin = ranges.near_start // keys
@@ -97,6 +79,49 @@ def reads_of(spec: LayerSpec, plan: AttentionPlan, batch: Batch, page: int) -> R
         group, spec.num_kv_heads, items, Keys(*np.concatenate(read, axis=1)), no_merges(),
         faults=faults, spec=spec,
     )  # fmt: skip
+
+
+def _walk(step: Step, plan: AttentionPlan, faults: list[str]) -> Walk:
+    """Return the tiles; one that is nobody's, or that has nothing to do, has no real rows."""
+    seq, start, token = (
+        np.asarray(array, np.int64)
+        for array in (plan.tiles.seq, plan.tiles.start, plan.tiles.token)
+    )
+    query_lens = np.asarray(plan.pages.query_lens, np.int64)
+    inside = (seq >= 0) & (seq < len(query_lens))
+    faults += [f"tile {i}: no sequence {seq[i]}" for i in np.flatnonzero(~inside)]
+    seq = np.where(inside, seq, 0)
+    queries, tokens = query_lens[seq], plan.tiles.step
+    skip = np.maximum(-start, 0)
+    stop = np.where(inside, np.minimum(start + tokens, queries) - start, 0)
+    real = stop > skip
+    begins = np.append(np.asarray(step.starts, np.int64), 0)
+    own = begins[np.minimum(seq, step.num_seqs)] + start
+    faults += [
+        f"tile {i} of sequence {seq[i]}: step token {token[i]} is read where {own[i]} is meant"
+        for i in np.flatnonzero(real & (token != own))
+    ]
+    faults += [
+        f"tile {i}: tokens {token[i]} to {token[i] + tokens} of {plan.num_tokens} are read"
+        for i in np.flatnonzero((token < 0) | (token + tokens > plan.num_tokens))
+    ]
+    # The step's last tile may begin earlier: tiles run in order, so the rows it has again are its own.
+    follows = np.append(seq[1:] == seq[:-1], False) & np.append(real[1:], False)
+    after = np.append(start[1:] + skip[1:], 0) - start
+    stop = np.where(follows, np.minimum(stop, after), stop)
+    return Walk(seq, start, skip, stop, queries, np.asarray(plan.pages.seq_lens, np.int64)[seq])
+
+
+def _other_lengths(step: Step, plan: AttentionPlan) -> list[str]:
+    """Return the sequences for which the kernel masks by other lengths than theirs."""
+    queries, lens = (
+        np.asarray(array).tolist() for array in (plan.pages.query_lens, plan.pages.seq_lens)
+    )
+    return [
+        f"sequence {i}: its mask is of {queries[i]} query tokens and {lens[i]} keys"
+        for i, wanted in enumerate(zip(step.query_lens, step.seq_lens, strict=True))
+        if (queries[i], lens[i]) != wanted
+    ]
 
 
 def _pages_elsewhere(step: Step, plan: AttentionPlan, page: int) -> list[str]:
