@@ -9,7 +9,6 @@ from polyattn.families.attention.quest import choose_pages as choose_pages
 from polyattn.families.attention.quest import page_bounds as page_bounds
 from polyattn.families.attention.quest import page_scores as page_scores
 from polyattn.families.attention.stateless.function import attention as attention
-from polyattn.families.mla.indexer import choose_tokens as choose_tokens
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
 from polyattn.families.sparse.indexer import Indexer as Indexer

@@ -88,6 +88,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"rope_parameters": PARTIAL_MROPE},
     "qwen3_5_moe_text": {"rope_parameters": PARTIAL_MROPE},
     "helium": {"head_dim": 24},
+    "kimi_linear": {"linear_num_heads": 3, "linear_head_dim": 12},
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen3_vl_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},

@@ -73,7 +73,7 @@ def in_any_steps(spec: LayerSpec) -> None:
     at = torch.arange(PROMPT)
     kept = [x[table[0, at // BLOCK].long(), at % BLOCK] for x in (cache.key, cache.value)]
     given: Any = TritonAttention(spec.replace(cached=False, block_size=None), None, DEVICE)
-    given.steps_piece = 32
+    given.steps_piece, given.room = 32, 1  # each tile in a launch of its own
     same(run(given, Batch([0, PROMPT], [PROMPT], None), query, None, *kept), whole)
 
 

@@ -1,4 +1,4 @@
-"""What can a backend do? Declared as data; a check answers with every reason, never just no."""
+"""What can a backend do? Claims are data, and `check` returns every reason against a backend."""
 
 from __future__ import annotations
 
@@ -439,9 +439,9 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled, and for
-    what it excludes): what the layer computes is no concern of theirs.
+    An empty tuple means that it can. Pure: no import, no device access. For a store or a merge, only
+    platform, kind and dtypes count (for a store also the keys' form and scales, and what it excludes),
+    because what the layer computes doesn't concern it.
     """
     found: list[Rejection] = []
 
@@ -528,14 +528,14 @@ def _check_excludes(
 
 
 def takes(caps: Capabilities, kv_cache_dtype: str) -> bool:
-    """Whether a claim has a cache's dtype, by name, or as any format of rows."""
+    """Return whether a claim includes a cache's dtype, by name or as any row format."""
     if kv_cache_dtype in caps.kv_cache_dtypes:
         return True
     return ANY_ROWS in caps.kv_cache_dtypes and is_rows(kv_cache_dtype)
 
 
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
-    """Whether a store itself does what comes before storing; without a rope that is to add a bias."""
+    """Return whether a store itself rotates; for a layer without a rope, whether it adds a bias."""
     if rope is None or not rope.rotary_size:
         return bool(caps.rotates)
     return rope.pairing in caps.rotates

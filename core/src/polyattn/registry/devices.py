@@ -1,4 +1,4 @@
-"""Which device is meant? The one road from what a caller says to a `Device`."""
+"""Which device is meant? The only way from a caller's argument to a `Device`."""
 
 from __future__ import annotations
 

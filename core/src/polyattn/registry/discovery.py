@@ -1,4 +1,4 @@
-"""Who is installed? Finds plugins by their entry points and keeps each one's failure to itself."""
+"""Which plugins are installed? Finds them by entry points and isolates the failures of each."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def unregister(plugin: Any) -> None:
 
 
 def refresh() -> None:
-    """Forget what was found and probed; the next `discover` looks again (after an installation)."""
+    """Forget what was found and probed; the next `discover` looks again, after an installation."""
     global _generation
     _generation += 1
     _cache.clear()
@@ -106,13 +106,13 @@ def refresh() -> None:
 
 
 def changed() -> None:
-    """Say that something which decides selections is another: what was selected is asked anew."""
+    """Invalidate earlier selections: something that decides them has changed."""
     global _generation
     _generation += 1
 
 
 def generation() -> int:
-    """Return a number that changes whenever the set of plugins may have."""
+    """Return a number that changes whenever the set of plugins may have changed."""
     return _generation
 
 

@@ -1,4 +1,4 @@
-"""Which distributions and modules are here? As importlib says, but a finder that fails ends nothing."""
+"""Which distributions and modules are here? As importlib, but a failing finder doesn't stop it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("polyattn")
 def distributions(name: str | None = None) -> Iterator[metadata.Distribution]:
     """Yield the installed distributions (of a name), as `importlib.metadata` does.
 
-    That ends with whatever an entry of `sys.meta_path` raises; here one that fails is passed over.
+    That stops at any error of an entry of `sys.meta_path`; this function skips such an entry.
     """
     kind = metadata.DistributionFinder.Context
     context = kind() if name is None else kind(name=name)

@@ -71,7 +71,7 @@ class Platform:
 
 
 class HookSpecs:
-    """What polyattn asks of a plugin. Only `polyattn_api_versions` must be there."""
+    """The hooks that polyattn calls. Only `polyattn_api_versions` is required."""
 
     @hookspec
     def polyattn_api_versions(self) -> tuple[int, int]:  # type: ignore[empty-body]

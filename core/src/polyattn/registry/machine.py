@@ -38,7 +38,7 @@ class LatePluginError(PluginError):
 
 
 class PluginCall:
-    """One call into a plugin, under way. `what` names it in errors: `"its probe"`."""
+    """A running call into a plugin. `what` names it in errors: `"its probe"`."""
 
     def __init__(self, what: str, call: Callable[[], Any]):
         self.what = what
@@ -75,14 +75,14 @@ class PluginCall:
 
 
 def within(seconds: float, setting: str, what: str, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns. Raises `PluginError` when it fails or is late."""
+    """Return what `call` returns. Raises `PluginError` if it fails or is late."""
     return PluginCall(what, call).answer(seconds, setting)
 
 
 def detect(registry: Registry, torch_device: str | None = None) -> Device:
-    """Return the highest-ranking platform's device that is here, or the one asked for.
+    """Return the present device of the highest-ranking platform, or the requested one.
 
-    Raises `DeviceError` with what each platform's detector said.
+    Raises `DeviceError` with each detector's message.
     """
     said: list[str] = []
     kind = torch_device and torch_device.split(":")[0]
@@ -110,7 +110,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
 def interpreted(registry: Registry, profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
     """Return a device that interprets a profile's kernels here, and the context to work in.
 
-    A profile whose platform interprets nothing comes back as it is. Raises `PluginError`.
+    The profile of a platform without an interpreter is returned as it is. Raises `PluginError`.
     """
     platform = registry.platforms.get(profile.platform)
     if profile.is_real or platform is None or platform.interpret is None:
@@ -171,11 +171,11 @@ def _current_accelerator() -> Callable[[], None]:
 
 
 class Fault(str):
-    """A reason why a backend can't run that is its plugin's own fault, not this machine's."""
+    """A reason why a backend can't run that is its plugin's fault, not this machine's."""
 
 
 class Unset(str):
-    """A reason that is a setting's, which the user may change: asked for anew each time."""
+    """A reason that depends on a setting, which the user may change; it is checked again each time."""
 
 
 def availability(info: BackendInfo, timeout: float) -> str | None:
@@ -221,9 +221,9 @@ def _of_builds(answers: dict[str, str | None]) -> str | None:
 
 
 def running(info: BackendInfo, timeout: float) -> str:
-    """Return what of an available backend runs here, in a word; "" where it doesn't say.
+    """Return what of an available backend runs here, in a word; "" if it doesn't tell.
 
-    Not remembered: a setting of the plugin's may change it.
+    The answer isn't cached, because a plugin's setting may change it.
     """
     path = info.runs
     if path is None:
@@ -236,7 +236,7 @@ _probed: dict[str, str | None] = {}
 
 
 def forget_probes() -> None:
-    """Ask again at the next question, after something was installed or mended."""
+    """Probe again at the next question, after an installation."""
     _probed.clear()
     _late_detectors.clear()
     requirement_problem.cache_clear()
@@ -280,7 +280,7 @@ def _probe_answer(call: PluginCall, timeout: float) -> str | None:
 
 
 def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
-    """Call one hook of one plugin alone, so that its exception is attributable."""
+    """Call one hook of one plugin alone, so that its exception can be attributed."""
     others = [p for p in manager.get_plugins() if p is not plugin]
     answers = manager.subset_hook_caller(hook, others)(**arguments)
     return answers[0] if answers else None

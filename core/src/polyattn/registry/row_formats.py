@@ -1,4 +1,4 @@
-"""Which formats of rows are there? Core's, plugins' and those registered in this process."""
+"""Which row formats exist? Core's, plugins' and those registered in this process."""
 
 from __future__ import annotations
 

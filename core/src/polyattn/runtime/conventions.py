@@ -1,4 +1,4 @@
-"""What an adapter of a library needs again and again: windows, padding rows, the LSE's conventions."""
+"""What do adapters of libraries have in common? Windows, padding rows, and the LSE's conventions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one function become a backend? Its parameters' names say what it is handed."""
+"""How does a function become a backend? The names of its parameters say what it gets."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class _Call:
 
 
 class FunctionBackend(AttentionBackend):
-    """A backend made of one function; also the plugin that declares it. `backend` derives it."""
+    """A backend that calls one function. `backend` derives it, and it is also its own plugin."""
 
     function: ClassVar[Callable[..., Any]]
     parameters: ClassVar[tuple[str, ...]]
@@ -216,7 +216,7 @@ def _ranges(spec: LayerSpec, batch: Batch, index: int) -> tuple[KeyRanges, int, 
 
 
 def packed(batch: Batch, tensor: Tensor | None) -> Tensor | None:
-    """Return keys or values one sequence after another; themselves where they lie so."""
+    """Return keys or values with sequences one after another; without a copy if they lie so."""
     if tensor is None or batch.keys_packed:
         return tensor
     spans = zip(batch.key_starts, batch.lens, strict=True)
@@ -273,7 +273,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
 def declared(
     function: Callable[..., Any], name: str, claims: Mapping[str, Any]
 ) -> type[FunctionBackend]:
-    """Return the backend that a function is, with these claims. Raises `PluginError`."""
+    """Return the backend of a function with these claims. Raises `PluginError`."""
     names = parameters_of(function)
     form = form_of(names)
     _check_parameters(name, names, form)
@@ -299,7 +299,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def form_of(names: Iterable[str]) -> str:
-    """Return `"pages"`, `"packed"` or `"sequence"`, as a function's parameters say."""
+    """Return `"pages"`, `"packed"` or `"sequence"`, from a function's parameters."""
     names = set(names)
     return (
         "pages"

@@ -6,6 +6,7 @@ A step's plan is a program, which each of the group's layers runs: `StepPlan`.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import same_device
+from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
@@ -40,6 +41,7 @@ from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
+log = logging.getLogger("polyattn")
 
 
 UNKNOWN = 1 << 32
@@ -225,15 +227,29 @@ class LayerGroup:
         return torch.device(str(self.device.torch_device))
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
-        """Prepare one step for every layer of the group. Raises `BatchError`.
+        """Prepare one step for every layer of the group.
 
-        `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
+        Args:
+            batch: the step's sequences.
+            reuse: the plan that a captured graph reads; the new plan then holds this step in its
+                buffers.
+
+        Returns:
+            The plan, a value that any of the group's layers runs.
+
+        Raises:
+            BatchError: the batch doesn't fit the group's layers.
+
         """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
-        if not same_device(batch.device, self.torch_device):
+        device = self.torch_device
+        # Such as FakeTensorMode, in which a plan's tensors would be fake.
+        if torch._C._len_torch_dispatch_stack():
+            check_is_real("batch", batch.seq_lens)
+        if batch.device != device and not same_device(batch.device, device):
             raise BatchError(
-                f"the batch is on {batch.device}, the group on {self.torch_device}; create its "
+                f"the batch is on {batch.device}, the group on {device}; create its "
                 f"tensors there, or pass device= to a batch without tensors"
             )
         if not batch.causal:
@@ -329,6 +345,16 @@ class LayerGroup:
                 self.builds.add(info.name, found, phase, later)
         return found
 
+    def candidate(
+        self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
+    ) -> BackendT | None:
+        """Load a backend that only competes. One that can't be loaded is named, and None is returned."""
+        try:
+            return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
+        except PluginError as error:
+            log.warning("%s does not compete for %s: %s", info.name, self.spec, error)
+            return None
+
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
         """Return the cache as a backend's kernel walks it; None where there is no cache."""
         if self.cache_format is None or info is None:
@@ -337,14 +363,36 @@ class LayerGroup:
         return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
-        """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""
+        """Return an uninitialised cache of one layer on the group's device.
+
+        Args:
+            num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the layers keep no cache, or the number isn't positive.
+
+        """
         if self.cache_format is None:
             remedy = "allocate_states(n)" if self.spec.kind.is_recurrent else "pass cache=None"
             raise CacheError(f"{self.spec} keeps no keys and values; {remedy}")
         return KVCache.allocate(self.cache_format, num_blocks, self.torch_device)
 
     def allocate_states(self, num_slots: int) -> StateCache:
-        """Return a recurrent layer's uninitialised states. Raises `CacheError`."""
+        """Return the uninitialised states of one recurrent layer on the group's device.
+
+        Args:
+            num_slots: states, most often one for each sequence.
+
+        Returns:
+            The states.
+
+        Raises:
+            CacheError: the layers keep no state, or the number isn't positive.
+
+        """
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
     def check_cache(self, given: Any) -> None:

@@ -1,4 +1,4 @@
-"""What form has a cache, and which one do two backends share? `CacheFormat`."""
+"""What is a cache's format, and which format can two backends share? `CacheFormat`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class CacheFormat:
 
 
 def format_of(spec: LayerSpec, device: Device, layout: str, block_size: int) -> CacheFormat:
-    """Return the cache of a layer in this layout and block size on this device."""
+    """Return the cache format of a layer in this layout and block size on this device."""
     stored, latent = spec.stored_dtype, spec.latent
     if stored == "fp8_e4m3" and device.fp8 == "fnuz":
         stored = "fp8_e4m3fnuz"
@@ -122,7 +122,7 @@ COMMON_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class SharedCache:
-    """The cache that a pair agrees on."""
+    """The cache that two backends share."""
 
     layout: str
     block_size: int

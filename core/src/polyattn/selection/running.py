@@ -1,8 +1,8 @@
-"""Which decisions does a running process work by? Each process writes its own down for `polyattn why`.
+"""Which decisions does a running process use? Each process writes a record for `polyattn why`.
 
 A process appends a line of JSON to `polyattn-UID/PID.jsonl` in the system's temporary folder whenever a
-`LayerGroup` loads a decision that is new to it, and removes the file when it ends. The folder is the
-user's alone. Where nothing can be written, nothing is, and nobody is told.
+`LayerGroup` loads a decision that is new to it, and removes the file when it ends. Only the user can
+read the folder. A process that can't write there doesn't, and reports nothing.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class Process:
 
 
 def record_decision(decision: Decision) -> None:
-    """Write down that this process has loaded a decision."""
+    """Record that this process has loaded a decision."""
     key = (decision.spec, decision.device, decision.chosen)
     _record(key, lambda: {"decision": {**decision.to_dict(), "explain": decision.explain()}})
 
 
 def record_fallback(line: str) -> None:
-    """Write down why a host served calls by its own attention."""
+    """Record why a host served calls by its own attention."""
     _record((line,), lambda: {"fallback": line})
 
 
 def running() -> Iterator[Process]:
-    """Yield every running process of this machine whose record this user may read, by its id.
+    """Yield every running process of this machine whose record this user may read, by process ID.
 
-    Removes what this user's processes left that ended without a chance to.
+    Removes the records of this user's processes that ended without removing them.
     """
     for path in sorted(Path(tempfile.gettempdir()).glob("polyattn-*/[0-9]*.jsonl")):
         with suppress(OSError, ValueError, KeyError, TypeError):

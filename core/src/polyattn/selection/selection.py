@@ -1,4 +1,4 @@
-"""What does a choice consist of? `Selection`: a value, with the `Decision` that says how it was made."""
+"""What is the result of a selection? `Selection`: a value, with the `Decision` that explains it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate in one phase. No rejections means that it can serve.
+    """The verdict on one candidate in one phase. A candidate without rejections can serve.
 
-    `build` is the package whose claims were judged, where several bring the library; `runs` what of
-    the backend runs on this device, where it says so (an instruction set). `record`: which results
-    prove it, "" where none do.
+    `build` is the package whose claims were judged, if several bring the library. `runs` is what of the
+    backend runs on this device, if it tells (an instruction set). `record` is the results that prove
+    it, or "".
     """
 
     backend: str
@@ -268,7 +268,7 @@ class SelectedLayers:
 
 
 def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
-    """Return the selection for `spec`, which was found without its rotary embedding and transforms."""
+    """Return the selection for `spec` from the one for the spec without its rope and transforms."""
     notes = []
     if spec.rope is not None and found.spec.rope is None:
         notes.append(f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}")
@@ -279,7 +279,7 @@ def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
 
 
 def noted(found: Selection) -> Selection:
-    """Return the selection with what core does of a layer's rows beside its backends."""
+    """Return the selection with notes on what core does beside the backends."""
     prefill = found.backend("prefill")
     if not found.spec.dense_context or prefill is None:
         return found

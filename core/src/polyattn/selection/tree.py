@@ -24,12 +24,12 @@ Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the tree may know beside the question.
+    """All facts that the tree needs beside the question.
 
-    `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `refuses(info, spec)` why a backend can't serve the layer's functions, `failed` which backends were
-    found wrong by verification, `rank` lets policy plugins re-rank,
-    `running(info)` says what of a backend runs here.
+    `unavailable(info)` returns why a backend can't run on this machine (always None for a profile);
+    `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info)` what of a
+    backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
+    plugins change the order.
     """
 
     backends: Mapping[str, BackendInfo]
@@ -42,14 +42,14 @@ class Facts:
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
-    """Return the phases that a layer has: which roles somebody must fill."""
+    """Return the phases of a layer, each of which needs a backend."""
     if spec.recurrent is not None:
         return ("prefill", "decode")
     return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
 
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
-    """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
+    """Walk the decision tree. Raises `SelectionError` with every rejection, and `SettingsError`."""
     settings = _by_own_names(device, facts, settings)
     try:
         return _decide(spec, device, facts, settings)
@@ -424,11 +424,11 @@ def as_built(
     device: Device,
     unavailable: Callable[[BackendInfo], str | None],
 ) -> dict[str, BackendInfo]:
-    """Return the backends, each of several builds as the one that counts for `spec` on `device`.
+    """Return the backends; one of several builds becomes the build that counts for `spec` on `device`.
 
-    Of the installed builds that claim the device's platform: the first that can serve the layer, else
-    the first. Where none is, the backend stays as it was declared, with the preferred build's claims.
-    A build that is the only one of its platform goes without a name.
+    That is the first installed build that claims the device's platform and can serve the layer, else
+    the first of them. If none is installed, the backend stays as declared, with the preferred build's
+    claims. The only build of a platform has no name.
     """
     return {
         name: _build(info, spec, device, unavailable) if info.variants else info

@@ -59,11 +59,21 @@ class CacheWindow:
 
     @classmethod
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
-        """Return what a layer keeps, None for everything.
+        """Return what a layer's cache may drop.
 
-        Everything is kept, too, where what has left would change what stays: sink tokens under
-        ALiBi or chunks, whose places count; rotations that go by a sequence's whole length.
-        Raises `SpecError`.
+        A cache keeps everything if what has left would change what stays: sink tokens under ALiBi or
+        chunks, whose places count, and rotations that depend on a sequence's whole length.
+
+        Args:
+            spec: the layer.
+            block_size: tokens of a block.
+
+        Returns:
+            The window, or None if the cache keeps everything.
+
+        Raises:
+            SpecError: the spec has no such cache.
+
         """
         integer("block_size", block_size, 1)
         window, chunk = (
@@ -91,7 +101,18 @@ class CacheWindow:
         return lcm(self.block_size, self.chunk or 1) // self.block_size
 
     def gone(self, position: int) -> range:
-        """Return the blocks that no query at `position` (0, 1, …) or later sees."""
+        """Return the blocks that no query at a position or later sees.
+
+        Args:
+            position: the position, 0 or more, in tokens.
+
+        Returns:
+            The blocks' numbers in their sequence.
+
+        Raises:
+            Nothing: at every position some blocks are seen.
+
+        """
         first = 0 if self.window is None else max(0, position - self.window + 1)
         if self.chunk is not None:
             first = max(first, position // self.chunk * self.chunk)
@@ -99,7 +120,18 @@ class CacheWindow:
         return range(self.head, self.head + max(0, count - count % self.step))
 
     def most_blocks(self, queries: int = 1) -> int:
-        """Return how many blocks a sequence holds at most in a step of `queries` tokens of it."""
+        """Return the most blocks that a sequence holds in a step.
+
+        Args:
+            queries: the sequence's query tokens in the step.
+
+        Returns:
+            The number of blocks.
+
+        Raises:
+            Nothing: every window has a bound.
+
+        """
         seen = min(n for n in (self.window, self.chunk) if n is not None)
         spread = -(-(seen + queries - 2) // self.block_size) + 1
         return self.head + spread + self.step - 1

@@ -1,4 +1,4 @@
-"""What can a layer ask for that a backend must claim? `LayerSpec.features` says which a layer does."""
+"""Which features can a layer need that a backend must claim? `features(spec)` returns them."""
 
 from __future__ import annotations
 

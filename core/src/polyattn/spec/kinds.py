@@ -1,4 +1,4 @@
-"""What words classify a layer? Its kind and family, its role in the model, what is captured of it."""
+"""Which words classify a layer? Its kind and family, its role, and its graph capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are queries and keys rotated? `RopeSpec` says everything that the rotation depends on."""
+"""How are queries and keys rotated? `RopeSpec` has everything that the rotation depends on."""
 
 from __future__ import annotations
 

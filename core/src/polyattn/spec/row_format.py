@@ -113,7 +113,7 @@ class RowFormat:
 
 
 def known_formats() -> Mapping[str, RowFormat]:
-    """Return every format of rows: core's, the plugins' and those registered in this process."""
+    """Return every row format: core's, the plugins' and those registered in this process."""
     # By its path: what is known lies above what a spec is.
     found: Mapping[str, RowFormat] = importlib.import_module(
         "polyattn.registry.row_formats"
@@ -122,7 +122,7 @@ def known_formats() -> Mapping[str, RowFormat]:
 
 
 def row_format(name: str) -> RowFormat:
-    """Return a format by its name. Raises `SpecError` with the names that there are."""
+    """Return a row format by name. Raises `SpecError` with the existing names."""
     known = known_formats()
     if name not in known:
         names = [*KV_CACHE_DTYPES, *sorted(known)]
@@ -135,7 +135,7 @@ def row_format(name: str) -> RowFormat:
 
 
 def is_rows(dtype: str) -> bool:
-    """Whether a `kv_cache_dtype`, or a cache's dtype, names rows of bytes."""
+    """Return whether a `kv_cache_dtype`, or a cache's dtype, names rows of bytes."""
     return dtype not in _ELEMENTS
 
 

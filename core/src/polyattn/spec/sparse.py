@@ -1,4 +1,4 @@
-"""What does a sparse layer choose by, and how does its choice name keys? In tokens and entries."""
+"""What does a sparse layer choose by, and how does a choice name keys? In tokens and entries."""
 
 from __future__ import annotations
 

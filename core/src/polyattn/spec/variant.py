@@ -1,8 +1,8 @@
-"""Which attention is it? `AttentionVariant`: pointwise functions of scores, by a name that specs carry.
+"""Which attention is it? `AttentionVariant`: pointwise functions of scores under a name for specs.
 
 The functions are FlexAttention's (Dong et al., 2024): `score_mod(score, b, h, q_idx, kv_idx)` and
-`mask_mod(b, h, q_idx, kv_idx)`, in plain torch operators. What FlashInfer calls an attention variant
-(Ye et al., 2025, section 3.2.3) beside them: other inputs by name, and weights without a softmax.
+`mask_mod(b, h, q_idx, kv_idx)`, in plain torch operators. As in FlashInfer's attention variants (Ye et
+al., 2025, section 3.2.3), they may read further inputs by name, and the softmax may be left out.
 """
 
 from __future__ import annotations

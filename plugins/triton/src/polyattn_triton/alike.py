@@ -15,6 +15,8 @@ four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import triton
 from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
@@ -34,6 +36,8 @@ SHARES = 4
 many, and so on, so that few classes are in a step."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
+ROOM = 256 << 20
+"""Bytes of the parts of a launch: more tiles are in launches of their own."""
 WHOLE = 0
 """The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
 of the decode kernel."""
@@ -44,7 +48,7 @@ class AlikeAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.piece, self.steps_piece = PIECE, STEPS_PIECE
+        self.piece, self.steps_piece, self.room = PIECE, STEPS_PIECE, ROOM
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -58,8 +62,9 @@ class AlikeAttention(PlannedAttention):
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
         plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
-        plans[0].others = plans[1:]
-        return plans[0]
+        launches = [launch for plan in plans for launch in (plan, *plan.others)]
+        launches[0].others = launches[1:]
+        return launches[0]
 
     def _plan_any_step(self, batch: Batch) -> AttentionPlan:
         """Plan all rows alike: pieces lie at the same keys for each of a sequence's rows.
@@ -74,9 +79,7 @@ class AlikeAttention(PlannedAttention):
         tiles, keys = self._tiles(plan), self.steps_piece
         if self.spec.sliding_window or self.spec.chunk_size:
             keys = int(tiles.keys.max(initial=1)) * plan.config.block_n
-        self._plan_pieces(plan, tiles, keys)
-        self._keep(plan)
-        return plan
+        return self._in_pieces(plan, tiles, keys)
 
     def classes(self, batch: Batch) -> Ints:
         """Return each request's class, (sequences,)."""
@@ -108,40 +111,68 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            self._plan_pieces(plan, self._tiles(plan), self.piece)
+            return self._in_pieces(plan, self._tiles(plan), self.piece)
+        plan.fresh = table is None
+        plan.config = self.prefill_config if plan.fresh else self.paged_config
+        hopper = None if portable else self.hopper
+        if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
+            plan.config, plan.at_once = hopper.config, hopper.heads
+        tiles = self._tiles(plan)
+        if kind == WHOLE:
+            order = np.argsort(-tiles.keys, kind="stable")
+            if plan.at_once and hopper is not None:
+                costs = tiles.keys[order] + self.rates.item
+                plan.at_once = hopper.heads_at_once(batch.host_lens[mine].tolist(), costs)
+            self._one_each(plan, tiles, order, None)
         else:
-            plan.fresh = table is None
-            plan.config = self.prefill_config if plan.fresh else self.paged_config
-            hopper = None if portable else self.hopper
-            if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
-                plan.config, plan.at_once = hopper.config, hopper.heads
-            tiles = self._tiles(plan)
-            if kind == WHOLE:
-                order = np.argsort(-tiles.keys, kind="stable")
-                if plan.at_once and hopper is not None:
-                    costs = tiles.keys[order] + self.rates.item
-                    plan.at_once = hopper.heads_at_once(batch.host_lens[mine].tolist(), costs)
-                self._one_each(plan, tiles, order, None)
-            else:
-                plan.way, plan.rows = "pieces", plan.config.block_m
-                self._plan_pieces(plan, tiles, -kind)
+            plan.way, plan.rows = "pieces", plan.config.block_m
+            return self._in_pieces(plan, tiles, -kind, one=portable)
         self._keep(plan)
         return plan
 
-    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, keys: int) -> None:
-        """Cut each tile after so many keys, from the first one that it sees: a program for each piece."""
+    def _in_pieces(
+        self, plan: AttentionPlan, tiles: Tiles, keys: int, one: bool = False
+    ) -> AttentionPlan:
+        """Cut each tile after so many keys, in launches whose parts have `room` bytes, or in `one`.
+
+        A request of a class is in one launch, so that the class's other kernel can take its tiles.
+        """
         each = max(1, keys // plan.config.block_n)
         pieces = np.maximum(-(-tiles.keys // each), 1)
+        of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
+        ends = pieces.cumsum()
+        if plan.requests is not None:
+            ends = ends[np.searchsorted(tiles.seq, tiles.seq, "right") - 1]
+        launch = (ends - 1) // max(1, self.room // of_one)
+        if one or pieces.max(initial=0) <= 1:  # there are no parts
+            launch = 0 * launch
+        launches = []
+        for some in (np.flatnonzero(launch == number) for number in np.unique(launch)):
+            launches.append(copy(plan))
+            mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
+            if plan.requests is not None:
+                kind, asked = plan.requests
+                launches[-1].requests = kind, asked & np.isin(np.arange(len(asked)), mine.seq)
+            self._plan_pieces(launches[-1], mine, pieces[some], each)
+        if not launches:
+            self._keep(plan)
+            return plan
+        launches[0].others = launches[1:]
+        return launches[0]
+
+    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
+        """Give each piece of `each` key tiles a program."""
         line = np.concatenate([[0], pieces.cumsum() * each])
-        programs, most = int(line[-1]) // each, int(pieces.max(initial=0))
+        programs, most = int(pieces.sum()), int(pieces.max())
         plan.grid = (programs, self.spec.num_kv_heads, 1)
         if most > 1:  # merged as many at a time whatever other tiles have
             plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
+            self._reserve(plan.rows, programs * self.spec.num_kv_heads)
         dealt = Stretches(line, int(line[-1]), each, 0, programs, most)
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
         plan.work = sent(host, self.torch_device, None)
-        self._reserve(plan.rows, programs * self.spec.num_kv_heads)
+        self._keep(plan)
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
         """Return the portable kernel's plan for the same requests."""

@@ -1,4 +1,4 @@
-"""What does an engine hold? `Attention`, one layer; layers of one group share plans and kernels."""
+"""Which class runs attention? `Attention`, one layer; layers of one group share plans and kernels."""
 
 from __future__ import annotations
 
@@ -165,22 +165,32 @@ class Attention(Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values in `cache` and attend.
 
-        `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size),
-        or None when the cache holds them already (cross-attention). Each may be two-dimensional,
-        (num_tokens, heads * size); and a fused `query`, (num_tokens, num_heads * head_size +
-        num_kv_heads * (head_size + v_head_size)), holds all three. A layer that is not cached takes
-        `cache=None` and all its keys. `plan`: of this layer's group, or the `Batch` itself, which then
-        keeps the plan for the group's other layers. Returns the output (num_tokens, num_heads,
-        v_head_size), or `out`, written, which may be two-dimensional, too; where the spec says
-        `needs_lse` also the LSE (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`;
-        nothing was changed then.
+        Args:
+            query: (num_tokens, num_heads, head_size) or (num_tokens, num_heads * head_size). A fused
+                one, (num_tokens, num_heads * head_size + num_kv_heads * (head_size + v_head_size)),
+                holds all three.
+            key: (num_tokens, num_kv_heads, head_size), or in two dimensions; None: the cache holds the
+                keys already (cross-attention).
+            value: alike, with the values' size.
+            cache: the layer's cache; None for a layer without one, whose key and value are all its
+                keys.
+            plan: of this layer's group, or the `Batch`, which then keeps the plan for the group's other
+                layers.
+            out: (num_tokens, num_heads, v_head_size), or in two dimensions: it is written and returned.
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_size). If the spec has `needs_lse`, also the LSE,
+            float32 (num_tokens, num_heads), natural logarithm.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:
-            if query.__class__ is not Tensor:  # beside a FakeTensor a plan's own would be fake
-                check_tensor("query", query, self.group.torch_device)
             step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:
@@ -232,9 +242,18 @@ class Attention(Layer):
         return (out, found[1]) if self._needs_lse else out
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-        """Store keys and values without attending: the encoder's, for cross-attention.
+        """Store keys and values without attending: an encoder's, for cross-attention.
 
-        `key`, `value` (any number of tokens, num_kv_heads, size), or in rows; `slot_mapping`, one each.
+        Args:
+            key: (tokens, num_kv_heads, head_size), any number of tokens, or in two dimensions.
+            value: alike, with the values' size.
+            cache: the layer's cache.
+            slot_mapping: int64 (tokens,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")

@@ -1,15 +1,16 @@
-"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways.
+"""How are blocks that sequences share read once? Looks for them, and chooses a way.
 
-Each row by itself; in the launch of a backend that takes a batch's `shared_prefix`; or as calls and
-merges (`prefix`), which any backend with an LSE serves. Only what is predicted to win is used.
+The ways are each row by itself; the launch of a backend that takes a batch's `shared_prefix`; or calls
+and merges (`prefix`), which any backend with an LSE serves. Only a way with a predicted gain is used.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
-from polyattn.families.attention.choice import loaded_candidate
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
@@ -18,6 +19,7 @@ from polyattn.runtime.inputs import capturing
 from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
+from polyattn.runtime.step.shared_prefix import may_share, most_saved
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -45,7 +47,7 @@ CPU_BANDWIDTH = 10.0
 
 
 def why_not(spec: LayerSpec) -> str | None:
-    """Say why a layer's decode can't be taken apart by shared prefix, or None."""
+    """Return why a layer's decode can't be split by shared prefix, or None."""
     if spec.latent is not None:
         return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
     for name, asked in (
@@ -63,10 +65,10 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 class Sharing:
-    """What a group can do with decodes that share leading blocks.
+    """The ways in which a group serves decodes that share leading blocks.
 
-    `native`: who reads them once in its own launch; `calls`: who does as calls and merges. `reason`:
-    why neither is there.
+    `native` reads them once in its own launch, `calls` as calls and merges. `reason`: why there is
+    neither.
     """
 
     def __init__(
@@ -102,6 +104,12 @@ class Sharing:
             reason = "none of the candidates reads shared blocks once"
         return cls(group, native, calls, reason or "")
 
+    @cached_property
+    def looks(self) -> bool:
+        """Whether a step's table may be worth reading back at all."""
+        priced = self.group.device.platform in READ_BACK_US
+        return priced and not self.reason and not self.group.spec.graph_capture
+
     def look(self, step: Batch) -> bool:
         """Read a table that only the device has back to the host, where that may pay; return whether.
 
@@ -110,7 +118,7 @@ class Sharing:
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
-        if self.reason or self.group.spec.graph_capture or told or step.lens_are_bounds:
+        if told or step.lens_are_bounds:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
@@ -153,8 +161,11 @@ class Sharing:
         if captures and told.shared_prefix is None:
             return None
         if batch.shared_prefix is None and not captures:
-            most = batch.most_shared(form.block_size) * self.block_bytes
-            if self._way(1, most) is None:
+            table = batch.host_block_table
+            if table is None or not may_share(table):
+                return None
+            most = most_saved(table, np.maximum(batch.host_lens - 1, 0), form.block_size)
+            if self._way(1, most * self.block_bytes) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
         saved = sum(run.saved for level in levels for run in level) * self.block_bytes
@@ -212,7 +223,7 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
     for info in dict(group.selection.candidates).get("decode", ()):
         able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
         if able and not check(info.capabilities, spec, group.device, "decode"):
-            found = loaded_candidate(group, "decode", info, required=False)
+            found = group.candidate("decode", info, AttentionBackend)
             if found is not None:
-                return found.backend
+                return found
     return None

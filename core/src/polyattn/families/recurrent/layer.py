@@ -120,10 +120,19 @@ class Recurrent(Layer):
     ) -> Tensor:
         """Run the recurrence over the step's tokens and leave each sequence's new state in its slot.
 
-        `inputs` in the order of the layer's form (Mamba-2: x, dt, B, C, and z where it is gated), packed,
-        (num_tokens, …) in the layer's dtype; dt, g and beta may be float32. `plan` as `Attention` takes
-        it. Returns the output, written to `out` where given. Raises `BatchError`; nothing was changed
-        then.
+        Args:
+            inputs: packed tensors (num_tokens, ...) in the order of the layer's form (Mamba-2: x, dt,
+                B, C, and z if it is gated), in the layer's dtype; dt, g and beta may be float32.
+            states: the layer's states.
+            plan: as `Attention.forward` takes it.
+            out: (num_tokens, ...), written and returned.
+
+        Returns:
+            The output, as the form shapes it.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return torch_compile.recurrence(self, inputs, states, plan, out)

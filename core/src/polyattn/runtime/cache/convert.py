@@ -1,4 +1,4 @@
-"""How do blocks of one cache get into another of another format, layout or block size?"""
+"""How are blocks of one cache copied into a cache of another format, layout or block size?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
+"""Where are K and V? `KVCache` is one layer's pages in its `CacheFormat`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,20 @@ class KVCache:
     def allocate(
         cls, form: CacheFormat, num_blocks: int, device: torch.device | str = "cpu"
     ) -> KVCache:
-        """Return an uninitialised cache of `num_blocks` blocks of this form."""
+        """Return an uninitialised cache.
+
+        Args:
+            form: its format; a group's is `group.cache_format`.
+            num_blocks: blocks, 1 or more.
+            device: torch's device.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the number isn't positive.
+
+        """
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
             raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
         _check_form(form)
@@ -154,9 +167,19 @@ class KVCache:
     def packed(
         cls, storage: Tensor, layout: str = "NHD", form: CacheFormat | None = None
     ) -> KVCache:
-        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order.
+        """Return a cache over one tensor of blocks of keys and values.
 
-        `form`: of rows of bytes, which don't say what they hold.
+        Args:
+            storage: (num_blocks, 2, block_size, heads, size), or in HND's order.
+            layout: `"NHD"` or `"HND"`.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape, or the layout is unknown.
+
         """
         check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() != 5 or storage.shape[1] != 2:
@@ -172,11 +195,20 @@ class KVCache:
 
     @classmethod
     def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
-        """Wrap one tensor (num_blocks, block_size, heads, size): K, then V, then room.
+        """Return a cache over one tensor whose last dimension holds a key, then its value, then room.
 
-        `heads_first`: (num_blocks, heads, block_size, …). Of an MLA latent, whose value is the first part
-        of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
-        `CacheError`.
+        Args:
+            storage: (num_blocks, block_size, heads, size); of an MLA latent, whose value is the first
+                part of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`.
+            form: the format.
+            heads_first: the storage is (num_blocks, heads, block_size, size).
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape or dtype.
+
         """
         _check_form(form)
         check_is_tensor("storage", storage, error=CacheError)
@@ -210,19 +242,38 @@ class KVCache:
 
     @classmethod
     def contiguous(cls, storage: Tensor, form: CacheFormat | None = None) -> KVCache:
-        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+        """Return a cache over TensorRT-LLM's contiguous storage.
 
-        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
-        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        Each sequence is one block of `max_len` tokens; its place in the storage is its entry of the
+        block table (`sequence_table`).
+
+        Args:
+            storage: (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape.
+
         """
         cache = cls.packed(storage, "HND", form)
         form = replace(cache.format, layout="contiguous", interleaved=False)
         return cls(cache.key, cache.value, form)
 
     def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
-        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1).
+        """Return the block table of sequences in a contiguous cache.
 
-        A tensor of places is copied to the host, to be checked. Raises `CacheError`.
+        Args:
+            sequences: each one's place in the storage; a tensor is copied to the host to be checked.
+
+        Returns:
+            int32 (sequences, 1).
+
+        Raises:
+            CacheError: the cache isn't contiguous, or a place is outside of it.
+
         """
         if self.layout != "contiguous":
             raise CacheError(f"{self} isn't contiguous; its block tables come from the engine")
@@ -292,10 +343,18 @@ class KVCache:
         return {}
 
     def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
-        """View the cache in smaller blocks, for a kernel that takes only those.
+        """Return a view of the cache in smaller blocks, for a kernel that takes only those.
 
-        Returns the view and the number of its blocks from one block of this cache to the next;
-        block i of this cache is blocks `i * step`, `i * step + 1`, … of the view.
+        Args:
+            size: tokens of a smaller block, a divisor of the block size.
+
+        Returns:
+            The view, and a step: block i of this cache is blocks `i * step`, `i * step + 1` and so on
+            of it.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
         """
         found = self._blocks.get(size)
         if found is None:
@@ -313,11 +372,20 @@ class KVCache:
         return found
 
     def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
-        """View the cache as pages of one KV head and `size` consecutive tokens of a block.
+        """Return a view of the cache as pages of one KV head and consecutive tokens of a block.
 
-        Returns the view, whose pages overlap where heads or tokens lie between one another, and how
-        many pages lie between neighbouring blocks, runs of `size` tokens, and heads. Only for reading.
-        Raises `CacheError`.
+        The view is only for reading.
+
+        Args:
+            size: tokens of a page, a divisor of the block size.
+
+        Returns:
+            The view, whose pages overlap if heads or tokens alternate in memory; and the pages between
+            neighbouring blocks, between runs of `size` tokens, and between heads.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
         """
         found = self._pages.get(size)
         if found is None:

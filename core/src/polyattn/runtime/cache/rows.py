@@ -18,7 +18,7 @@ EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
 
 
 def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
-    """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` where it can't be loaded."""
+    """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` if it can't be loaded."""
     given = getattr(format, which)
     if not isinstance(given, str):
         found: Callable[..., Any] = given
@@ -33,7 +33,7 @@ def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
 
 
 class Bytes:
-    """Rows as a `decode` reads them: byte `i` as an integer."""
+    """Rows as a `decode` reads them: item `i` is byte `i` as an integer."""
 
     def __init__(self, rows: Tensor):
         self.rows = rows
@@ -134,7 +134,7 @@ def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
 
 
 def sizes_of(format: RowFormat) -> list[int]:
-    """Return the head sizes that a format has rows of."""
+    """Return the head sizes for which a format has rows."""
     return [size for size in range(1, LONGEST_HEAD + 1) if format.row_bytes(size)]
 
 
@@ -174,7 +174,7 @@ def check_format(format: RowFormat) -> None:
 
 @lru_cache(maxsize=256)
 def exact_in(format: RowFormat, size: int, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds what a format's rows hold: tried on random rows."""
+    """Return whether a dtype holds the values of a format's rows exactly, tested on random rows."""
     row = torch.randn(64, size, generator=torch.Generator().manual_seed(0))
     values = decoded(encoded(row, format), format, size)
     return torch.equal(values.to(dtype).float(), values)

@@ -1,4 +1,4 @@
-"""What happens to a tile of scores? A layer's variant and its step's mask, as functions to call."""
+"""How are the scores of a tile changed? A layer's variant and its step's mask, as functions."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Pointwise:
 
 
 def function_of(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
-    """Return a variant's `query_mod`, say, as a function to call, or None. Raises `SpecError`."""
+    """Return one of a variant's functions (`"query_mod"`) to call, or None. Raises `SpecError`."""
     given = getattr(variant, which)
     if given is None:
         return None
@@ -160,9 +160,9 @@ def function_of(variant: AttentionVariant, which: str, language: str = "") -> Fu
 def layer_inputs(
     spec: LayerSpec, given: Mapping[str, Any] | None, device: torch.device
 ) -> tuple[dict[str, Weight], tuple[str, ...]]:
-    """Return what a layer brings of its variant's inputs, and the names of what its steps must bring.
+    """Return the variant's inputs that a layer brings, and the names of those that its steps must bring.
 
-    Tensors are kept by reference. Raises `SpecError`.
+    Tensors are referenced. Raises `SpecError`.
     """
     pointwise = Pointwise.of(spec)
     declared = {} if pointwise is None else pointwise.inputs
@@ -192,9 +192,9 @@ def _declared(variant: str | None, mask: str | None, generation: int) -> dict[st
 
 
 def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
-    """Check that a step brings its layer's mask, and no other layer's. Raises `BatchError`.
+    """Check that a step brings the mask that its layer needs. Raises `BatchError`.
 
-    Cross-attention has none: a step's mask is of its own tokens' keys.
+    Cross-attention has none, because a step's mask is over its own tokens' keys.
     """
     kind = None if batch.mask is None else batch.mask.kind
     if spec.mask is None and kind is not None and spec.role is not Role.CROSS:
@@ -211,7 +211,7 @@ def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
 
 
 def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> None:
-    """Check that a step brings all that its layer doesn't. Raises `BatchError`."""
+    """Check that a step brings every input that its layer doesn't. Raises `BatchError`."""
     for name in names:
         declared = _declared(spec.variant, spec.mask, generation())[name]
         if name not in batch.inputs:
@@ -232,9 +232,9 @@ def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> 
 def example_inputs(
     pointwise: Pointwise, spec: LayerSpec, generator: torch.Generator, num_seqs: int
 ) -> dict[str, Tensor]:
-    """Return random tensors for a variant's inputs: floats are normal, integers 0 or 1, bits random.
+    """Return random tensors for a variant's inputs: normal floats, integers of 0 or 1, random bits.
 
-    What verification and the conformance kit run where nobody gave any.
+    Verification and the conformance kit use them.
     """
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
     found = {}

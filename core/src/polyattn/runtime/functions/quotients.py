@@ -1,4 +1,4 @@
-"""When may a generator multiply instead of dividing? Where a score is divided by a constant."""
+"""When may a generator multiply instead of dividing? If a score is divided by a constant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What does a function of scores compute? Traced by torch.fx into a few plain operations.
+"""What does a function of scores compute? torch.fx traces it into a few plain operations.
 
-A generator writes each as source in its own language. Whatever isn't among `OPERATIONS` is refused by
-its name, and so is control flow on what is traced.
+A generator writes each operation in its own language. Operations outside of `OPERATIONS`, and control
+flow on traced values, are refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: any number of layers and groups in one capture, one graph a step's size."""
+"""CUDA graphs of whole steps: any number of layers and groups in one capture, a graph for each size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Step = Callable[..., Any]
 
 
 class StepGraph:
-    """One captured step of up to so many rows, tokens and keys as its buffers have room for.
+    """One captured step, for up to as many rows, tokens and keys as its buffers hold.
 
-    The graph holds a plan of its own for each group, which `replay` plans anew into the same buffers.
+    The graph has a plan for each group, which `replay` plans again into the same buffers.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
@@ -146,17 +146,49 @@ class StepGraphs:
         ]
 
     def capture(self, inputs: Mapping[str, Tensor]) -> None:
-        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        """Capture every size, the largest first, so that the smaller ones fit into its memory.
+
+        Args:
+            inputs: for each keyword argument of `step` a tensor (tokens, ...) of its dtype and trailing
+                shape; values don't matter.
+
+        Raises:
+            BatchError, SpecError: a group can't be captured at a size.
+
+        """
         pool = torch.cuda.graph_pool_handle()
         for graph in reversed(self.graphs):
             graph.capture(inputs, pool)
 
     def find(self, batch: Batch) -> StepGraph | None:
-        """Return the smallest graph that the step fits, None where it must run eagerly."""
+        """Return the smallest graph that the step fits.
+
+        Args:
+            batch: the step.
+
+        Returns:
+            The graph, or None if the step must run eagerly.
+
+        Raises:
+            Nothing: `replay` raises.
+
+        """
         return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
-        """Run a step in the graph for its size. Raises `BatchError` where there is none."""
+        """Run a step in the graph of its size.
+
+        Args:
+            batch: the step.
+            inputs: the keyword arguments of `step`; they are copied into the graph's tensors.
+
+        Returns:
+            What `step` returned, for the step's own tokens; valid until the next replay.
+
+        Raises:
+            BatchError: the step fits no graph.
+
+        """
         graph = self.find(batch)
         if graph is None:
             sizes = "; ".join(str(g.buffers.size) for g in self.graphs)

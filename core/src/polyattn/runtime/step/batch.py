@@ -1,4 +1,4 @@
-"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens live."""
+"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from polyattn.runtime.step.shared_prefix import (
     check_forest,
     check_own_tokens,
     may_share,
-    most_saved,
     restricted,
     shared_prefixes,
 )
@@ -170,8 +169,28 @@ class Batch:
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
-        stored.
+        Args:
+            query_lens: query tokens of each sequence.
+            seq_lens: tokens of each sequence, cached and new.
+            block_table: as in `Batch`.
+            block_size: tokens of a block of the cache, from which slots follow; None stores nothing.
+            state_slots: as in `Batch`.
+            state_targets: as in `Batch`.
+            key_starts: as in `Batch`.
+            first_positions: as in `Batch`.
+            positions: as in `Batch`.
+            mask: as in `Batch`.
+            inputs: as in `Batch`.
+            host_block_table: as in `Batch`.
+            shared_prefix: as in `Batch`.
+            device: as in `Batch`.
+
+        Returns:
+            The batch.
+
+        Raises:
+            BatchError: as `Batch`.
+
         """
         query_lens = integers("query_lens", query_lens)
         for index, length in enumerate(query_lens):
@@ -440,13 +459,6 @@ class Batch:
             return ()
         return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
 
-    def most_shared(self, block_size: int) -> int:
-        """Return how many block reads `host_block_table` may show to be saved, not looked at closely."""
-        table = self.host_block_table
-        if table is None:
-            return 0
-        return most_saved(table, np.maximum(self.host_lens - 1, 0), block_size)
-
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
         """Return the same batch, told which blocks its rows share."""
         batch = self.copy()
@@ -462,13 +474,39 @@ class Batch:
         batch.causal = False
         return batch
 
-    def check_width(self, block_size: int) -> None:
+    def check_queries(self, unable: Sequence[str] = ()) -> None:
+        """Check that each length counts its query's tokens, but a padding row's, which is 0.
+
+        `unable`: who of those that may run the step takes padding rows of one query token alone. Raises
+        `BatchError`.
+        """
+        missing = self.host_lens < self.host_query_lens
+        if not missing.any():
+            return
+        for index in missing.nonzero()[0].tolist():
+            query, length = self.query_lens[index], self.lens[index]
+            short = f"seq_lens[{index}]={length} is shorter than its query of {query} tokens"
+            if length:
+                raise BatchError(f"{short}; it counts cached context plus new tokens")
+            if query > 1 and unable:
+                raise BatchError(
+                    f"{short}, and {', '.join(sorted(set(unable)))} takes padding rows (length 0) of one "
+                    "query token only; count cached context plus new tokens, pass padding as rows of one "
+                    "token, or choose a backend that claims padding_rows"
+                )
+
+    def check_pages(self, block_size: int) -> None:
         """Check on the host that each length fits its row of the block table. Raises `BatchError`.
 
         `block_size` is the cache's: that of which the batch's slots were made must be the same.
         """
         if self.block_table is None:
-            return
+            if not self.lens:
+                return
+            raise BatchError(
+                "the layer attends over a cache, and the batch has no block_table: pass "
+                "Batch(block_table=...)"
+            )
         if self.block_size not in (None, block_size):
             raise BatchError(
                 f"block_size={self.block_size}, with which the batch was made, differs from the cache's "
@@ -489,7 +527,7 @@ class Batch:
         Raises `BatchError` where a sequence is longer than its row of the block table.
         """
         assert self.block_table is not None
-        self.check_width(block_size)
+        self.check_pages(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.

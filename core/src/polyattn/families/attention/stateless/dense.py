@@ -1,7 +1,7 @@
 """Attention for callers that keep nothing between calls: dense `(batch, seqlen, heads, size)`.
 
-What such a caller would otherwise pay at each call is paid once for each way of calling: the group that
-serves it, the plan for these lengths, how these strides are viewed as tokens, every check of a shape.
+Work that such a caller would repeat at each call is done once for each way of calling: the group, the
+plan for these lengths, the views of these strides as tokens, and every check of a shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Lie
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.inputs import bad_input, check_is_real, refuse_gradients
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
@@ -258,7 +258,7 @@ _PLAIN = LayerParams()
 def parameters(
     spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> LayerParams:
-    """Return what comes with a call beside its tensors. Raises `BatchError`."""
+    """Return the parameters of a call beside its tensors. Raises `BatchError`."""
     if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
         return _PLAIN
     if spec.alibi and alibi_slopes is None:
@@ -328,10 +328,12 @@ def attend_dense(
         current(), generation(), place, asked, heads_first, heads_out, key_lens, first_positions,
         sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
         key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
-        value.stride(),
+        value.stride(), query.__class__,
     )  # fmt: skip
     call = _calls.get(key_of_call)
     if call is None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_is_real(name, tensor)
         order, lens = (heads_first, heads_out), (key_lens, first_positions)
         call = DenseCall(query, key, value, asked, order, lens, sinks, alibi_slopes)
         if len(_calls) >= KNOWN:

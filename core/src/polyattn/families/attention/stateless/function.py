@@ -1,4 +1,4 @@
-"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
 
 from __future__ import annotations
 
@@ -76,8 +76,6 @@ def attention(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
         sink_tokens, batch_invariant,
     )  # fmt: skip
-    if query.__class__ is not Tensor and isinstance(query, Tensor):
-        check_is_real("query", query)  # beside a FakeTensor a plan's own tensors would be fake
     try:
         firsts = None if first_positions is None else tuple(first_positions)
         if query.dim() == 3:
