@@ -73,7 +73,7 @@ def regroupings(dice: Dice) -> list[tuple[int, int]]:
     return [(q, q + dice.choice(CONTEXTS)) for q in queries]
 
 
-@pytest.mark.parametrize("draws", [40, pytest.param(1500, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("draws", [15, pytest.param(1500, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_request_is_attended_to_alike_in_any_batch(
     name: str, draws: int, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +98,7 @@ def test_a_request_is_attended_to_alike_in_any_batch(
         if its is not None:
             (plan,), (by_itself,) = plans_of(free, lens), plans_of(free, [its])
             differ += (plan.way, plan.config) != (by_itself.way, by_itself.config)
-    assert differ > 5  # the free layer's plans do
+    assert differ > 2  # the free layer's plans do
 
 
 def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_row_s_keys_are_cut_at_the_same_places_in_any_step(
     spec = SPECS[name].replace(batch_invariant=level)
     backend, _ = pretended(monkeypatch, spec)
     dice, hows, cut = Dice(len(name)), set(), 0
-    for _ in range(15):
+    for _ in range(6):
         lens = regroupings(dice)
         lens += [(STEPS_PIECE + n, STEPS_PIECE + n) for n in (-1, 0, 1)]
         for plan in plans_of(backend, lens):

@@ -121,6 +121,7 @@ MANY = {
 }
 
 
+@pytest.mark.slow
 def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel(tmp_path: Path) -> None:
     from triton_ahead import compile_phase
 

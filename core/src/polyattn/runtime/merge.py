@@ -136,9 +136,10 @@ class MergeBuffers:
 
 
 class Merged(Op):
-    """Attention to the same queries' keys in parts, whose states are merged in float32.
+    """Attention to parts of the keys for the same queries, merged in float32.
 
-    `parts`: ops, and which of the queries each is for; the first is for all of them. `rows`: the step's.
+    `parts` are ops, each with the queries that it is for; the first is for all of them. `rows` are the
+    step's.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
 
 
 def space(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    """Return where a call writes its rows of a tensor: there, or to a buffer for `put_rows`."""
+    """Return where a call writes its rows of a tensor: in place, or to a buffer for `put_rows`."""
     if isinstance(rows, slice):
         return tensor[rows]
     return tensor.new_empty(len(rows), *tensor.shape[1:])

@@ -187,9 +187,9 @@ def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool
 def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
     """Return what is wrong with a plan of a step, with rows, KV heads and keys; [] for nothing.
 
-    Each (row, KV head, key) that the mask shows is attended to exactly once, each row is written exactly
-    once, each partial result is merged exactly once and in the order of its keys, and nothing lies
-    outside of its buffer.
+    Each (row, KV head, key) that the mask shows must be read exactly once, each row written exactly
+    once, and each partial result merged exactly once, in the order of its keys. Nothing may lie outside
+    of its buffer.
     """
     batch, spec = reads.batch or batch, reads.spec or spec
     found = _told(reads.faults)

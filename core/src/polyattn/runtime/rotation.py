@@ -1,4 +1,4 @@
-"""How are a step's queries and keys rotated? `Rotation`: what a plan holds of it, and torch's form."""
+"""How are a step's queries and keys rotated? `Rotation`: its tensors in a plan, and torch's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that stand in for a library's in this process: when asked, never over the real one."""
+"""Modules that stand in for a library's in this process, on demand."""
 
 from __future__ import annotations
 

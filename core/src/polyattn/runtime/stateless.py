@@ -1,4 +1,4 @@
-"""Who serves a caller that keeps nothing between calls? A group for each way of calling."""
+"""Which group serves a caller that keeps nothing between calls? One for each way of calling."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
 
 
 def place_of(device: torch.device) -> Any:
-    """Return what may share workspaces here: a thread, and on CUDA its stream.
+    """Return the key of what may share workspaces: a thread, and on CUDA its stream.
 
-    What is captured shares those of the thread's last call before: a graph's own memory is written
-    when it is replayed, too late for what a kernel expects to find there.
+    A capture shares those of the thread's last call before, because a graph's own memory is written
+    only when it is replayed, too late for what a kernel expects to find there.
     """
     thread = threading.get_ident()
     if device.type != "cuda":

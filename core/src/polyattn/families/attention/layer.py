@@ -1,4 +1,4 @@
-"""What does an engine hold? `Attention`, one layer; layers of one group share plans and kernels."""
+"""Which class runs attention? `Attention`, one layer; layers of one group share plans and kernels."""
 
 from __future__ import annotations
 

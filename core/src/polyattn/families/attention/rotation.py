@@ -21,7 +21,7 @@ OWN_DOUBLES = ("cpu", "cuda")
 
 
 def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
-    """Return whether a layer rotates what it is given. Raises `SpecError` where nobody says so."""
+    """Return whether a layer rotates its inputs. Raises `SpecError` if the caller didn't say."""
     rope = spec.rope
     if rotate not in (None, True, False):
         raise SpecError(
@@ -46,7 +46,7 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
 
 
 def rotated_here(spec: LayerSpec, rotate: bool) -> bool:
-    """Whether a layer that rotates does it before attention: in-cache positions are the kernel's."""
+    """Return whether a rotating layer rotates before attention; kernels do in-cache positions."""
     return rotate and spec.rope is not None and spec.rope.positions == "absolute"
 
 

@@ -1,7 +1,7 @@
-"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways.
+"""How are blocks that sequences share read once? Looks for them, and chooses a way.
 
-Each row by itself; in the launch of a backend that takes a batch's `shared_prefix`; or as calls and
-merges (`prefix`), which any backend with an LSE serves. Only what is predicted to win is used.
+The ways are each row by itself; the launch of a backend that takes a batch's `shared_prefix`; or calls
+and merges (`prefix`), which any backend with an LSE serves. Only a way with a predicted gain is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CPU_BANDWIDTH = 10.0
 
 
 def why_not(spec: LayerSpec) -> str | None:
-    """Say why a layer's decode can't be taken apart by shared prefix, or None."""
+    """Return why a layer's decode can't be split by shared prefix, or None."""
     if spec.latent is not None:
         return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
     for name, asked in (
@@ -65,10 +65,10 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 class Sharing:
-    """What a group can do with decodes that share leading blocks.
+    """The ways in which a group serves decodes that share leading blocks.
 
-    `native`: who reads them once in its own launch; `calls`: who does as calls and merges. `reason`:
-    why neither is there.
+    `native` reads them once in its own launch, `calls` as calls and merges. `reason`: why there is
+    neither.
     """
 
     def __init__(

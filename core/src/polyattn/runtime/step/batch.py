@@ -1,4 +1,4 @@
-"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens live."""
+"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a decode under a block-sparse mask? A plain one, over a table of its chosen pages alone."""
+"""How is a decode under a block-sparse mask planned? As a plain one over its chosen pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do lengths that came as tensors say? A copy on the host, kept on the tensor until it changes."""
+"""What are lengths in tensors on the host? A copy, stored on the tensor until it changes."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from polyattn.runtime.step.integers import integers
 
 
 class StepMask(ABC):
-    """What a batch says of who sees what, beside the layer's own mask.
+    """A mask that a batch brings beside the layer's own mask.
 
-    `kind`: the `LayerSpec.mask` that it is for.
+    `kind` is the `LayerSpec.mask` that it is for.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What takes a kernel that knows no packed queries? Rows of one number of tokens each."""
+"""How do kernels without packed queries run? Over rows with the same number of tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Attention over a caller's own cache: new tokens are appended in place and rotated, then all attend.
+"""Attention over a caller's own cache: new tokens are rotated and appended in place, then all attend.
 
-For callers that keep nothing else between calls. On a GPU few tokens of each sequence leave lengths
-where they are: nothing is copied to the host, and what a graph captures can be replayed over others.
+It is for callers that keep nothing else between calls. On a GPU, with few tokens for each sequence,
+lengths stay on the device: nothing is copied to the host, and a captured graph can be replayed with
+other lengths.
 """
 
 from __future__ import annotations

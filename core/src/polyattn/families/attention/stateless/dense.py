@@ -1,7 +1,7 @@
 """Attention for callers that keep nothing between calls: dense `(batch, seqlen, heads, size)`.
 
-What such a caller would otherwise pay at each call is paid once for each way of calling: the group that
-serves it, the plan for these lengths, how these strides are viewed as tokens, every check of a shape.
+Work that such a caller would repeat at each call is done once for each way of calling: the group, the
+plan for these lengths, the views of these strides as tokens, and every check of a shape.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ _PLAIN = LayerParams()
 def parameters(
     spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> LayerParams:
-    """Return what comes with a call beside its tensors. Raises `BatchError`."""
+    """Return the parameters of a call beside its tensors. Raises `BatchError`."""
     if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
         return _PLAIN
     if spec.alibi and alibi_slopes is None:

@@ -1,4 +1,4 @@
-"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
 
 from __future__ import annotations
 
