@@ -131,7 +131,7 @@ def main() -> int:
     for path in with_ours(folders):
         extras = f"[{','.join(EXTRAS[path])}]" if path in EXTRAS else ""
         own += ["-e", f"{ROOT / path}{extras}"]
-    install = [python, "-m", "pip", "install", "-q", "pytest-xdist"]
+    install = [python, "-m", "pip", "install", "-q", "pytest-xdist[psutil]"]
     subprocess.run([*install, *pinned, *own], check=True)
     subprocess.run([python, "-m", "pip", "freeze", "--exclude-editable"], check=True)
     run = [python, "-m", "pytest", "-q", "-n", "2", *arguments.tests]

@@ -105,7 +105,7 @@ def blocks_of(
 def changes(
     pointwise: Pointwise, places: Places, inputs: Mapping[str, Tensor], masked: bool
 ) -> Callable[..., Tensor] | None:
-    """Return what the functions do to a score of the packed batch, None where that is nothing.
+    """Return the function that changes a score of the packed batch, or None.
 
     `masked`: the block mask has their masks already.
     """

@@ -46,7 +46,7 @@ UNCUT_KEYS = 512
 
 
 class TritonAttention(AlikeAttention):
-    """Decode and prefill; kernels are specialised for the strides that they meet."""
+    """Decode and prefill; kernels are specialised for the strides of their tensors."""
 
     name: ClassVar[str] = "TRITON_ATTN"
 

@@ -54,7 +54,7 @@ def declared(
     name: str, path: str, claims: Capabilities, *priorities: Priority,
     interpreted: GraphCapture | None = None, **fields: Any,
 ) -> BackendInfo:  # fmt: skip
-    """Return a backend of two builds: what Triton compiles, and what its interpreter runs in tests.
+    """Return a backend of two builds: the compiled one, and the interpreted one for tests.
 
     `interpreted`: what the interpreter's may be captured in, where that differs.
     """

@@ -1,4 +1,4 @@
-"""What does a native plan read? Its items, as `run_item` and `merge_parts` go through them."""
+"""What does a native plan read? Its items, in the way that `run_item` and `merge_parts` do."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _outside(slots: Tensor, at: int, count: int) -> BatchError:
 
 
 class NativeStore(StoreBackend):
-    """Turns, quantises and scatters queries, keys and values in one call."""
+    """Rotates, quantises and scatters queries, keys and values in one call."""
 
     name: ClassVar[str] = "NATIVE_STORE"
 

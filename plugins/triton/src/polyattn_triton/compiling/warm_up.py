@@ -104,7 +104,7 @@ def _all_pages(seq_lens: list[int], size: int) -> list[list[int]]:
 
 
 def blank_inputs(spec: LayerSpec, num_seqs: int, device: torch.device) -> dict[str, Tensor]:
-    """Return something for all that a layer's functions read."""
+    """Return an example of every input that a layer's functions read."""
     pointwise = Pointwise.of(spec)
     words = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
     found = {}
