@@ -80,7 +80,7 @@ def latent_isolation(case: Case, harness: Harness) -> None:
         what = f"sequence {victim}'s {part} ({how})"
         assert torch.equal(after[others], before[others]), f"{what} reached another sequence"
         # A sparse layer may not have chosen its own new token.
-        if part != "latent" or inputs.topk is None:
+        if part != "latent" or inputs.choice is None:
             assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
@@ -89,10 +89,10 @@ def latent_graph(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     first = harness.step(layer, case.batch)
     cache, count = first.cache, first.batch.num_seqs
-    names = ["query", "latent", "rope"] + (["topk"] if first.topk is not None else [])
+    names = ["query", "latent", "rope"] + (["choice"] if first.choice is not None else [])
 
-    def step(plans, query, latent, rope, topk=None):  # type: ignore[no-untyped-def]
-        return layer(query, latent, rope, cache, plans[layer.group], topk=topk)
+    def step(plans, query, latent, rope, choice=None):  # type: ignore[no-untyped-def]
+        return layer(query, latent, rope, cache, plans[layer.group], topk=choice)
 
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})
@@ -107,4 +107,4 @@ def latent_graph(case: Case, harness: Harness) -> None:
 
 def latent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    refilled(case, harness, ("query", "latent", "rope", "topk"))
+    refilled(case, harness, ("query", "latent", "rope", "choice"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -12,20 +12,18 @@ from torch import Tensor
 from polyattn.families.sparse import reference
 from polyattn.families.sparse.layer import SparseAttention
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
-from polyattn.workload.base import Workload, picked_rows, spoil_requests
-from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.base import picked_rows, spoil_requests
+from polyattn.workload.choosing import ChoosingWorkload
 from polyattn.workload.dice import Dice
-from polyattn.workload.judge import judge
-from polyattn.workload.pages import copied, poison, put, same_cache
+from polyattn.workload.pages import copied, poison, put
 from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
-from polyattn.workload.tolerance import tolerance_of
 
 
-class SparseWorkload(Workload):
+class SparseWorkload(ChoosingWorkload):
     """One step of a sparse layer.
 
     - `query`; `key`, `value`: the new tokens', None where the cache holds entries of several tokens.
@@ -34,6 +32,7 @@ class SparseWorkload(Workload):
     """
 
     names = ("query", "key", "value", "choice")
+    choice: Tensor
     cache: KVCache
     key: Tensor | None
     value: Tensor | None
@@ -174,28 +173,6 @@ class SparseWorkload(Workload):
 
     def call(self) -> Any:
         return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
-
-    def run(self, plan: StepPlan | None = None) -> Tensor:
-        self.__dict__.pop("out", None)
-        self.lse = None
-        if self.spec.needs_lse:
-            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
-        self.layer.run(plan or self.plan, *self.inputs, self.choice, self.out, self.lse)
-        return self.out
-
-    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
-        rows = torch.arange(len(self.query)) if rows is None else rows
-        limit = tolerance_of(self.spec)
-        at = rows.to(self.device)
-        yield "output", output_error(self.out[at], self.expected[0][rows]), limit.output
-        if self.lse is not None:
-            yield "LSE", lse_error(self.lse[at], self.expected[1][rows]), limit.lse
-
-    def check_memory(self) -> None:
-        same_cache(self.cache, self.held, self.batch.slot_mapping)
-
-    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
-        judge(self.who, self.spec, self.batch, out, lse, self.expected, label)
 
 
 WORKLOAD = SparseWorkload
