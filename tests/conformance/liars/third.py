@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -508,7 +508,6 @@ class BlocksInSixteenBits(Sdpa):
     """The number of a block is a signed 16-bit one."""
 
     shown = spec(num_heads=1, num_kv_heads=1, head_size=16), [(1, 40)]
-    step: ClassVar[dict[str, Any]] = {"first_block": 33_000}
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         table = batch.block_table
@@ -666,10 +665,10 @@ class TwoPlansAlive(Sdpa):
 
 
 class AfterAnEmptyStep(Sdpa):
-    """A step without tokens leaves the next one's output as it was."""
+    """A step of padding alone (a warm-up) leaves the next one's output as it was."""
 
     def run(self, plan: Any, frame: Frame) -> None:
-        before, self.empty = self.__dict__.get("empty", False), plan.batch.num_tokens == 0
+        before, self.empty = self.__dict__.get("empty", False), not any(plan.batch.lens)
         held = frame.out.clone()
         super().run(plan, frame)
         if before:
@@ -899,10 +898,3 @@ ALL: list[Any] = [
     kind for kind in list(vars().values())
     if isinstance(kind, type) and kind.__module__ == __name__ and hasattr(kind, "claimed") and kind not in BASES
 ]  # fmt: skip
-
-
-def shown_by(kind: Any) -> Callable[..., bool] | None:
-    return WITNESSES.get(kind.__name__)
-
-
-WITNESSES: dict[str, Callable[..., bool]] = {}
