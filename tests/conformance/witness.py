@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, register, select
 from polyattn.plugin import BackendInfo, Priority, hookimpl
 from polyattn.runtime.merge import TorchMerge
+from polyattn.settings import current
 from polyattn.workload.base import workload
 
 
@@ -52,7 +54,8 @@ def group(kind: Any, honest: bool, spec: Any = None) -> LayerGroup:
     if phase:
         service = f"TORCH_{next(iter(phase)).upper()}" if honest else name_of(kind)
         return LayerGroup(select(spec, backend=f"{next(iter(phase))}={service}"))
-    return LayerGroup(select(spec, backend=attends if honest else name_of(kind)))
+    settings = replace(current(), layout=getattr(kind, "layout", None) or None)
+    return LayerGroup(select(spec, backend=attends if honest else name_of(kind), settings=settings))
 
 
 def fails(call: Any) -> bool:
@@ -66,6 +69,29 @@ def fails(call: Any) -> bool:
 def plain(kind: Any, honest: bool) -> bool:
     work = workload(group(kind, honest), kind.shown[1], 3, step=getattr(kind, "step", {}))
     return fails(work.check)
+
+
+def state(kind: Any, honest: bool) -> bool:
+    made: Any = None
+    spec = kind.shown[0].replace(needs_lse=True)
+    for number in range(max(60, kind.most + 2 if kind.counted in ("calls", "plans", "layers of a plan") else 60)):
+        if kind.counted == "objects" or made is None:
+            made = group(kind, honest, spec)
+        if kind.counted in ("calls", "layers of a plan"):
+            work = work if number else workload(made, [(1, 40)], 3)  # noqa: F821
+        else:
+            rows = 200 if "so far" in kind.counted else 1
+            work = workload(made, [(1, 40 + number)] * rows if number < 30 else [(1, 40 + number)], 3)
+        if fails(work.check):
+            return True
+    return False
+
+
+def changed(kind: Any, honest: bool) -> bool:
+    _, read, _ = importlib.import_module(kind.__module__).PROCESS[kind.what]
+    before = read()
+    workload(group(kind, honest), kind.shown[1], 3).check()
+    return read() != before
 
 
 def same_query(kind: Any, honest: bool) -> bool:
@@ -222,6 +248,9 @@ SPECIAL: dict[str, Any] = {
 }  # fmt: skip
 
 
+BY_BASE = {"DrawnState": state, "DrawnProcess": changed}
+
+
 def main() -> None:
     module = importlib.import_module(f"liars.{sys.argv[1]}")
     register(Plugin(module.ALL), "unseen")
@@ -229,7 +258,7 @@ def main() -> None:
     for kind in module.ALL:
         if sys.argv[2:] and kind.__name__ not in sys.argv[2:]:
             continue
-        witness = getattr(kind, "witness", None) or SPECIAL.get(kind.__name__, plain)
+        witness = SPECIAL.get(kind.__name__) or BY_BASE.get(kind.__mro__[1].__name__, plain)
         try:
             honest, liar = witness(kind, True), witness(kind, False)
         except Exception as error:  # noqa: BLE001
@@ -237,7 +266,7 @@ def main() -> None:
         getattr(kind, "undo", int)()
         if honest is not False or liar is not True:
             bad += 1
-            print(f"{kind.__name__}: honest fails {honest}, liar fails {liar}", flush=True)
+            print(f"{kind.__name__} ({kind.__doc__}): honest fails {honest}, liar fails {liar}", flush=True)
     print(f"{len(module.ALL)} liars, {bad} without a witness")
 
 

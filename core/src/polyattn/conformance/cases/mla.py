@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from polyattn.conformance.case import Case, caches, captures
 from polyattn.conformance.cases import invariance
@@ -29,7 +30,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             batches.append("short queries")
         cases += [Case("latent", kind.value, base, name) for name in batches]
         for label, spec in _latent_variants(caps, base):
-            cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))
+            batch = "far decodes" if label.startswith("topk") else "decode"
+            cases.append(Case("latent", f"{kind.value} {label}", spec, batch))
         looked_at = ["latent_plans", "latent_stale", "latent_shared"]
         cases += [Case(name, kind.value, base, "decode") for name in looked_at]
         if kind is AttentionKind.MLA:
@@ -92,6 +94,9 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
     expanded = caps.preferred_block_size * 2
     if expanded not in caps.block_sizes:
         yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+    for topk in caps.topks.examples(TOPKS) if base.latent and base.latent.topk else ():
+        if topk != base.latent.topk:
+            yield f"topk {topk}", base.replace(latent=replace(base.latent, topk=topk))
     if "lse" in caps.features:
         yield "lse", base.replace(needs_lse=True)
     yield "scale", base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN

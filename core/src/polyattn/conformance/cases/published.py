@@ -54,6 +54,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Gemma-2's cap": {"logit_soft_cap": 50.0, "scale": 0.5},
     "Gemma-2": {"logit_soft_cap": 50.0, "sliding_window": 4096, "scale": 0.5},
     "T5": {"scale": 1.0},
+    "Qwen2's window": {"sliding_window": 32768},
+    "no window": {"sliding_window": 2**31 - 1},
+    "no chunks": {"chunk_size": 1 << 20},
+    "all kept": {"sliding_window": 40, "sink_tokens": 1 << 20},
     "9 tokens kept": {"sliding_window": 40, "sink_tokens": 9},
     "200 tokens kept": {"sliding_window": 64, "sink_tokens": 200},
     "200 kept beside a window": {"causal": False, "sliding_window": 8, "sink_tokens": 200},
@@ -122,7 +126,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mode": ("gradients", "none", "inference"),
     "query": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256),
     "length": (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511,
-               512, 513, 640, 1000, 1023, 1024, 1025, 2048),
+               512, 513, 640, 1000, 1023, 1024, 1025, 2048, 4096, 4099, 8200, 16_500),
     "rows": (1, 2, 3, 4, 5, 8, 9, 16, 17),
 }  # fmt: skip
 """Values of which every pair is met in some layer and step, as far as they are claimed.
@@ -131,10 +135,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
 and `rows`: of the step.
 """
 
+BEYOND = 1 << 15
+"""Windows, chunks and kept tokens from here on are beyond every text that the reference can take."""
+
 LENGTHS = (
     "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
 )  # fmt: skip
 """Steps that are looked at of the plainest layer."""
+
+LARGE_BLOCKS = (64, 128, 256, 512)
+"""Blocks of which some kernels have tiles of their own, or tables of other strides."""
 
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
@@ -147,13 +157,18 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         if base.cached or batch != "all full":
             yield Case("published", f"{where} {batch}", base, batch)
     reaching = "reaching" if prefills else "reaching decodes"
+    within = "in order" if base.cached else "more keys"
     for index, (label, fields) in enumerate(PUBLISHED.items()):
         spec = _changed(base, fields)
         if spec is not None and index % 2 and "lse" in caps.features:
             with_lse = spec.replace(needs_lse=True)
             spec = with_lse if served_phases(caps, with_lse, device) else spec
         if spec is not None and _walks(caps, spec.block_size):
-            yield Case("published", f"{where} {label}", spec, reaching)
+            far = max(spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens)
+            batch = reaching if far < BEYOND else "decode" if not prefills else within
+            yield Case("published", f"{where} {label}", spec, batch)
+    for size in caps.block_sizes.examples(LARGE_BLOCKS) if base.cached else ():
+        yield Case("published", f"block {size}", base.replace(block_size=size), "full blocks")
     batches = ["after context" if prefills else "decode"]
     if not base.cached and prefills:  # over a cache are contexts enough
         batches = ["fewer keys"] if True in caps.cached else ["fewer keys", *batches]

@@ -20,7 +20,7 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 8, 400, 12, 3 << 19
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 20, 400, 12, 3 << 19
 """Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
 with most new pairs; keys times query heads times the head size of a step, which the reference computes in
 some hundredths of a second."""
@@ -45,8 +45,15 @@ GRID_LENGTHS = {
 
 
 def published(case: Case, harness: Harness) -> None:
-    """A layer as a published model has it, beyond its window, its chunk and its kept tokens."""
+    """A layer as a published model has it, beyond its window, its chunk and its kept tokens.
+
+    The same with the LSE where it had none, or without it, in a few rows.
+    """
     harness.step(harness.layer(case.spec), case.batch).check()
+    other = case.spec.replace(needs_lse=not case.spec.needs_lse)
+    if case.batch.startswith("reaching") and _served(harness, other):
+        prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+        harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check("few rows: ")
 
 
 def combined(case: Case, harness: Harness) -> None:
@@ -168,7 +175,9 @@ def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
     """Return a step of a size, a query and a length, which reaches beyond what the layer sees."""
     far = max((spec.sliding_window or 0) + spec.sink_tokens, spec.chunk_size or 0)
     query, length = chosen["query"], chosen["length"]
-    rows = [(min(query, length), length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
+    rows = [(min(query, length), length), (1, length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
+    if length == far:  # what ends just there is looked at, too
+        rows[2] = (1, far)
     rows += [(1, 1 + 5 * row % 23) for row in range(chosen["rows"])]
     rows = rows[: chosen["rows"]]
     first = length % len(rows)
@@ -197,3 +206,7 @@ def twins(case: Case, harness: Harness) -> None:
     for tensor in step.tensors().values():
         tensor[2] = tensor[0]
     step.check("two rows alike in all: ")
+    step = harness.step(layer, [(1, 2 * block + 5), (1, 9), (1, 2 * block + 5)])
+    for tensor in step.tensors().values():
+        tensor[1:] = tensor[0]
+    step.check("rows alike in all but their context: ")
