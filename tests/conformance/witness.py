@@ -88,7 +88,7 @@ def state(kind: Any, honest: bool) -> bool:
 
 
 def changed(kind: Any, honest: bool) -> bool:
-    _, read, _ = importlib.import_module(kind.__module__).PROCESS[kind.what]
+    _, read, _ = importlib.import_module("liars.drawn").PROCESS[kind.what]
     before = read()
     workload(group(kind, honest), kind.shown[1], 3).check()
     return read() != before

@@ -20,14 +20,16 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 20, 400, 12, 3 << 19
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS, MOST_SCORES = 20, 1000, 24, 1 << 20, 1 << 22
 """Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
-with most new pairs; keys times query heads times the head size of a step, which the reference computes in
-some hundredths of a second."""
+with most new pairs; keys times query heads times the head size of a step, and its scores, which the
+reference computes in some hundredths of a second."""
 MODES = {
     "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
-OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows"})
+OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows", "others"})
+DECODES = 4
+"""So many more decodes, and as many prompts, has a step that has so many rows, and that fit."""
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
     "sliding_window": (None, 2, 40),
@@ -94,24 +96,36 @@ def pairs(case: Case, harness: Harness) -> None:
     for _ in range(MOST_LAYERS):
         if looked_at >= LEAST_PAIRS and time.monotonic() > end:
             return
-        some = [
-            {n: harness.dice.choice(each) for n, each in values.items()} for _ in range(CANDIDATES)
-        ]
-        known = [
-            (chosen, spec) for chosen in some if (spec := _drawn(case.spec, chosen)) is not None
-        ]
-        known = [pair for pair in known if _served(harness, pair[1])]
-        if not known:
+        some = [_any(harness, values) for _ in range(CANDIDATES)]
+        some.sort(key=lambda chosen: len(_pairs_of(chosen) - met), reverse=True)
+        known = ((chosen, _drawn(case.spec, chosen)) for chosen in some)
+        found = ((c, spec) for c, spec in known if spec is not None and _served(harness, spec))
+        chosen, spec = next(found, (None, None))
+        if chosen is None or spec is None:
             continue
-        chosen, spec = max(known, key=lambda pair: len({*combinations(pair[0].items(), 2)} - met))
         try:
             with MODES[chosen["mode"]]():
                 _pair(harness, spec, chosen)
         except SelectionError:  # claimed apart, excluded together
             continue
         looked_at += 1
-        met |= {*combinations(chosen.items(), 2)}
+        met |= _pairs_of(chosen)
     assert looked_at, "no layer of the values is served"
+
+
+def _any(harness: Harness, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a value of each, by names in order, and of queries and lengths several more."""
+    chosen = {name: harness.dice.choice(values[name]) for name in sorted(values)}
+    queries, lengths = values["query"], values["length"]
+    chosen["others"] = tuple(
+        (1 if row < DECODES else harness.dice.choice(queries), harness.dice.choice(lengths))
+        for row in range(2 * DECODES)
+    )
+    return chosen
+
+
+def _pairs_of(chosen: dict[str, Any]) -> set[tuple[Any, Any]]:
+    return {*combinations([(n, value) for n, value in chosen.items() if n != "others"], 2)}
 
 
 def _pair(harness: Harness, spec: LayerSpec, chosen: dict[str, Any]) -> None:
@@ -167,8 +181,11 @@ def _drawn(base: LayerSpec, chosen: dict[str, Any]) -> LayerSpec | None:
         spec.v_head_size != spec.head_size or chosen.get("layout") == "contiguous"
     ):
         return None
-    keys = sum(length for _, length in _rows(chosen, spec))
-    return spec if keys * heads * spec.head_size <= MOST_NUMBERS else None
+    rows, block = _rows(chosen, spec), spec.block_size or 1
+    keys = sum(-(-length // block) * block for _, length in rows)
+    scores = sum(query * length for query, length in rows)
+    fits = keys * heads * spec.head_size <= MOST_NUMBERS and scores * heads <= MOST_SCORES
+    return spec if fits else None
 
 
 def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
@@ -180,6 +197,13 @@ def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
         rows[2] = (1, far)
     rows += [(1, 1 + 5 * row % 23) for row in range(chosen["rows"])]
     rows = rows[: chosen["rows"]]
+    if len(rows) > DECODES:
+        left = MOST_NUMBERS // (spec.num_heads * spec.head_size) - sum(length for _, length in rows)
+        for query, length in chosen["others"]:
+            query = min(query, length)
+            if length <= left // 2 and query * length * spec.num_heads <= MOST_SCORES // 8:
+                rows.append((query, length))
+                left -= length
     first = length % len(rows)
     return rows[first:] + rows[:first]
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from liars.third import Scan, Sdpa, StoreOf, claims, shorter
+from liars.unseen import Scan, Sdpa, StoreOf, claims, shorter
 from polyattn import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, RecurrentFrame
 from polyattn.plugin import Capabilities
@@ -477,17 +477,22 @@ def _processes(dice: random.Random, count: int) -> list[Any]:
     return made
 
 
-def draw(seed: int) -> list[Any]:
+def draw(seed: int, module: str, counts: tuple[int, ...]) -> list[Any]:
     """Return the liars of a seed: more than are judged, since some can't be seen."""
     dice = random.Random(seed)
-    return [
-        *_attention(dice, 44), *_scans(dice, 11), *_latents(dice, TorchMLA, LATENT_WHERE, "L", TORCH_MLA.capabilities, 5),
-        *_latents(dice, TorchSparseMLA, SPARSE_WHERE, "C", TORCH_MLA_SPARSE.capabilities, 2), *_stores(dice, 6),
-        *_states(dice, 8), *_processes(dice, 4),
+    latent, chosen = TORCH_MLA.capabilities, TORCH_MLA_SPARSE.capabilities
+    made = [
+        *_attention(dice, counts[0]), *_scans(dice, counts[1]),
+        *_latents(dice, TorchMLA, LATENT_WHERE, "L", latent, counts[2]),
+        *_latents(dice, TorchSparseMLA, SPARSE_WHERE, "C", chosen, counts[3]), *_stores(dice, counts[4]),
+        *_states(dice, counts[5]), *_processes(dice, counts[6]),
     ]  # fmt: skip
+    for kind in made:
+        kind.__module__ = module
+    return made
 
 
-UNSEEN: frozenset[str] = frozenset()
+UNSEEN: frozenset[str] = frozenset({"A20"})
 """Of the draw, whose lie changes nothing that can be seen: not judged."""
-ALL = [kind for kind in draw(CHOSEN_BY) if kind.__name__ not in UNSEEN]
+ALL = [kind for kind in draw(CHOSEN_BY, __name__, (44, 11, 5, 2, 6, 8, 4)) if kind.__name__ not in UNSEEN]
 globals().update({kind.__name__: kind for kind in ALL})
