@@ -15,7 +15,15 @@ import torch
 
 FIRST = ("pairs", "published", "combined", "many_calls", "many_lengths", "masks")
 """What catches most is run first: the order of cases changes only how long a liar is looked at."""
-LATE = ("search", "many_calls", "many_lengths", "published", "sparse_search", "latent_search", "recurrent_search")
+LATE = (
+    "search",
+    "many_calls",
+    "many_lengths",
+    "published",
+    "sparse_search",
+    "latent_search",
+    "recurrent_search",
+)
 
 SEARCHES = (*LATE, "pairs", "masks")
 
@@ -39,7 +47,9 @@ def main() -> None:
         cases = derive(discover().backends[name_of(kind)], device)
         if os.environ.get("SEARCHES"):  # what a budget doesn't change was looked at before
             cases = [case for case in cases if case.check in SEARCHES]
-        for case in sorted(cases, key=lambda case: FIRST.index(case.check) if case.check in FIRST else 9):
+        for case in sorted(
+            cases, key=lambda case: FIRST.index(case.check) if case.check in FIRST else 9
+        ):
             count += 1
             try:
                 run_case(case, name_of(kind), device, 20, budget)
@@ -53,7 +63,12 @@ def main() -> None:
         torch.set_float32_matmul_precision("highest")
         os.environ["OMP_NUM_THREADS"] = "1"
         getattr(kind, "undo", int)()
-        results[name] = {"caught": caught, "why": why, "cases": [count, len(cases)], "cpu_s": round(time.process_time() - start, 1)}
+        results[name] = {
+            "caught": caught,
+            "why": why,
+            "cases": [count, len(cases)],
+            "cpu_s": round(time.process_time() - start, 1),
+        }
         print(name, results[name], flush=True)
         out.write_text(json.dumps(results, indent=1))
     passed = [name for name, result in results.items() if not result["caught"]]

@@ -74,14 +74,18 @@ def plain(kind: Any, honest: bool) -> bool:
 def state(kind: Any, honest: bool) -> bool:
     made: Any = None
     spec = kind.shown[0].replace(needs_lse=True)
-    for number in range(max(60, kind.most + 2 if kind.counted in ("calls", "plans", "layers of a plan") else 60)):
+    for number in range(
+        max(60, kind.most + 2 if kind.counted in ("calls", "plans", "layers of a plan") else 60)
+    ):
         if kind.counted == "objects" or made is None:
             made = group(kind, honest, spec)
         if kind.counted in ("calls", "layers of a plan"):
             work = work if number else workload(made, [(1, 40)], 3)  # noqa: F821
         else:
             rows = 200 if "so far" in kind.counted else 1
-            work = workload(made, [(1, 40 + number)] * rows if number < 30 else [(1, 40 + number)], 3)
+            work = workload(
+                made, [(1, 40 + number)] * rows if number < 30 else [(1, 40 + number)], 3
+            )
         if fails(work.check):
             return True
     return False
@@ -168,8 +172,12 @@ def great(kind: Any, honest: bool) -> bool:
 
 
 def calls(kind: Any, honest: bool) -> bool:
-    work = workload(group(kind, honest, kind.shown[0].replace(needs_lse=True)), [(1, 40)], 3).remembered()
-    return any([work.run() is None or fails(lambda: work.compare(work.out, work.lse)) for _ in range(300)])
+    work = workload(
+        group(kind, honest, kind.shown[0].replace(needs_lse=True)), [(1, 40)], 3
+    ).remembered()
+    return any(
+        [work.run() is None or fails(lambda: work.compare(work.out, work.lse)) for _ in range(300)]
+    )
 
 
 def three_plans(kind: Any, honest: bool) -> bool:
@@ -211,6 +219,7 @@ def process(read: Any) -> Any:
         before = read()
         workload(group(kind, honest), [(1, 40)], 3).check()
         return read() != before
+
     return changed
 
 
@@ -230,7 +239,12 @@ def hole(kind: Any, honest: bool) -> bool:
 
 
 def great_lse(kind: Any, honest: bool) -> bool:
-    state = [torch.zeros(2, 1, 4), torch.full((2, 1), 100.0), torch.ones(2, 1, 4), torch.full((2, 1), 100.0)]
+    state = [
+        torch.zeros(2, 1, 4),
+        torch.full((2, 1), 100.0),
+        torch.ones(2, 1, 4),
+        torch.full((2, 1), 100.0),
+    ]
     (TorchMerge if honest else kind).run(None, *state)
     return not bool(torch.isfinite(state[0]).all() and torch.isfinite(state[1]).all())
 
@@ -266,7 +280,10 @@ def main() -> None:
         getattr(kind, "undo", int)()
         if honest is not False or liar is not True:
             bad += 1
-            print(f"{kind.__name__} ({kind.__doc__}): honest fails {honest}, liar fails {liar}", flush=True)
+            print(
+                f"{kind.__name__} ({kind.__doc__}): honest fails {honest}, liar fails {liar}",
+                flush=True,
+            )
     print(f"{len(module.ALL)} liars, {bad} without a witness")
 
 

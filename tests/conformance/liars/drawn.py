@@ -54,7 +54,12 @@ def _where() -> list[Where]:
     for n in (64, 72, 80, 96, 112, 120, 128, 160, 192, 256):
         add("head_size", n, lambda s, b, l, q, k, r, n=n: s.head_size == n, fields={"head_size": n})
     for n in (1, 3, 4, 5, 8, 10, 16, 20, 32, 40):
-        add("kv_heads", n, lambda s, b, l, q, k, r, n=n: s.num_kv_heads == n, fields={"num_kv_heads": n})
+        add(
+            "kv_heads",
+            n,
+            lambda s, b, l, q, k, r, n=n: s.num_kv_heads == n,
+            fields={"num_kv_heads": n},
+        )
     for n in (1, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 48, 71):
         add("group", n, lambda s, b, l, q, k, r, n=n: s.gqa_ratio == n, fields={"group": n})
     for n in (1, 16, 32, 48, 64, 128, 256, 544, 784):
@@ -76,18 +81,35 @@ def _where() -> list[Where]:
         add("window", n, lambda s, b, l, q, k, r, n=n: (s.sliding_window or -1) == n if n else bool(s.sliding_window),
             fields={"sliding_window": n or 300})  # fmt: skip
     for n in (4, 64, 128):
-        add("kept", n, lambda s, b, l, q, k, r, n=n: s.sink_tokens == n, fields={"sink_tokens": n, "sliding_window": 64})
+        add(
+            "kept",
+            n,
+            lambda s, b, l, q, k, r, n=n: s.sink_tokens == n,
+            fields={"sink_tokens": n, "sliding_window": 64},
+        )
     for n in (1024, 8192):
         add("chunk", n, lambda s, b, l, q, k, r, n=n: s.chunk_size == n, fields={"chunk_size": n})
     for n in (20.0, 30.0, 50.0):
-        add("cap", n, lambda s, b, l, q, k, r, n=n: s.logit_soft_cap == n, fields={"logit_soft_cap": n})
+        add(
+            "cap",
+            n,
+            lambda s, b, l, q, k, r, n=n: s.logit_soft_cap == n,
+            fields={"logit_soft_cap": n},
+        )
     for n in (1.0, 0.0625, 0.015625):
         add("scale", n, lambda s, b, l, q, k, r, n=n: s.scale == n, fields={"scale": n})
     add("sinks", "", lambda s, b, l, q, k, r: s.learned_sinks, fields={"learned_sinks": True})
     add("alibi", "", lambda s, b, l, q, k, r: s.alibi, fields={"alibi": True})
     add("lse", "", lambda s, b, l, q, k, r: s.needs_lse, fields={"needs_lse": True})
-    add("int8", "", lambda s, b, l, q, k, r: s.kv_cache_dtype == "int8", fields={"kv_cache_dtype": "int8"})
-    add("bfloat16", "", lambda s, b, l, q, k, r: s.dtype == "bfloat16", fields={"dtype": "bfloat16"})
+    add(
+        "int8",
+        "",
+        lambda s, b, l, q, k, r: s.kv_cache_dtype == "int8",
+        fields={"kv_cache_dtype": "int8"},
+    )
+    add(
+        "bfloat16", "", lambda s, b, l, q, k, r: s.dtype == "bfloat16", fields={"dtype": "bfloat16"}
+    )
     add("HND", "", lambda s, b, l, q, k, r: l == "HND", layout="HND")
     return found
 
@@ -97,7 +119,17 @@ APART = [
     {"length over", "length of", "length one over"}, {"query over", "query of", "query"}, {"window", "kept"},
     {"window", "chunk"}, {"kept", "chunk"}, {"cap", "scale"},
 ]  # fmt: skip
-WHAT = ("scale", "last key", "last head", "tail", "lse", "last row", "swapped heads", "next KV head", "feature")
+WHAT = (
+    "scale",
+    "last key",
+    "last head",
+    "tail",
+    "lse",
+    "last row",
+    "swapped heads",
+    "next KV head",
+    "feature",
+)
 
 
 class Drawn(Sdpa):
@@ -117,7 +149,13 @@ class Drawn(Sdpa):
                 self.lie(batch, frame, index, slice(batch.starts[index], batch.starts[index + 1]))
 
     def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        what, spec, out, count, length = self.what, self.spec, frame.out, batch.query_lens[index], batch.lens[index]
+        what, spec, out, count, length = (
+            self.what,
+            self.spec,
+            frame.out,
+            batch.query_lens[index],
+            batch.lens[index],
+        )
         if what == "last key" and length > count:
             self.again(batch, frame, index, rows, shorter(batch, index, length - 1))
         elif what == "last head":
@@ -144,7 +182,9 @@ class Drawn(Sdpa):
             self.again(batch, frame, index, rows, scale=spec.scale * 1.2)
 
 
-def _shown(places: tuple[Where, ...], what: str) -> tuple[LayerSpec, list[tuple[int, int]], str] | None:
+def _shown(
+    places: tuple[Where, ...], what: str
+) -> tuple[LayerSpec, list[tuple[int, int]], str] | None:
     fields: dict[str, Any] = {"num_kv_heads": 2, "group": 2, "head_size": 64, "dtype": "float32"}
     for each in places:
         fields |= each.fields
@@ -158,7 +198,11 @@ def _shown(places: tuple[Where, ...], what: str) -> tuple[LayerSpec, list[tuple[
     if not length:
         length = max(query + 5, far + 9 if far < 20_000 else 0, 60)
     rows = max((each.rows for each in places), default=1) or 1
-    if length < query or length * spec.num_kv_heads * spec.head_size > 1 << 24 or query * length > 1 << 22:
+    if (
+        length < query
+        or length * spec.num_kv_heads * spec.head_size > 1 << 24
+        or query * length > 1 << 22
+    ):
         return None
     if rows * length * spec.num_kv_heads * spec.head_size > 1 << 25:
         return None
@@ -171,7 +215,11 @@ def _attention(dice: random.Random, count: int) -> list[Any]:
         what, number = dice.choice(WHAT), dice.choice((1, 1, 2, 2, 2))
         places = tuple(dice.sample(WHERE, number))
         of = {each.of for each in places}
-        shown = _shown(places, what) if len(of) == number and not any(of == pair for pair in APART) else None
+        shown = (
+            _shown(places, what)
+            if len(of) == number and not any(of == pair for pair in APART)
+            else None
+        )
         if shown is None:
             continue
         name = f"A{len(made):02}"
@@ -220,8 +268,14 @@ class DrawnScan(Scan):
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
         super().run(plan, frame)
         batch, out, states = plan.batch, frame.out, frame.states
-        for index, (slot, count, length) in enumerate(zip(plan.slots, batch.query_lens, batch.lens, strict=True)):
-            if slot < 0 or not count or not self.place(self.spec, count, length, batch.num_seqs, index):
+        for index, (slot, count, length) in enumerate(
+            zip(plan.slots, batch.query_lens, batch.lens, strict=True)
+        ):
+            if (
+                slot < 0
+                or not count
+                or not self.place(self.spec, count, length, batch.num_seqs, index)
+            ):
                 continue
             rows = slice(batch.starts[index], batch.starts[index + 1])
             if self.what == "state":
@@ -240,7 +294,9 @@ def _scans(dice: random.Random, count: int) -> list[Any]:
         kind, what = dice.choice(list(KINDS)), dice.choice(SCANS_WHAT)
         label, when, lengths, fields = dice.choice(SCANS_WHERE)
         capabilities = replace(
-            TORCH_SCAN.capabilities, kinds=frozenset({kind}), dtypes=frozenset({"float32", "bfloat16"})
+            TORCH_SCAN.capabilities,
+            kinds=frozenset({kind}),
+            dtypes=frozenset({"float32", "bfloat16"}),
         )
         made.append(type(f"R{number:02}", (DrawnScan,), {
             "what": what, "place": staticmethod(when), "claimed": capabilities, "__module__": __name__,
@@ -280,16 +336,27 @@ SPARSE_WHERE: tuple[tuple[str, Callable[..., bool], LayerSpec, list[tuple[int, i
 )
 
 
-def _latents(dice: random.Random, base: Any, where: Any, letter: str, capabilities: Any, count: int) -> list[Any]:
+def _latents(
+    dice: random.Random, base: Any, where: Any, letter: str, capabilities: Any, count: int
+) -> list[Any]:
     made = []
     for number in range(count):
-        (label, when, layer, lengths), what = dice.choice(where), dice.choice(("last head", "tail", "last row", "all"))
+        (label, when, layer, lengths), what = (
+            dice.choice(where),
+            dice.choice(("last head", "tail", "last row", "all")),
+        )
 
         def run(self: Any, plan: Any, frame: Frame, what: str = what, when: Any = when) -> None:
             super(type(self), self).run(plan, frame)
             block, out = frame.cache.block_size if frame.cache else 0, frame.out
-            for index, (count, length) in enumerate(zip(plan.batch.query_lens, plan.batch.lens, strict=True)):
-                if not count or not length or not when(self.layer, block, length, plan.batch.num_seqs):
+            for index, (count, length) in enumerate(
+                zip(plan.batch.query_lens, plan.batch.lens, strict=True)
+            ):
+                if (
+                    not count
+                    or not length
+                    or not when(self.layer, block, length, plan.batch.num_seqs)
+                ):
                     continue
                 rows = slice(plan.batch.starts[index], plan.batch.starts[index + 1])
                 if what == "last head":
@@ -317,13 +384,23 @@ STORES_WHERE: tuple[tuple[str, Callable[..., bool], dict[str, Any], int], ...] =
     ("head_size 80", lambda c, t: c.key.shape[3] == 80, {"head_size": 80}, 9),
     ("head_size 96", lambda c, t: c.key.shape[3] == 96, {"head_size": 96}, 9),
     ("head_size 256", lambda c, t: c.key.shape[3] == 256, {"head_size": 256}, 9),
-    ("head_size 192", lambda c, t: c.key.shape[3] == 192, {"head_size": 192, "v_head_size": 128}, 9),
+    (
+        "head_size 192",
+        lambda c, t: c.key.shape[3] == 192,
+        {"head_size": 192, "v_head_size": 128},
+        9,
+    ),
     ("block 1", lambda c, t: c.block_size == 1, {"block_size": 1}, 9),
     ("block 48", lambda c, t: c.block_size == 48, {"block_size": 48}, 60),
     ("block 256", lambda c, t: c.block_size == 256, {"block_size": 256}, 300),
     ("tokens over 512", lambda c, t: t > 512, {}, 520),
     ("tokens over 2048", lambda c, t: t > 2048, {}, 2060),
-    ("int8, tokens over 64", lambda c, t: c.key.dtype == torch.int8 and t > 64, {"kv_cache_dtype": "int8"}, 70),
+    (
+        "int8, tokens over 64",
+        lambda c, t: c.key.dtype == torch.int8 and t > 64,
+        {"kv_cache_dtype": "int8"},
+        70,
+    ),
     ("bfloat16", lambda c, t: c.key.dtype == torch.bfloat16, {"dtype": "bfloat16"}, 9),
 )
 STORES_WHAT = ("last token", "last head", "values", "last block's first slot")
@@ -333,13 +410,18 @@ class DrawnStore(StoreOf):
     what: ClassVar[str]
     place: ClassVar[Any]
 
-    def run(self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams) -> None:
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
+    ) -> None:
         held = plan.slots[plan.slots >= 0]
         if not len(held) or not self.place(cache, len(key)) or cache.key.dtype == torch.uint8:
             super().run(plan, key, value, cache, params)
             return
         last, size = int(held[-1]), cache.block_size
-        old = cache.key[last // size, last % size].clone(), cache.value[last // size, last % size].clone()
+        old = (
+            cache.key[last // size, last % size].clone(),
+            cache.value[last // size, last % size].clone(),
+        )
         slots = plan.slots
         super().run(StorePlan(slots), key, value, cache, params)
         if self.what == "last token":
@@ -419,6 +501,7 @@ def _states(dice: random.Random, count: int) -> list[Any]:
     return made
 
 
+_LOCALE = locale.setlocale(locale.LC_ALL)
 PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
     "np.random": (lambda: np.random.seed(1), lambda: np.random.get_state()[1].tobytes(), lambda: None),
     "torch.rand": (lambda: torch.rand(1), lambda: torch.get_rng_state().numpy().tobytes(), lambda: None),
@@ -426,12 +509,20 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]
     "grad": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled, lambda: torch.set_grad_enabled(True)),
     "threads": (lambda: torch.set_num_threads(2), torch.get_num_threads, lambda: torch.set_num_threads(1)),
     "variable": (lambda: os.environ.update(A_LIE="1"), lambda: os.environ.get("A_LIE"), lambda: os.environ.pop("A_LIE", "")),
-    "umask": (lambda: os.umask(0o077), lambda: os.umask(os.umask(0)) if False else _umask(), lambda: os.umask(0o022)),
+    "umask": (lambda: os.umask(0o077), lambda: _umask(), lambda: os.umask(0o022)),
     "mkldnn": (lambda: setattr(torch.backends.mkldnn, "enabled", False), lambda: torch.backends.mkldnn.enabled,
                lambda: setattr(torch.backends.mkldnn, "enabled", True)),
-    "locale": (lambda: locale.setlocale(locale.LC_ALL, "C"), lambda: locale.setlocale(locale.LC_ALL), lambda: None),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL, "C"), lambda: locale.setlocale(locale.LC_ALL),
+               lambda: locale.setlocale(locale.LC_ALL, _LOCALE)),
 }  # fmt: skip
-PROCESS_WHERE = ("a prompt over 256", "an int8 cache", "a window", "over 64 sequences", "a length over 4096", "any")
+PROCESS_WHERE = (
+    "a prompt over 256",
+    "an int8 cache",
+    "a window",
+    "over 64 sequences",
+    "a length over 4096",
+    "any",
+)
 
 
 def _umask() -> int:
@@ -494,5 +585,9 @@ def draw(seed: int, module: str, counts: tuple[int, ...]) -> list[Any]:
 
 UNSEEN: frozenset[str] = frozenset({"A20"})
 """Of the draw, whose lie changes nothing that can be seen: not judged."""
-ALL = [kind for kind in draw(CHOSEN_BY, __name__, (44, 11, 5, 2, 6, 8, 4)) if kind.__name__ not in UNSEEN]
+ALL = [
+    kind
+    for kind in draw(CHOSEN_BY, __name__, (44, 11, 5, 2, 6, 8, 4))
+    if kind.__name__ not in UNSEEN
+]
 globals().update({kind.__name__: kind for kind in ALL})

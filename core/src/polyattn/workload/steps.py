@@ -70,7 +70,12 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
         "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
         "after context": [
-            (130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3), (1, 4500),
+            (130, 141 + block),
+            (1, 5 * block + 7),
+            (257, 300),
+            (1, 77),
+            (3, 3),
+            (1, 4500),
         ],
         "powers of two": [
             *((1, 1 << n) for n in range(5, 13)),

@@ -32,6 +32,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         for label, spec in _latent_variants(caps, base):
             batch = "far decodes" if label.startswith("topk") else "decode"
             cases.append(Case("latent", f"{kind.value} {label}", spec, batch))
+            if label in ("kv_cache_dtype int8", "kv_cache_dtype fp8_e4m3", "block_size 64"):
+                cases.append(Case("latent", f"{kind.value} {label}", spec, "far decodes"))
         looked_at = ["latent_plans", "latent_stale", "latent_shared"]
         cases += [Case(name, kind.value, base, "decode") for name in looked_at]
         if kind is AttentionKind.MLA:
@@ -77,7 +79,7 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
     for dtype in DTYPES:
         if dtype in caps.dtypes and dtype != base.dtype:
             yield f"dtype {dtype}", base.replace(dtype=dtype)
-    for heads in caps.gqa_ratios.examples((1, 5, 128)):
+    for heads in caps.gqa_ratios.examples((1, 5, 40, 64, 128)):
         yield f"heads {heads}", base.replace(num_heads=heads, num_kv_heads=heads)
     if base.latent and base.latent.rank < 512 and 512 in caps.latent_ranks:
         latent = LatentSpec(rank=512, rope_head_size=64, topk=base.latent.topk)

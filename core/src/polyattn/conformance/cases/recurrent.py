@@ -17,7 +17,6 @@ from polyattn.spec.layer import LayerSpec, RecurrentSpec
 from polyattn.workload.steps import RECURRENT
 
 
-
 def _sized(heads: int, size: int, groups: int, value: int = 0, **form: Any) -> dict[str, Any]:
     return {
         "num_heads": heads, "num_kv_heads": groups, "head_size": size, "v_head_size": value or size,
@@ -29,7 +28,11 @@ EACH, LAST = "each tokens target", "each sequences target"
 """Inputs of captured steps whose states go elsewhere."""
 PUBLISHED: dict[AttentionKind, dict[str, dict[str, Any]]] = {
     AttentionKind.MAMBA1: {
-        "Falcon-Mamba": {"num_heads": 512, "num_kv_heads": 512, "recurrent": RecurrentSpec(state_size=16)},
+        "Falcon-Mamba": {
+            "num_heads": 512,
+            "num_kv_heads": 512,
+            "recurrent": RecurrentSpec(state_size=16),
+        },
     },
     AttentionKind.MAMBA2: {
         "Falcon-H1": _sized(4, 128, 1, state_size=256),

@@ -55,7 +55,9 @@ def published(case: Case, harness: Harness) -> None:
     other = case.spec.replace(needs_lse=not case.spec.needs_lse)
     if case.batch.startswith("reaching") and _served(harness, other):
         prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
-        harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check("few rows: ")
+        harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
+            "few rows: "
+        )
 
 
 def combined(case: Case, harness: Harness) -> None:
