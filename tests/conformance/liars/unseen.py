@@ -1,16 +1,18 @@
-"""The third set of liars that the kit hadn't seen: 58, each wrong in one manner that kernels were or may be."""
+"""Liars that were written before anybody looked whether the kit finds them: 45 of 59 it did.
+
+Each is wrong in one manner that kernels were, or may be, from the contracts and from reports about
+attention libraries.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from polyattn import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, RecurrentFrame
@@ -743,22 +745,10 @@ class OnePlanForManyLayers(Sdpa):
 # The process.
 
 
-class SeedsPython(Sdpa):
-    def run(self, plan: Any, frame: Frame) -> None:
-        random.seed(0)
-        super().run(plan, frame)
-
-
 class StopsTheCollector(Sdpa):
     def run(self, plan: Any, frame: Frame) -> None:
         gc.disable()
         super().run(plan, frame)
-
-
-class SilencesNumpy(Sdpa):
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        np.seterr(all="ignore")
-        return super().plan(batch, reuse)
 
 
 class MediumPrecision(Sdpa):
@@ -792,7 +782,7 @@ class SixtyFourLatentHeads(TorchMLA):
     by: ClassVar[tuple[str, ...]] = ()
     claimed = TORCH_MLA.capabilities
     shown = (
-        LayerSpec(kind="mla", num_heads=128, head_size=192, v_head_size=128, num_kv_heads=128, dtype="float32",
+        LayerSpec(kind="mla", num_heads=128, head_size=192, v_head_size=128, dtype="float32",
                   latent=LatentSpec(rank=512, rope_head_size=64)),
         [(1, 40)],
     )  # fmt: skip
@@ -810,7 +800,7 @@ class StopsAtAHole(TorchSparseMLA):
     by: ClassVar[tuple[str, ...]] = ()
     claimed = TORCH_MLA_SPARSE.capabilities
     shown = (
-        LayerSpec(kind="sparse_mla", num_heads=4, num_kv_heads=4, head_size=192, v_head_size=128, dtype="float32",
+        LayerSpec(kind="sparse_mla", num_heads=4, head_size=192, v_head_size=128, dtype="float32",
                   latent=LatentSpec(rank=512, rope_head_size=64, topk=16)),
         [(3, 40)],
     )  # fmt: skip
@@ -828,7 +818,7 @@ class ChoosesAThousand(TorchSparseMLA):
     by: ClassVar[tuple[str, ...]] = ()
     claimed = TORCH_MLA_SPARSE.capabilities
     shown = (
-        LayerSpec(kind="sparse_mla", num_heads=2, num_kv_heads=2, head_size=192, v_head_size=128, dtype="float32",
+        LayerSpec(kind="sparse_mla", num_heads=2, head_size=192, v_head_size=128, dtype="float32",
                   latent=LatentSpec(rank=512, rope_head_size=64, topk=2048)),
         [(1, 3000)],
     )  # fmt: skip
@@ -870,7 +860,8 @@ class ForgetsShortContinuations(Scan):
 
     claimed = scans(AttentionKind.SHORT_CONV)
     shown = (
-        LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=RecurrentSpec(conv_width=4)),
+        LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32",
+                  recurrent=RecurrentSpec(conv_width=4)),
         [(2, 9)],
     )  # fmt: skip
 
@@ -910,7 +901,7 @@ class SlotsInOrder(Scan):
             frame.states[sorted(slots)] = frame.states[slots].clone()
 
 
-class PositionsInSixteenBits(Scan):
+class RingInSixteenBits(Scan):
     """A ring's position is a signed 16-bit number."""
 
     claimed = scans(AttentionKind.SHORT_CONV)
@@ -940,14 +931,14 @@ class MergesByExponentials(TorchMerge):
 BASES = {Sdpa, StoreOf, Scan}
 ALL: list[Any] = [
     kind for kind in list(vars().values())
-    if isinstance(kind, type) and kind.__module__ == __name__ and hasattr(kind, "claimed") and kind not in BASES
+    if getattr(kind, "__module__", "") == __name__ and hasattr(kind, "claimed") and kind not in BASES
 ]  # fmt: skip
 MENDED: dict[str, str] = {
     "BigPagesFarKeys": "published-block_256-full_blocks",
     "SecondTileOfHeads": "published-cached_Falcon-reaching",
     "FullLastPage": "published-block_64-full_blocks",
     "WindowInSixteenBits": "published-cached_Qwen2's_window-in_order",
-    "WindowAsLongAsTheText": "published-cached_gpt-oss-reaching",
+    "WindowAsLongAsTheText": "published-cached_Gemma-3-reaching",
     "SinkForEachPart": "combined-cached_sinks-after_context",
     "SameQuerySameAnswer": "twins-cached-decode",
     "AfterAGreatStep": "many_lengths--lengths",
@@ -956,8 +947,9 @@ MENDED: dict[str, str] = {
     "StopsAtAHole": "latent-sparse_mla-long",
     "ChoosesAThousand": "latent-sparse_mla_topk_2048-far_decodes",
     "StatesOf128": "recurrence-mamba2_Falcon-H1-continued",
-    "PositionsInSixteenBits": "recurrence-short_conv_drafts-continued",
+    "RingInSixteenBits": "recurrence-short_conv_drafts-continued",
 }
-"""What the kit didn't find at first, by the case that finds it since; what it found, the whole kit finds."""
-for _kind in ALL:
-    _kind.by = (MENDED.get(_kind.__name__, "the whole kit"),)
+"""What the kit didn't find at first, by the case that finds it since. The others, the whole kit finds."""
+WHOLE_KIT = "the whole kit"
+for _index in range(len(ALL)):
+    ALL[_index].by = (MENDED.get(ALL[_index].__name__, WHOLE_KIT),)

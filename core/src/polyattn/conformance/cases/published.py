@@ -169,7 +169,9 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     prefills = "prefill" in caps.phases
     for batch in LENGTHS if prefills else ():
         if base.cached or batch != "all full":
-            few = {"num_heads": base.gqa_ratio, "num_kv_heads": 1} if batch == "long prompts" else {}
+            few = (
+                {"num_heads": base.gqa_ratio, "num_kv_heads": 1} if batch == "long prompts" else {}
+            )
             yield Case("published", f"{where} {batch}", base.replace(**few), batch)
     reaching = "reaching" if prefills else "reaching decodes"
     within = "in order" if base.cached else "more keys"
