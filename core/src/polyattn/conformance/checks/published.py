@@ -20,10 +20,10 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS, MOST_SCORES = 20, 1000, 24, 1 << 20, 1 << 22
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 16, 1000, 24, 1 << 21
 """Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
-with most new pairs; keys times query heads times the head size of a step, and its scores, which the
-reference computes in some hundredths of a second."""
+with most new pairs; keys times query heads times the head size of a step, half of its scores, and half of
+its cache, which the reference computes in some hundredths of a second."""
 MODES = {
     "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
@@ -183,11 +183,11 @@ def _drawn(base: LayerSpec, chosen: dict[str, Any]) -> LayerSpec | None:
         spec.v_head_size != spec.head_size or chosen.get("layout") == "contiguous"
     ):
         return None
-    rows, block = _rows(chosen, spec), spec.block_size or 1
-    keys = sum(-(-length // block) * block for _, length in rows)
-    scores = sum(query * length for query, length in rows)
-    fits = keys * heads * spec.head_size <= MOST_NUMBERS and scores * heads <= MOST_SCORES
-    return spec if fits else None
+    rows, block, size = _rows(chosen, spec), spec.block_size or 1, spec.head_size
+    keys = sum(length for _, length in rows)
+    held = sum(-(-length // block) * block for _, length in rows) * spec.num_kv_heads * size
+    scores = sum(query * length for query, length in rows) * heads
+    return spec if max(keys * heads * size, held // 2, scores // 2) <= MOST_NUMBERS else None
 
 
 def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
@@ -203,7 +203,7 @@ def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
         left = MOST_NUMBERS // (spec.num_heads * spec.head_size) - sum(length for _, length in rows)
         for query, length in chosen["others"]:
             query = min(query, length)
-            if length <= left // 2 and query * length * spec.num_heads <= MOST_SCORES // 8:
+            if length <= left // 2 and query * length * spec.num_heads <= MOST_NUMBERS // 4:
                 rows.append((query, length))
                 left -= length
     first = length % len(rows)
