@@ -69,21 +69,12 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "long context": [(1, 4099), (2, 8200), (1, 33_000), (130, 4500)],
         "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
         "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
-        "after context": [
-            (130, 141 + block),
-            (1, 5 * block + 7),
-            (257, 300),
-            (1, 77),
-            (3, 3),
-            (1, 4500),
-        ],
+        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (1, 4500)],
         "powers of two": [
             *((1, 1 << n) for n in range(5, 13)),
             *((1 << n, 1 << n) for n in range(5, 9)),
             (64, 1024),
         ],
-        "full blocks": [(1, 2 * block), (1, 4352 + 2 * block), (3, 2 * block), (1, block - 1)],
-        "far decodes": [(1, 2100), (1, 1025), (1, 4099)],
         "all full": [(1, 4 * block), (block, 4 * block), (3, 4 * block)],
     }[name]
 
@@ -110,7 +101,6 @@ RECURRENT = {
     ],
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
     "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4), (7, 70_002)],
-    "alone": [(37, 90)],
     "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096), (1, 40_009), (1, (1 << 24) + 3)],
     "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
     "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],

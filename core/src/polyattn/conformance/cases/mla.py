@@ -30,10 +30,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             batches.append("short queries")
         cases += [Case("latent", kind.value, base, name) for name in batches]
         for label, spec in _latent_variants(caps, base):
-            batch = "far decodes" if label.startswith("topk") else "decode"
-            cases.append(Case("latent", f"{kind.value} {label}", spec, batch))
-            if label in ("kv_cache_dtype int8", "kv_cache_dtype fp8_e4m3", "block_size 64"):
-                cases.append(Case("latent", f"{kind.value} {label}", spec, "far decodes"))
+            cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))
         looked_at = ["latent_plans", "latent_stale", "latent_shared"]
         cases += [Case(name, kind.value, base, "decode") for name in looked_at]
         if kind is AttentionKind.MLA:
@@ -59,6 +56,20 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
 
 
+def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
+    """Yield other layers of which long decodes are looked at, in the case of a long step."""
+    latent = base.latent
+    assert latent is not None
+    for heads in caps.gqa_ratios.examples((40, 64)):
+        yield base.replace(num_heads=heads, num_kv_heads=heads)
+    for topk in caps.topks.examples(TOPKS) if latent.topk else ():
+        yield base.replace(latent=replace(latent, topk=topk))
+    for fields in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}):
+        spec = base.replace(**fields)
+        if not check(caps, spec, device, "decode"):
+            yield spec
+
+
 def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
     rank = caps.latent_ranks.examples((64, 512))[0]
     small = rank < 512
@@ -79,7 +90,7 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
     for dtype in DTYPES:
         if dtype in caps.dtypes and dtype != base.dtype:
             yield f"dtype {dtype}", base.replace(dtype=dtype)
-    for heads in caps.gqa_ratios.examples((1, 5, 40, 64, 128)):
+    for heads in caps.gqa_ratios.examples((1, 5, 128)):
         yield f"heads {heads}", base.replace(num_heads=heads, num_kv_heads=heads)
     if base.latent and base.latent.rank < 512 and 512 in caps.latent_ranks:
         latent = LatentSpec(rank=512, rope_head_size=64, topk=base.latent.topk)
@@ -96,9 +107,6 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
     expanded = caps.preferred_block_size * 2
     if expanded not in caps.block_sizes:
         yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
-    for topk in caps.topks.examples(TOPKS) if base.latent and base.latent.topk else ():
-        if topk != base.latent.topk:
-            yield f"topk {topk}", base.replace(latent=replace(base.latent, topk=topk))
     if "lse" in caps.features:
         yield "lse", base.replace(needs_lse=True)
     yield "scale", base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN

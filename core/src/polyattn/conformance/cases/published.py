@@ -54,10 +54,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Gemma-2's cap": {"logit_soft_cap": 50.0, "scale": 0.5},
     "Gemma-2": {"logit_soft_cap": 50.0, "sliding_window": 4096, "scale": 0.5},
     "T5": {"scale": 1.0},
-    "Qwen2's window": {"sliding_window": 32768},
-    "no window": {"sliding_window": 2**31 - 1},
-    "no chunks": {"chunk_size": 1 << 20},
-    "all kept": {"sliding_window": 40, "sink_tokens": 1 << 20},
     "9 tokens kept": {"sliding_window": 40, "sink_tokens": 9},
     "200 tokens kept": {"sliding_window": 64, "sink_tokens": 200},
     "200 kept beside a window": {"causal": False, "sliding_window": 8, "sink_tokens": 200},
@@ -80,12 +76,6 @@ WINDOW, KEPT, CHUNK = (
 BOTH_WAYS = {"causal": False}
 COMBINED: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cap": CAP,
-    "ALiBi": SLOPES,
-    "sinks": SINKS,
-    "window": WINDOW,
-    "kept": KEPT,
-    "chunk": CHUNK,
     "cap, ALiBi": CAP | SLOPES,
     "cap, ALiBi, sinks": CAP | SLOPES | SINKS,
     "cap, window, sinks": CAP | WINDOW | SINKS,
@@ -149,16 +139,26 @@ have is there several times.
 and `rows`: of the step.
 """
 
-BEYOND = 1 << 15
-"""Windows, chunks and kept tokens from here on are beyond every text that the reference can take."""
-
 LENGTHS = (
     "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
 )  # fmt: skip
 """Steps that are looked at of the plainest layer."""
 
-LARGE_BLOCKS = (64, 128, 256, 512)
-"""Blocks of which some kernels have tiles of their own, or tables of other strides."""
+FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
+    "after context": ((CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK), "after context"),
+    "all full": (tuple({"block_size": size} for size in (64, 128, 256, 512)), "all full"),
+    "long context": (
+        (
+            {"sliding_window": 32768}, {"sliding_window": 2**31 - 1}, {"chunk_size": 1 << 20},
+            {"sliding_window": 40, "sink_tokens": 1 << 20},
+        ),
+        "decode",
+    ),
+}  # fmt: skip
+"""Of a step of the plainest layer: which other layers are looked at in its case, and in which step.
+
+Each feature by itself over a long context, larger blocks, and what is longer than every text.
+"""
 
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
@@ -174,18 +174,13 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
             )
             yield Case("published", f"{where} {batch}", base.replace(**few), batch)
     reaching = "reaching" if prefills else "reaching decodes"
-    within = "in order" if base.cached else "more keys"
     for index, (label, fields) in enumerate(PUBLISHED.items()):
         spec = _changed(base, fields)
         if spec is not None and index % 2 and "lse" in caps.features:
             with_lse = spec.replace(needs_lse=True)
             spec = with_lse if served_phases(caps, with_lse, device) else spec
         if spec is not None and _walks(caps, spec.block_size):
-            far = max(spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens)
-            batch = reaching if far < BEYOND else "decode" if not prefills else within
-            yield Case("published", f"{where} {label}", spec, batch)
-    for size in caps.block_sizes.examples(LARGE_BLOCKS) if base.cached else ():
-        yield Case("published", f"block {size}", base.replace(block_size=size), "full blocks")
+            yield Case("published", f"{where} {label}", spec, reaching)
     batches = ["after context" if prefills else "decode"]
     if not base.cached and prefills:  # over a cache are contexts enough
         batches = ["fewer keys"] if True in caps.cached else ["fewer keys", *batches]

@@ -75,9 +75,6 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             ]
         for name in [name for name in RECURRENT if name != "mixed"]:
             cases.append(Case("recurrence", kind.value, base, name))
-        for label, fields in PUBLISHED.get(kind, {}).items():
-            sized = base.replace(**fields)
-            cases += [Case("recurrence", f"{kind.value} {label}", sized, "continued")]
         for other in DTYPES:
             if other in caps.dtypes and other != dtype:
                 cases.append(

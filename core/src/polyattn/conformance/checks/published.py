@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case, served_phases
-from polyattn.conformance.cases.published import VALUES
+from polyattn.conformance.cases.published import FURTHER, VALUES
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -52,12 +53,32 @@ def published(case: Case, harness: Harness) -> None:
     The same with the LSE where it had none, or without it, in a few rows.
     """
     harness.step(harness.layer(case.spec), case.batch).check()
+    for further, batch in _further(case, harness):
+        harness.step(harness.layer(further), batch).check("another layer: ")
     other = case.spec.replace(needs_lse=not case.spec.needs_lse)
     if case.batch.startswith("reaching") and _served(harness, other):
         prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
         harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
             "few rows: "
         )
+
+
+def _further(
+    case: Case, harness: Harness
+) -> Iterator[tuple[LayerSpec, str | list[tuple[int, int]]]]:
+    """Yield the other layers of a case of the plainest layer's, as far as they are served."""
+    several, name = FURTHER.get(case.batch, ((), ""))
+    for fields in several:
+        spec = _layer_of(case.spec, fields)
+        if spec is None or not _served(harness, spec):
+            continue
+        batch: str | list[tuple[int, int]] = name
+        if not spec.cached and name == "decode":
+            batch = [(1, 9), (3, 70)]
+        if name == "all full" and spec.block_size:
+            size = spec.block_size
+            batch = [(1, 2 * size), (1, 4352 + 2 * size), (3, 2 * size), (1, size - 1)]
+        yield spec, batch
 
 
 def combined(case: Case, harness: Harness) -> None:
