@@ -21,6 +21,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -38,7 +39,6 @@ TESTS = (
     "tests/workload",
     "tests/tools/test_cli.py",
     "tests/plugins",
-    "tests/test_triton.py",
     "integrations",
 )
 
@@ -49,16 +49,33 @@ def projects() -> list[str]:
     return [line.removeprefix("-e ./") for line in lines if line.startswith("-e ./")]
 
 
+def with_ours(folders: list[str]) -> list[str]:
+    """Return distributions and those of this repository that they ask for, which no index has."""
+    by_name = {project(path)["name"]: path for path in projects()}
+    found = list(folders)
+    for path in found:
+        names = [Requirement(text).name for text in dependencies(path)]
+        found += [by_name[name] for name in names if by_name.get(name, path) not in found]
+    return found
+
+
+def project(path: str) -> dict[str, Any]:
+    """Return a distribution's table `project`."""
+    table: dict[str, Any] = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def dependencies(path: str) -> list[str]:
+    """Return what a distribution asks for, with what its `EXTRAS` need."""
+    extras = project(path).get("optional-dependencies", {})
+    more = [text for name in EXTRAS.get(path, ()) for text in extras[name]]
+    return [*project(path)["dependencies"], *more]
+
+
 def requirements(of: list[str]) -> list[Requirement]:
     """Return what distributions declare about others' projects."""
-    found: list[str] = []
-    for path in of:
-        project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
-        extras = project.get("optional-dependencies", {})
-        found += project["dependencies"]
-        found += [text for name in EXTRAS.get(path, ()) for text in extras[name]]
-    parsed = map(Requirement, dict.fromkeys(found))
-    return [each for each in parsed if not each.name.startswith("polyattn")]
+    texts = dict.fromkeys(text for path in of for text in dependencies(path))
+    return [each for each in map(Requirement, texts) if not each.name.startswith("polyattn")]
 
 
 def oldest(declared: list[Requirement]) -> dict[str, Version]:
@@ -97,24 +114,24 @@ def main() -> int:
     arguments = parser.parse_args()
     instead = {re.split("[=><]", text)[0]: text for text in arguments.instead}
     folders = arguments.of or projects()
-    declared = requirements(folders)
-    pinned = pins(arguments.which, declared, instead)
+    bounds = requirements(folders)
+    pinned = pins(arguments.which, bounds, instead)
     if arguments.resolve:
         ask = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed"]
         ask += [
             "--only-binary",
             ":all:",
         ]  # else pip builds what has no wheel, to read its requirements
-        own = [str(each) for each in declared if each.name not in instead]
+        own = [str(each) for each in bounds if each.name not in instead]
         return subprocess.run([*ask, "--report", "-", *pinned, *own], check=False).returncode
     folder = ROOT / "build" / "versions" / arguments.which
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")
     own = []
-    for path in folders:
+    for path in with_ours(folders):
         extras = f"[{','.join(EXTRAS[path])}]" if path in EXTRAS else ""
         own += ["-e", f"{ROOT / path}{extras}"]
-    install = [python, "-m", "pip", "install", "-q", "pytest-xdist"]
+    install = [python, "-m", "pip", "install", "-q", "pytest-xdist[psutil]"]
     subprocess.run([*install, *pinned, *own], check=True)
     subprocess.run([python, "-m", "pip", "freeze", "--exclude-editable"], check=True)
     run = [python, "-m", "pytest", "-q", "-n", "2", *arguments.tests]

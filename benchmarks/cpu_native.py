@@ -36,7 +36,7 @@ from polyattn.kernel import (
     LayerParams,
 )
 from polyattn_cpu.native import build
-from polyattn_cpu.native.backends import NativeAttention
+from polyattn_cpu.native.attention import NativeAttention
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
 

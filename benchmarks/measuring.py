@@ -140,9 +140,9 @@ def unshared(work: Any) -> Call:
     """A call that reads shared blocks once for each sequence: the plan doesn't know of them."""
     batch = work.batch
     plain = Batch(
-        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device
-    )
-    plain.__dict__["host_block_table"] = None  # on a CPU it is the block table itself
+        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device,
+        shared_prefix=(),
+    )  # fmt: skip
     return attend(work.but(batch=plain))
 
 
@@ -200,6 +200,13 @@ def look(work: Any) -> Call:
     return lambda: shared_prefixes(table, work.batch.lens, size)
 
 
+def plan_unread(work: Any) -> Call:
+    """Plan a step whose table only the device has: a new one each time, as an engine's is."""
+    batch = work.batch.copy()
+    batch.__dict__["host_block_table"] = None
+    return lambda: work.group.plan(batch.copy())
+
+
 @dataclass(frozen=True)
 class Part:
     """What of a step is timed: by the device's clock or the host's; `gives` the step's output or not."""
@@ -220,6 +227,8 @@ PARTS = {
     "host of a call": Part(lambda work: work.call, host=True),
     "host of own calls": Part(own_calls, host=True),
     "plan": Part(lambda work: lambda: work.group.plan(work.batch), host=True, gives=False),
+    "plan, unread": Part(plan_unread, host=True, gives=False),
+    "read back": Part(lambda work: work.batch.block_table.cpu, host=True, gives=False),
     "look": Part(look, host=True, gives=False),
     "select": Part(lambda work: lambda: select(work.spec, work.device), host=True, gives=False),
 }

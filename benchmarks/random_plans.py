@@ -92,7 +92,7 @@ def batch_of(rows: list[tuple[int, int]], block: int, **more: Any) -> Batch:
 
 
 def native(dice: Dice) -> Drawn:
-    from polyattn_cpu.native.backends import NativeAttention
+    from polyattn_cpu.native.attention import NativeAttention
 
     spec = layer(dice, dtype="float32")
     form = form_of(spec, dice)
@@ -120,7 +120,7 @@ def latent_form(dice: Dice) -> CacheFormat:
 
 
 def native_mla(dice: Dice) -> Drawn:
-    from polyattn_cpu.native.backends import NativeMLA
+    from polyattn_cpu.native.attention import NativeMLA
 
     spec, form = latents(dice), latent_form(dice)
 

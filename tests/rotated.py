@@ -16,7 +16,8 @@ from polyattn.runtime.rotation import NewTokens
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 SLOTS = torch.tensor([5, -1, 0, 33, -1, 17, 47])

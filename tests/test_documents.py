@@ -64,6 +64,12 @@ def test_the_list_has_what_a_user_can_meet(source: str, listed: list[str]) -> No
     assert list(messages.messages(ast.parse(source))) == listed
 
 
+def test_the_list_has_what_native_code_says() -> None:
+    source = 'return (plan *)fail("no room for %d "\n  "parts; %s", n, "not this");'
+    assert list(messages.native_messages(source)) == ["no room for %d parts; %s"]
+    assert "block_table points outside the cache" in messages.LIST.read_text()
+
+
 def test_settings_are_documented() -> None:
     from polyattn.settings import FOREIGN_VARIABLES, VARIABLES
 

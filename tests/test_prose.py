@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROSE = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md", "*/*/README.md",
-    "benchmarks/README.md", "tests/golden/messages.md",
+    "*.md", "docs/**/*.md", "core/**/README.md", "examples/**/README.md", "plugins/*/*.md",
+    "integrations/*/*.md", "benchmarks/README.md", "tests/golden/messages.md",
 )  # fmt: skip
 PAGES = sorted(path for pattern in PROSE for path in ROOT.glob(pattern))
 FENCE, CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL), re.compile(r"`[^`\n]*`")

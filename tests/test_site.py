@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,10 @@ from matplotlib.image import imread
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 WIDTHS = (1280, 390)
+SCHEMES = ("default", "slate")
+"""The theme's names of light and dark."""
+SHOWN = ("", "support/")
+"""The pages that pictures are taken of: the first, and the one with the largest tables."""
 MEASURE = """<!doctype html><body><script>
 (async () => {
   const found = [];
@@ -30,11 +35,12 @@ MEASURE = """<!doctype html><body><script>
     frame.style = "height: 900px; border: 0; width: 1280px";
     frame.src = page;
     await new Promise(done => { frame.onload = done; document.body.append(frame); });
-    for (const width of WIDTHS) {
+    for (const [scheme, width] of SCHEMES.flatMap(scheme => WIDTHS.map(width => [scheme, width]))) {
       frame.style.width = width + "px";
+      frame.contentDocument.body.dataset.mdColorScheme = scheme;
       const root = frame.contentDocument.documentElement, article = root.querySelector("article");
       const check = (what, wide, most) => {
-        if (wide > most + 1) found.push([page, width, what, wide, most]);
+        if (wide > most + 1) found.push([page, scheme, width, what, wide, most]);
       };
       check("page", root.scrollWidth, width);
       for (const element of article.querySelectorAll("table, img"))
@@ -45,7 +51,7 @@ MEASURE = """<!doctype html><body><script>
   await fetch("/", {method: "POST", body: JSON.stringify(found)});
 })();
 </script>"""
-"""Loads each page in a frame, of each width in turn, and posts what is wider than what holds it."""
+"""Loads each page in a frame, of each scheme and width in turn, and posts what is too wide."""
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +144,9 @@ def test_nothing_is_wider_than_the_page(
 ) -> None:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("index.html"))
     assert len(pages) > 25
-    text = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
+    text = MEASURE
+    for name, values in (("PAGES", pages), ("WIDTHS", WIDTHS), ("SCHEMES", SCHEMES)):
+        text = text.replace(name, json.dumps(values))
     # A page with a table that is too wide shows that the measure sees one.
     wide = '<article><table><td style="min-width: 2000px">x</td></table></article>'
     (site / "wide.html").write_text(wide)
@@ -150,7 +158,8 @@ def test_nothing_is_wider_than_the_page(
     finally:
         end(running)
     own = [found for found in server.posted if found[0] == "wide.html"]
-    assert {(width, what) for _, width, what, *_ in own} >= {(w, "TABLE") for w in WIDTHS}
+    seen = {(scheme, width, what) for _, scheme, width, what, *_ in own}
+    assert seen >= {(scheme, width, "TABLE") for scheme in SCHEMES for width in WIDTHS}
     assert [found for found in server.posted if found not in own] == []
 
 
@@ -158,17 +167,17 @@ def test_nothing_is_wider_than_the_page(
 def test_pictures_of_the_site(server: Server, starts: None, tmp_path: Path) -> None:
     """To look at: pytest -m slow tests/test_site.py --basetemp=FOLDER leaves them in FOLDER."""
     brightness = {}
-    for width in WIDTHS:
+    for page, width in itertools.product(SHOWN, WIDTHS):
         for scheme, dark in (("light", 1), ("dark", 0)):
-            picture = tmp_path / f"{width}-{scheme}.png"
+            picture = tmp_path / f"{page.strip('/') or 'first'}-{width}-{scheme}.png"
             running = browser(
                 f"--blink-settings=preferredColorScheme={dark}", f"--window-size={width},900",
                 f"--user-data-dir={tmp_path / picture.stem}", f"--screenshot={picture}",
-                f"http://127.0.0.1:{server.server_port}/",
+                f"http://127.0.0.1:{server.server_port}/{page}",
             )  # fmt: skip
             assert running.wait(60) == 0
             pixels = imread(picture)
             assert pixels.shape[:2] == (900, width)
-            brightness[width, scheme] = float(pixels[..., :3].mean())
-    for width in WIDTHS:
-        assert brightness[width, "light"] > 0.7 > 0.6 > brightness[width, "dark"]
+            brightness[page, width, scheme] = float(pixels[..., :3].mean())
+    for page, width in itertools.product(SHOWN, WIDTHS):
+        assert brightness[page, width, "light"] > 0.7 > 0.6 > brightness[page, width, "dark"]

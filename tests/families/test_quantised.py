@@ -8,7 +8,6 @@ import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.spec.features import features
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,9 +58,8 @@ def run(layer: Attention, lens: list[int], rows: Tensor, **more: Any) -> tuple[A
 def test_fp8_is_what_engines_call_e4m3() -> None:
     assert SPEC.kv_cache_dtype == SPEC.qkv_dtype == "fp8_e4m3"
     assert LayerSpec.from_json(SPEC.to_json()) == SPEC
-    assert "fp8_inputs" in features(SPEC) and "fp8_output" in features(
-        SPEC.replace(out_dtype="fp8")
-    )
+    assert "fp8_inputs" in SPEC.features
+    assert "fp8_output" in SPEC.replace(out_dtype="fp8").features
 
 
 @SERVING

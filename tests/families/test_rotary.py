@@ -15,7 +15,7 @@ from polyattn.families.attention.rotation import _on, rotation_of
 from polyattn.families.mla.workload import latent_weights
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.kinds import AttentionKind, Role
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn_models import layer_specs
 from torch import Tensor

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from defaults import CPU_DEFAULT
-from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
+from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, attention, select
+from polyattn.errors import BatchError
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
@@ -144,3 +145,39 @@ def test_a_trainer_s_log_probabilities_have_the_engine_s_bits(dtype: str) -> Non
             first, text = prompts[request], torch.tensor(texts[request])
             own = found[first - 1 : -1].gather(1, text[first:, None])[:, 0]
             assert torch.equal(own, sampled[request]), f"request {request} of {order}"
+
+
+@pytest.mark.parametrize("level", [True, "calls"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_without_a_layer_gives_a_sequence_its_bits(
+    dtype: torch.dtype, level: bool | str
+) -> None:
+    """Packed with others, alone, and as a dense row; the second call of each goes by addresses."""
+    dice, lens = torch.Generator().manual_seed(SEED), [37, 700, 1, 64]
+    query, key, value = (
+        torch.randn(sum(lens), heads, SIZE, generator=dice).to(dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    asked = {"causal": True, "return_lse": True, "batch_invariant": level}
+    packed = [attention(query, key, value, query_lens=lens, **asked) for _ in range(2)]
+    expected = packed[0]
+    at = 0
+    for length in lens:
+        mine = slice(at, at + length)
+        three = query[mine], key[mine], value[mine]
+        for _ in range(2):
+            for found in (
+                attention(*three, query_lens=[length], **asked),
+                [x[0] for x in attention(*(x[None] for x in three), **asked)],
+            ):
+                assert all(torch.equal(x, y[mine]) for x, y in zip(found, expected, strict=True))
+        at += length
+    assert all(torch.equal(x, y) for x, y in zip(*packed, strict=True))
+    with pytest.raises(BatchError, match="batch_invariant=.*beside a mask"):
+        attention(
+            query[None],
+            key[None],
+            value[None],
+            mask=torch.ones(1, 1, at, at).bool(),
+            batch_invariant=level,
+        )

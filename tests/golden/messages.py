@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,14 +83,26 @@ def messages(tree: ast.AST, spoken: bool = False) -> Iterator[str]:
             yield from messages(node, spoken or _spoken(node))
 
 
+def native_messages(source: str) -> Iterator[str]:
+    """Yield the formats that C++ code passes to `fail`, whose text an error of Python shows."""
+    for literals in re.findall(r'\bfail\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', source):
+        yield "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals))
+
+
+READ: dict[str, Callable[[str], Iterator[str]]] = {
+    ".py": lambda text: messages(ast.parse(text)), ".cpp": native_messages, ".h": native_messages,
+}  # fmt: skip
+"""By a file's ending, what yields the messages of its text."""
+
+
 def listing() -> str:
     """Return the list, without its date."""
     lines = []
     for pattern in SHIPPED:
-        for path in sorted(p for root in ROOT.glob(pattern) for p in root.rglob("*.py")):
+        for path in sorted(p for root in ROOT.glob(pattern) for p in root.rglob("*.*")):
             name = path.relative_to(ROOT).as_posix().replace("/src", "", 1)
-            if not any(part in name for part in NO_MESSAGES):
-                own = dict.fromkeys(messages(ast.parse(path.read_text())))
+            if path.suffix in READ and not any(part in name for part in NO_MESSAGES):
+                own = dict.fromkeys(READ[path.suffix](path.read_text()))
                 lines += ["", f"## {name}", "", *(f"- {text}" for text in own)] if own else []
     return "\n".join(lines) + "\n"
 

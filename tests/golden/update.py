@@ -7,7 +7,7 @@ from pathlib import Path
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.registry.devices import resolve_device
-from polyattn.selection.decision import verdict_line
+from polyattn.selection.selection import verdict_line
 from polyattn.spec.decompose import group_layers
 from polyattn.tools.cli.models import bundled, bundled_models
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from polyattn import Device, LayerSpec, select
-from polyattn.registry import proofs
+from polyattn.registry import info as declared
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
 from polyattn.tools.cli import listing
@@ -38,7 +38,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def record(**changes: Any) -> None:
         row = {"where": "x86_64", "build": "", "runs": "", "whole": True, "cases": 9, "of": 9,
                "commit": "abc", "date": "2026-01-01", "path": "a.json"} | changes  # fmt: skip
-        monkeypatch.setattr(proofs, "_all", lambda: {"TORCH_SDPA": (proofs.Record(**row),)})
+        monkeypatch.setattr(declared, "_all", lambda: {"TORCH_SDPA": (declared.Record(**row),)})
 
     return record
 
@@ -57,7 +57,7 @@ def test_nothing_is_measured_without_a_record() -> None:
             for where in info.proof:
                 level = build.proof_at(where)
                 if level in (Proof.MEASURED, Proof.IN_PART):
-                    assert proofs.records_of(build, where), (info.name, where)
+                    assert build.records(where), (info.name, where)
     flash = discover().backend("FLASH_ATTN")
     found = {b.build: b.proof_on(Device("cuda", "sm_90")) for b in flash.builds}
     assert found == {
@@ -73,7 +73,7 @@ def test_a_whole_record_is_measured_and_a_part_is_said_to_be_one(recorded: Any) 
     assert info.proof_on(CPU) is Proof.MEASURED
     recorded(whole=False, cases=8)
     assert info.proof_on(CPU) is Proof.IN_PART
-    assert proofs.records_of(info, "x86_64")[0].text == "8 of 9 cases"
+    assert info.records("x86_64")[0].text == "8 of 9 cases"
     recorded(where="aarch64")
     assert info.proof_on(CPU) is Proof.DECLARED
     recorded(build="another")

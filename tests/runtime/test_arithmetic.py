@@ -222,7 +222,7 @@ NATIVE_MASKS: list[dict[str, Any]] = [
 
 
 def native(heads: int, kv_heads: int, **mask: Any) -> Any:
-    from polyattn_cpu.native.backends import NativeAttention
+    from polyattn_cpu.native.attention import NativeAttention
 
     if library.why_not() is not None:
         pytest.skip("no native kernels")

@@ -25,7 +25,7 @@ from polyattn.families.attention import reference
 from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, hookimpl
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import output_error
 from polyattn_cpu.sdpa import TorchSDPA
 

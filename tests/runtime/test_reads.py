@@ -269,7 +269,7 @@ NATIVE: dict[str, Callable[[Any], None]] = {
 @needs_native
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_mistake_in_a_native_plan_is_told(name: str) -> None:
-    from polyattn_cpu.native.backends import NativeAttention
+    from polyattn_cpu.native.attention import NativeAttention
 
     spec = BASE.replace(dtype="float32")
     backend = NativeAttention(spec, form_of(spec), Device("cpu", "x86_64", torch_device="cpu"))

@@ -128,7 +128,7 @@ def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: li
 
 
 def test_one_call_that_ranks_below_decode_is_for_measured_times_alone() -> None:
-    from polyattn.families.attention.choice import _mixes
+    from polyattn.families.attention.planning import _mixes
 
     info = discover().backends["FLASH_ATTN_V3"]
     assert "mixed" in info.capabilities.phases and not _mixes(info, SPEC, H100)

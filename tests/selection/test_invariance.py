@@ -16,6 +16,7 @@ from polyattn import (
     select,
 )
 from polyattn.errors import SelectionError, SpecError
+from polyattn.selection.invariance import costs
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, batch_invariant=True)
 PHASES = ("prefill", "decode")
@@ -42,7 +43,7 @@ def test_a_level_that_is_not_there_is_named() -> None:
         ({"dense_context": True, "sliding_window": 8}, "dense_context=True shows a prompt other"),
         (
             {"rope": RopeSpec(rotary_size=64, scaling="dynamic", factor=2.0, original_length=64)},
-            "rope.scaling='dynamic' turns a token by its sequence's length",
+            "rope.scaling='dynamic' rotates a token by its sequence's length",
         ),
     ],
 )
@@ -109,13 +110,55 @@ def test_steps_with_kept_first_tokens_are_refused_by_name() -> None:
         select(spec, resolve_device("cpu"), backend="NATIVE_ATTN")
 
 
-def test_a_cost_that_was_not_measured_is_named_so(caplog: pytest.LogCaptureFixture) -> None:
-    layer = LayerSpec(num_heads=24, num_kv_heads=8, head_size=128)
-    for device, others in (
-        ("h200", r"TORCH_SDPA \(\w+: [\d.]+ us for a"),
-        ("mi300x", r"TORCH_SDPA and "),
+LAYER = LayerSpec(num_heads=24, num_kv_heads=8, head_size=128)
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "costly", "free"),
+    [
+        ("h200", {"mask": "custom"}, "TORCH_SDPA", "TRITON_ATTN"),
+        ("mi300x", {}, "TRITON_ATTN", "ROCM_ATTN"),
+    ],
+)
+def test_a_cost_that_was_not_measured_is_named_so(
+    device: str, fields: dict[str, object], costly: str, free: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = LAYER.replace(batch_invariant=True, **fields)
+    notes = " ".join(select(layer, device).decision.notes)
+    said = (
+        f"{costly} runs prefill, not {free}; no timing table of this device has {costly} and {free}"
+    )
+    assert said in notes and notes[:60] in caplog.text
+
+
+def test_the_time_that_was_measured_stands_beside_the_name_of_the_other() -> None:
+    free = select(LAYER, "h200")
+    sdpa = select(LAYER.replace(batch_invariant=True), "h200", backend="TORCH_SDPA")
+    lines = costs(sdpa, free, free.timings)
+    assert any(
+        re.search(r"no timing table of this device has TORCH_SDPA \(\w+: [\d.]+ us for a", line)
+        for line in lines
+    )
+
+
+def test_triton_gives_the_levels_on_a_gpu_and_names_what_it_does_not_give_them_for() -> None:
+    for device, level in (
+        ("h200", "batch"),
+        ("h200", "calls"),
+        ("mi300x", "steps"),
+        ("a100", "batch"),
     ):
-        notes = " ".join(select(layer.replace(batch_invariant=True), device).decision.notes)
-        said = rf"TORCH_SDPA runs prefill, not \w+; no timing table of this device has {others}"
-        assert re.search(said, notes)
-        assert notes[:60] in caplog.text
+        chosen = dict(select(LAYER.replace(batch_invariant=level), device).decision.chosen)
+        assert chosen["prefill"] == chosen["decode"] == "TRITON_ATTN"
+    for fields, why in (
+        ({"graph_capture": "uniform"}, "the number of programs follows the step's keys"),
+        ({"length_bounds": True}, "keys are cut by each request's own length"),
+        ({"mask": "block_sparse"}, "a step of decodes reads the chosen pages alone"),
+        (
+            {"batch_invariant": "steps", "rope": RopeSpec(rotary_size=64, positions="cache")},
+            "keys are turned to places after the last token of a tile of rows",
+        ),
+    ):
+        layer = LAYER.replace(**{"batch_invariant": "batch", **fields})
+        with pytest.raises(SelectionError, match=why):
+            select(layer, "h200", backend="TRITON_ATTN")

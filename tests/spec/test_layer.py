@@ -14,11 +14,10 @@ import pytest
 import torch
 from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
-from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
-from polyattn.spec.features import features
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.models import GROUP, model_reader
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -253,23 +252,23 @@ def test_features_are_complete() -> None:
         "step_invariant",
         "call_invariant",
     }
-    assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    assert spec.features | others == set(FEATURES) - {"non_causal", "window_right"}
     options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}
     mamba = LayerSpec(
         kind="mamba1", num_heads=8, head_size=1, recurrent=RecurrentSpec(state_size=4, **options)
     )
     wide = {"wide_conv_states"}  # of short convolutions alone
-    assert features(mamba) == RECURRENT - wide | {"causal"}
+    assert mamba.features == RECURRENT - wide | {"causal"}
     form = RecurrentSpec(conv_width=4, draft_tokens=3)
     convolution = LayerSpec(kind="short_conv", num_heads=8, head_size=1, recurrent=form)
-    assert features(convolution) == wide | {"causal"}
-    assert "block_sparse" in features(spec.replace(mask="block_sparse"))
-    assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
+    assert convolution.features == wide | {"causal"}
+    assert "block_sparse" in spec.replace(mask="block_sparse").features
+    assert "length_bounds" in spec.replace(mask=None, length_bounds=True).features
     with pytest.raises(
         SpecError, match="mask='custom' counts a sequence's keys, and with length_bounds"
     ):
         spec.replace(length_bounds=True)
-    assert "window_right" in features(spec.replace(causal=False, window_right=0))
+    assert "window_right" in spec.replace(causal=False, window_right=0).features
 
 
 def test_kv_heads_that_were_left_out_follow_the_heads() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -63,6 +65,25 @@ def test_several_processes_are_listed(record: Path, monkeypatch: pytest.MonkeyPa
     _, out, _ = here("why")
     assert {"1", str(os.getpid())} <= set(out.split())
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="the system has no /proc")
+def test_a_servers_id_finds_its_workers(record: Path) -> None:
+    """An engine's user knows the server, and a child of its child has loaded the groups."""
+    LayerGroup(select(SPEC, "cpu"))
+    head, decision = record.read_text().splitlines()
+    record.unlink()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        began = running._began(worker.pid)
+        text = "\n".join((json.dumps({**json.loads(head), "began": began}), decision))
+        record.with_name(f"{worker.pid}.jsonl").write_text(text)
+        (process,) = json.loads(here("why", str(os.getpid()), "--json")[1])
+        assert process["pid"] == worker.pid and os.getpid() in process["ancestors"]
+        assert (
+            f"started by process {process['ancestors'][-1]}: " in here("why", str(os.getpid()))[1]
+        )
+        worker.communicate(b"\n")
+    assert here("why", str(os.getpid()))[0] == 2
 
 
 @pytest.mark.parametrize("where", ["no", "folder of another"])

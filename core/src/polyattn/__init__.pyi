@@ -9,7 +9,6 @@ from polyattn.families.attention.quest import choose_pages as choose_pages
 from polyattn.families.attention.quest import page_bounds as page_bounds
 from polyattn.families.attention.quest import page_scores as page_scores
 from polyattn.families.attention.stateless.function import attention as attention
-from polyattn.families.mla.indexer import choose_tokens as choose_tokens
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
 from polyattn.families.sparse.indexer import Indexer as Indexer
@@ -46,7 +45,7 @@ from polyattn.runtime.step.shared_prefix import shared_prefixes as shared_prefix
 from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask
 from polyattn.runtime.step.step_mask import CustomMask as CustomMask
 from polyattn.selection.cache_format import CacheFormat as CacheFormat
-from polyattn.selection.decision import Decision as Decision
+from polyattn.selection.selection import Decision as Decision
 from polyattn.selection.selection import SelectedLayers as SelectedLayers
 from polyattn.selection.selection import Selection as Selection
 from polyattn.settings import Settings as Settings
@@ -55,9 +54,9 @@ from polyattn.spec.kinds import AttentionKind as AttentionKind
 from polyattn.spec.kinds import GraphCapture as GraphCapture
 from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
-from polyattn.spec.layer import LatentSpec as LatentSpec
+from polyattn.spec.latent import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
-from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
 from polyattn.spec.sparse import IndexerSpec as IndexerSpec

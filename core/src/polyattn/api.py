@@ -6,31 +6,27 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
+from polyattn.errors import SelectionError, SettingsError, SpecError, describe, flag, plain, shown
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.installed import Registry
-from polyattn.registry.machine import availability, running
-from polyattn.registry.policy import rerank
+from polyattn.registry.machine import availability, rerank, running
 from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
-from polyattn.selection.builds import as_built
-from polyattn.selection.decision import Decision
 from polyattn.selection.invariance import costs, described
-from polyattn.selection.rotating import noted, prepared_for
-from polyattn.selection.selection import SelectedLayers, Selection
-from polyattn.selection.tree import Facts, decide
+from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
+from polyattn.selection.tree import Facts, as_built, decide
 from polyattn.settings import Settings, current
-from polyattn.spec.checks import flag
 from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.row_format import RowFormat, is_rows, rows_of
+from polyattn.spec.row_format import RowFormat, rows_of
 from polyattn.spec.variant import AttentionVariant
 
 log = logging.getLogger("polyattn")
@@ -70,7 +66,7 @@ def select(
         SettingsError: a setting or a backend's name can't be honoured.
         DeviceError: the device isn't known, or isn't here.
 
-    Example:
+    Examples:
         >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
         >>> select(spec, "x86-avx512", backend="TORCH_SDPA").decision.prefill
         'TORCH_SDPA'
@@ -92,7 +88,8 @@ def select(
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)
     if found is None:
-        asked = kernel_spec(spec)  # queries and keys come rotated and transformed already
+        # Queries and keys come rotated and transformed already.
+        asked = kernel_spec(spec) if spec.variant or spec.rope else spec
         if asked != spec:
             found = select(asked, resolved, backend=backend, settings=settings, verify=verify)
             found = prepared_for(found, spec)
@@ -170,7 +167,7 @@ def check_supported(
         SettingsError: the backend's name isn't known.
         DeviceError: the device isn't known.
 
-    Example:
+    Examples:
         >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN_V3", device="h100-sxm")
         []
 
@@ -219,7 +216,7 @@ def select_layers(
         SpecError: `specs` isn't a list of `LayerSpec`.
         SelectionError, SettingsError, DeviceError: as `select`.
 
-    Example:
+    Examples:
         >>> full = LayerSpec(num_heads=8, head_size=64)
         >>> groups = select_layers([full, full.replace(sliding_window=128), full], "x86-avx512")
         >>> [len(group.layers) for group in groups]
@@ -331,16 +328,9 @@ def _facts(
     settings: Settings,
     failed: dict[str, str],
 ) -> Facts:
-    def rank(phase: str, ranking: tuple[str, ...]) -> Sequence[str]:
-        return rerank(registry, spec, device, phase, ranking, settings.probe_timeout)
-
-    def unavailable(info: BackendInfo) -> str | None:
-        return availability(info, settings.probe_timeout)
-
-    variant = variant_of(spec)
-
+    variant = None if spec.variant is None else variant_of(spec)
     stored = spec.kv_cache_dtype
-    formats = dict.fromkeys(rows_of(stored)) if is_rows(stored) else {}
+    formats = dict.fromkeys(rows_of(stored)) if spec.in_rows else {}
 
     def refuses(info: BackendInfo, spec: LayerSpec) -> tuple[Rejection, ...]:
         asked: list[tuple[str, str | None, AttentionVariant | RowFormat]]
@@ -355,12 +345,14 @@ def _facts(
                 found.append(Rejection(field, wanted, "others", problem))
         return tuple(found)
 
+    seconds = settings.probe_timeout
+    unavailable = partial(availability, timeout=seconds)
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=rank,
+        rank=partial(rerank, registry, spec, device, seconds=seconds),
         failed=failed,
-        problems=tuple(registry.problems),
-        running=lambda info: running(info, settings.probe_timeout),
+        problems=lambda: registry.problems,
+        running=partial(running, timeout=seconds),
         refuses=refuses,
     )

@@ -51,7 +51,9 @@ from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
-from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput

@@ -2,11 +2,18 @@
 
 from polyattn.device import Device
 from polyattn.errors import BatchError, SettingsError
-from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities, names
+from polyattn.registry.capabilities import (
+    ANY_PLATFORM,
+    ANY_SIZE,
+    Capabilities,
+    Sizes,
+    multiples,
+    names,
+    one_of,
+)
 from polyattn.registry.distributions import find_spec, installed
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
-from polyattn.registry.sizes import ANY_SIZE, Sizes, multiples, one_of
 from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.key_ranges import key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role

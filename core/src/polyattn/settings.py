@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, describe, nearest, shown
-from polyattn.spec.checks import flag
+from polyattn.errors import SettingsError, describe, flag, nearest, shown
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -33,7 +32,7 @@ VARIABLES: dict[str, str] = {
     "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
     "then the plugins' tables), or 0: choose by priority alone",
-    "POLYATTN_WHY": "1 or 0: write down for `polyattn why` what this process runs (default 1)",
+    "POLYATTN_WHY": "1 or 0: record for `polyattn why` what this process runs (default 1)",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""
@@ -81,12 +80,33 @@ class Override:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, resolved. `sources` are override lists, the strongest first.
+    """What the user set by arguments, variables and the configuration file, resolved.
 
-    `multi_block`: the fewest keys of a block of a sequence that several share, 0 for one block each, None
-    for the kernel's own. `timings` is the file of a timing table, `"0"` for none at all, None for what
-    is found.
-    `plugins_source` and `disabled_source` say where the two lists of plugins stand, for errors.
+    Attributes:
+        sources: lists of overrides, the strongest first.
+        plugins: the only plugins to load; None: all.
+        disabled_plugins: plugins not to load.
+        layout: of new caches; None: the selection chooses.
+        verify: whether each backend is checked against the reference before its first use; None: what
+            `select` and `LayerGroup` do by default.
+        checks: whether block tables and slots are checked on the device at each step.
+        why: whether the process answers `polyattn why`.
+        probe_timeout: of a backend's probe, in seconds.
+        plugin_timeout: of a plugin's import and hooks, in seconds.
+        timings: the file of a timing table; `"0"`: none; None: the user's and the plugins'.
+        multi_block: the fewest keys that a thread block takes when several share a sequence; 0: one
+            block for each sequence; None: the kernel decides.
+        plugins_source: where `plugins` was set, for errors.
+        disabled_source: where `disabled_plugins` was set.
+        notes: remarks for people.
+
+    Raises:
+        SettingsError: a field has a value that isn't understood.
+
+    Examples:
+        >>> Settings().with_backend("decode=TORCH_SDPA", "a test").sources[0][0].backend
+        'TORCH_SDPA'
+
     """
 
     sources: tuple[tuple[Override, ...], ...] = ()
@@ -253,8 +273,19 @@ _cached: tuple[Any, Settings] | None = None
 def current() -> Settings:
     """Return the settings of this process.
 
-    The environment is compared on each call (about a microsecond), so a changed variable is never
-    stale; the configuration file is read again when the environment changes, or after `reload()`.
+    Each call compares the environment (about a microsecond), so a changed variable counts at once. The
+    configuration file is read again when the environment changes, or after `reload()`.
+
+    Returns:
+        The settings: what the variables and the file say, resolved.
+
+    Raises:
+        SettingsError: a variable or the file has a value that isn't understood.
+
+    Examples:
+        >>> current_settings().checks
+        False
+
     """
     global _cached
     # The raw mapping compares 30 times faster than os.environ, which decodes each entry.

@@ -59,7 +59,7 @@ def drawn(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def latent(**more: Any) -> dict[str, Any]:
-    from polyattn.spec.layer import LatentSpec
+    from polyattn.spec.latent import LatentSpec
 
     return MLA | {"latent": LatentSpec(rank=32, rope_head_size=8)} | more
 

@@ -13,6 +13,7 @@ import torch
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.families.attention.rope import query_temperature, rotate
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,7 +36,10 @@ class Call:
 
 
 CALLS: list[Call] = []
-PRESCALED = ("OPTAttention", "WhisperAttention", "EsmSelfAttention")
+PRESCALED = (
+    "OPTAttention", "WhisperAttention", "EsmSelfAttention", "XGLMAttention", "TrOCRAttention",
+    "MvpAttention", "MultiHeadAttention",
+)  # fmt: skip
 """Modules that multiply the projected query by the scale before they call attention."""
 
 
@@ -68,7 +72,7 @@ def constant_inputs(modules: list[nn.Module]) -> Iterator[None]:
             return value
 
         if args:
-            return (flat(args[0]), *args[1:]), kwargs
+            return tuple(map(flat, args)), kwargs
         return args, {k: flat(v) if k == "hidden_states" else v for k, v in kwargs.items()}
 
     def keep(module: nn.Module) -> Any:
@@ -79,7 +83,7 @@ def constant_inputs(modules: list[nn.Module]) -> Iterator[None]:
 
     handles = [m.register_forward_pre_hook(same, with_kwargs=True) for m in modules]
     for module in modules:
-        for name in ("q_b_proj", "q_proj", "query"):
+        for name in ("q_b_proj", "q_proj", "query", "q_gate_proj", "q_lin"):
             if isinstance(getattr(module, name, None), nn.Module):
                 handles.append(getattr(module, name).register_forward_hook(keep(module)))
                 break
@@ -111,39 +115,54 @@ def older_interfaces(model: nn.Module) -> Iterator[None]:
     def enter(module: nn.Module, args: Any) -> None:
         Owner.module = module
 
-    handles = []
-    for module in model.modules():
-        if type(module).__name__.endswith("Attention"):
-            handles.append(module.register_forward_pre_hook(enter))
-            if hasattr(module, "_attn"):
-                module._attn = _recorded(module, module._attn)
-    with mock.patch("torch.nn.functional.scaled_dot_product_attention", sdpa):
+    handles = [
+        module.register_forward_pre_hook(enter)
+        for module in model.modules()
+        if type(module).__name__.endswith(("Attention", "SelfAttention"))
+    ]
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", sdpa), Products(Owner):
         yield
     for handle in handles:
         handle.remove()
 
 
-def _recorded(module: nn.Module, method: Any) -> Any:
-    """Return GPT-J's or GPT-Neo's `_attn`, recorded: its mask and scale are what softmax sees."""
+class Products(TorchFunctionMode):
+    """Records a softmax between two products: attention that a module writes out.
 
-    def attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen: list[Tensor] = []
-        real = torch.nn.functional.softmax
+    Its mask and scale are what the softmax sees.
+    """
 
-        def softmax(x: Tensor, *a: Any, **k: Any) -> Tensor:
-            seen.append(x)
-            return real(x, *a, **k)
+    PRODUCTS = (torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
+    SOFTMAXES = (nn.functional.softmax, torch.softmax, Tensor.softmax)
 
-        with mock.patch("torch.nn.functional.softmax", softmax):
-            out = method(query, key, value, *args, **kwargs)
-        logits = seen[0]
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.owner = owner
+        self.factors: tuple[Tensor, Tensor] | None = None
+        self.logits: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.SOFTMAXES and self.factors is not None:
+            sizes = self.factors[0].shape[-2], self.factors[1].shape[-1]
+            self.logits = args[0] if args[0].shape[-2:] == sizes and args[0].ndim > 2 else None
+        if func in self.PRODUCTS:
+            if self.logits is not None and args[0].shape[-2:] == self.logits.shape[-2:]:
+                self._record(args[1])
+            self.factors, self.logits = args[-2:], None
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, value: Tensor) -> None:
+        assert self.factors is not None and self.logits is not None
+        query, key, value, logits = (
+            x.detach()[None] if x.ndim == 3 else x.detach()
+            for x in (self.factors[0], self.factors[1].transpose(-1, -2), value, self.logits)
+        )
         dots = (query[0, :, 0] * key[0, :, 0]).sum(-1).double()
         scale = float((logits[0, :, 0, 0] * dots).sum() / (dots * dots).sum())
-        mask = torch.where(logits < -1e4, -1e9, 0.0)[:, :1]
-        CALLS.append(Call(module, query, key, value, mask, scale))
-        return out
-
-    return attn
+        mask = torch.where(logits < -5e3, -1e9, 0.0)[:, :1]
+        module = self.owner.module
+        projected = getattr(module, "_projected", None)
+        CALLS.append(Call(module, query, key, value, mask, scale, {}, projected))
 
 
 def record(model: nn.Module, **inputs: Any) -> list[Call]:
@@ -180,8 +199,7 @@ def attention_differences(spec: LayerSpec, call: Call) -> list[str]:
     scale = call.scale
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    elif type(call.module).__name__ in PRESCALED:
-        assert call.projected is not None
+    elif type(call.module).__name__ in PRESCALED and call.projected is not None:
         scale *= float(query[:, 0].norm() / call.projected[0, 0].norm())
     pairs = {
         "num_heads": (spec.num_heads, query.shape[0]),
@@ -221,9 +239,31 @@ def _mask_differences(spec: LayerSpec, call: Call, queries: int, keys: int) -> l
         tokens = (config.image_size // config.patch_size) ** 2 + 1
         real = torch.arange(queries) % (-(-tokens // 8) * 8) < tokens  # a tile is padded to eights
         seen, expected = seen[real], expected[real]
+    if spec.sparse is not None:
+        blocks = call.options.get("block_indices")
+        if blocks is not None:  # MiniMax-M3 leaves it to a kernel to build the mask
+            build, rows = call.module.indexer.build_block_mask, torch.arange(queries)[None]
+            seen = build(blocks, None, keys, torch.float32, blocks.device, rows)[0, 0] == 0
+        return _choice_differences(spec.sparse, seen, expected)
     if not torch.equal(seen, expected):
         return [f"mask: spec {expected.sum(1).tolist()}, module {seen.sum(1).tolist()}"]
     return []
+
+
+def _choice_differences(sparse: Any, seen: Tensor, visible: Tensor) -> list[str]:
+    """Return what differs from a choice of whole groups among the visible keys, within its budget."""
+    size = sparse.granularity
+    out = [] if not (seen & ~visible).any() else ["module sees keys that the spec hides"]
+    groups = [
+        nn.functional.pad(keys, (0, -keys.shape[1] % size)).unflatten(1, (-1, size))
+        for keys in (seen, visible)
+    ]
+    touched, whole = groups[0].any(2), groups[1]
+    if (groups[0] != (touched[..., None] & whole)).any():
+        out.append("module chooses no whole groups")
+    if int(touched.sum(1).max()) != sparse.budget:
+        out.append(f"budget: spec {sparse.budget}, module {touched.sum(1).tolist()}")
+    return out
 
 
 def rope_differences(spec: LayerSpec, call: Call) -> list[str]:
@@ -263,7 +303,8 @@ def _reordered(call: Call, offset: int) -> bool:
     """Return whether the module moved the rope part's elements before it rotated them."""
     assert call.projected is not None
     heads, size = call.query.shape[1], call.query.shape[-1]
-    raw = call.projected.reshape(-1, heads, size)[0, :, offset:]
+    tokens = call.projected.shape[-2]
+    raw = call.projected.reshape(tokens, heads, -1)[0, :, offset:size]  # a gate may come after it
     seen = call.query[0, :, 0, offset:]
     raw, seen = raw / raw.norm(dim=-1, keepdim=True), seen / seen.norm(dim=-1, keepdim=True)
     return not torch.allclose(raw, seen, rtol=1e-3, atol=1e-5)

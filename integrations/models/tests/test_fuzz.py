@@ -21,7 +21,8 @@ from polyattn.errors import (
     SelectionError,
     SpecError,
 )
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn_models import READERS, model_layers
 from tiny import CONFIG_MAPPING, tiny_values

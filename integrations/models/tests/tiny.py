@@ -57,10 +57,39 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "phi3": {"original_max_position_embeddings": 32},
+    "phi4_multimodal": {"original_max_position_embeddings": 32},
+    "mimo_v2_flash": {"head_dim": 24},
+    "moshi": {"sliding_window": 64},
+    "hunyuan_v1_dense": {"rope_parameters": {
+        "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2},
+    "hrm_text": {"prefix_lm": False, "num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1},
+    "openai-gpt": {"n_positions": 64},
+    "gemma4_text": {"global_head_dim": 24},
+    "gemma4_unified_text": {"global_head_dim": 24, "attention_k_eq_v": True,
+                            "num_global_key_value_heads": 1},
+    "cohere_compass_text": {"rope_parameters": {
+        "full_attention": None, "sliding_attention": MROPE},
+        "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 2, "index_block_size": 4, "index_topk_blocks": 3, "rotary_dim": 16,
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 12, "hc_lowrank": 8,
+        "indexer_budget": 8, "indexer_compress_ratio": 4, "rope_parameters": PARTIAL_MROPE,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    },
+    "trocr": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 5},
     "qwen3_5_text": {"rope_parameters": PARTIAL_MROPE},
     "qwen3_5_moe_text": {"rope_parameters": PARTIAL_MROPE},
     "helium": {"head_dim": 24},
+    "kimi_linear": {"linear_num_heads": 3, "linear_head_dim": 12},
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen3_vl_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
@@ -111,7 +140,8 @@ def _default_type(cls: Any, name: str) -> str | None:
 
 
 BY_NAME = {
-    "siglip_text_model": "SiglipTextModel", "mllama_text_model": "MllamaForCausalLM",
+    "emu3_text_model": "Emu3ForCausalLM", "siglip_text_model": "SiglipTextModel",
+    "mllama_text_model": "MllamaForCausalLM",
     "mllama_vision_model": "MllamaVisionModel", "idefics3_vision": "Idefics3VisionTransformer",
 }  # fmt: skip
 """Types that transformers has no automatic class for."""
@@ -168,7 +198,9 @@ def inputs_of(model: torch.nn.Module, config: Any) -> dict[str, Any]:
             "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
             "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long),
         }
-    if kind == "kimi_linear":
+    if kind == "trocr":
+        return {"input_ids": tokens, "encoder_hidden_states": torch.randn(1, 7, 96)}
+    if kind in ("kimi_linear", "bailing_hybrid"):
         return {"input_ids": tokens, "use_cache": False}
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 32)

@@ -9,6 +9,8 @@ from typing import Any
 import polyattn_transformers
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from polyattn.selection import running
 from tiny_models import DECODERS, decoder
 from transformers import PreTrainedModel
@@ -67,6 +69,9 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens(name: str, mode: str) -> None:
+    old = Version(transformers.__version__) < Version("5.20")
+    if old and (name, mode) == ("llama4_text", "static cache"):
+        pytest.skip("transformers 5.19 itself calls create_chunked_causal_mask by a name it lacks")
     given = prompt(padded=mode != "no padding")
     options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True} | MODES[mode]
     expected, found = both(decoder(name), lambda model: model.generate(**given, **options))

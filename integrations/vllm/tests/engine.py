@@ -31,8 +31,9 @@ class Engine:
 
     def __init__(self, path: Path, own: bool, **options: Any):
         load_general_plugins()  # once: what is registered from here on stays
-        for name in (Names.CUSTOM, Names.CPU_ATTN, Names.CPU_MLA, Names.AMX_MLA):
-            name.clear_override()
+        for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA"):
+            if name in Names.__members__:
+                Names[name].clear_override()
         if not own:
             polyattn_vllm.register()
         selector._cached_get_attn_backend.cache_clear()

@@ -25,7 +25,7 @@ from polyattn.kernel import (
     SparseBackend,
 )
 from polyattn.spec.decompose import absorbed
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import lse_error, output_error
 from test_signatures import bind
 from torch import Tensor

@@ -17,8 +17,8 @@ from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent import workload as samples
 from polyattn.kernel import AttentionKind, RecurrentBackend, RecurrentFrame
 from polyattn.runtime.cache.state_cache import StateCacheSpec
-from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.recurrence import form_of
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.compare import output_error
 from test_signatures import bind
 from torch import Tensor

@@ -60,6 +60,8 @@ MASKS = {
     "non causal": {"causal": False},
     "alibi": {"alibi": True},
     "soft cap": {"logit_soft_cap": 5.0},
+    "window of one": {"sliding_window": 1},
+    "window of one, not causal": {"sliding_window": 1, "causal": False},
 }
 
 

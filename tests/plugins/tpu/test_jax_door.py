@@ -20,8 +20,9 @@ from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.program import LayerParams
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrence import form_of, shape_of
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.compare import lse_error, output_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds

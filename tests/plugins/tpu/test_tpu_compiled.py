@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
-from polyattn.spec.features import features
 from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -48,7 +47,7 @@ def repeated(layers: dict[str, LayerSpec]) -> set[str]:
     largest: dict[Any, tuple[int, str]] = {}
     for name, spec in layers.items():
         sizes = (spec.head_size, spec.v_head_size, spec.recurrent)
-        alike = (spec.kind, spec.role, *sizes, features(spec))
+        alike = (spec.kind, spec.role, *sizes, spec.features)
         largest[alike] = max(largest.get(alike, (0, "")), (spec.num_heads, name))
     return layers.keys() - {name for _, name in largest.values()}
 

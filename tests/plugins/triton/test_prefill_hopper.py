@@ -15,7 +15,6 @@ import torch
 from polyattn import Batch, LayerSpec
 from polyattn.kernel import KVCache, LayerParams
 from polyattn_triton import attention, planning
-from polyattn_triton.compiling import warm_up as compiling
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
@@ -313,8 +312,8 @@ def test_warming_up_compiles_whole_tiles_and_pieces(
     )
     monkeypatch.setattr(backend, "merge", lambda *_: None)
     monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
-    monkeypatch.setattr(compiling, "compiling_only", lambda *_: nullcontext([]))  # launch instead
-    compiling.warm_up(backend, ("prefill",))
+    monkeypatch.setattr(attention, "compiling_only", lambda *_: nullcontext([]))  # launch instead
+    backend.warm_up(("prefill",))
     assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
         (split, paged) for split in (False, True) for paged in (False, True)
     }

@@ -121,6 +121,14 @@ MANY = {
 }
 
 
+@pytest.mark.slow
+def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel(tmp_path: Path) -> None:
+    from triton_ahead import compile_phase
+
+    layer = BASE.replace(batch_invariant="steps")
+    assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces"), tmp_path) == 2
+
+
 @pytest.mark.parametrize("layer", MANY)
 def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
@@ -268,7 +276,7 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from polyattn import AttentionKind
-    from polyattn.spec.layer import LatentSpec
+    from polyattn.spec.latent import LatentSpec
     from polyattn_triton import mla
 
     spec = LayerSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from polyattn.kernel import LayerSpec
+from polyattn.kernel import Invariance, LayerSpec
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.hopper.widening import copy_constants
@@ -29,6 +29,7 @@ from polyattn_triton.variants import (
     prefill_constants,
     prefix_constants,
     prefix_tiles,
+    steps_config,
     tile_config,
     ways_of,
 )
@@ -97,6 +98,8 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     if way in ("prefill", "pieces"):
         paged = phase.startswith("paged")
         config = tile_config(spec, arch, "paged" if paged else "prefill")
+        if spec.batch_invariant >= Invariance.STEPS:
+            config = steps_config(spec, arch)
         pointers |= dict.fromkeys(("K", "V"), cached if paged else given)
         constants = prefill_constants(
             spec,

@@ -1,4 +1,4 @@
-"""What does core bring itself? Plain torch forms of what every step needs, and the reference by name."""
+"""Which backends does core bring? Plain torch for what every step needs, and the reference."""
 
 from __future__ import annotations
 

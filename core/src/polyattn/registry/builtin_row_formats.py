@@ -1,4 +1,4 @@
-"""Which formats of cached rows does core bring? Their functions lie where torch may be imported."""
+"""Which formats of cached rows does core bring? Their functions are in modules that import torch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         name: the name, in any case.
         known: the names that loaded plugins bring.
 
-    Example:
+    Examples:
         >>> unknown("profiles", "h100-sxn", ["x86-amx"])
         "is unknown; did you mean 'h100-sxm'?"
 

@@ -1,4 +1,4 @@
-"""Which device is meant? The one road from what a caller says to a `Device`."""
+"""Which device is meant? The only way from a caller's argument to a `Device`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     Raises:
         DeviceError: it isn't known, or isn't here; the message has what each detector said.
 
-    Example:
+    Examples:
         >>> device = resolve_device("x86-avx512")
         >>> device.platform, device.is_real
         ('cpu', False)

@@ -1,4 +1,4 @@
-"""Who is installed? Finds plugins by their entry points and keeps each one's failure to itself."""
+"""Which plugins are installed? Finds them by entry points and isolates the failures of each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.distributions import distributions
-from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.installed import IMPORTS_TORCH, Registry
-from polyattn.registry.machine import forget_probes
+from polyattn.registry.machine import ask, forget_probes, within
 from polyattn.registry.names import without_conflicts
 from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
@@ -52,7 +51,7 @@ def register(plugin: Any, name: str | None = None) -> None:
     Raises:
         PluginError: the name is taken, or a declaration is wrong.
 
-    Example:
+    Examples:
         >>> from polyattn.kernel import backend
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=(64,), features=("causal",))
         ... def mine(query, key, value, mask, scale): ...
@@ -82,7 +81,7 @@ def unregister(plugin: Any) -> None:
     Raises:
         PluginError: no such plugin was registered.
 
-    Example:
+    Examples:
         >>> unregister("mine")
         Traceback (most recent call last):
         polyattn.errors.PluginError: no plugin named 'mine' was registered
@@ -98,7 +97,7 @@ def unregister(plugin: Any) -> None:
 
 
 def refresh() -> None:
-    """Forget what was found and probed; the next `discover` looks again (after an installation)."""
+    """Forget what was found and probed; the next `discover` looks again, after an installation."""
     global _generation
     _generation += 1
     _cache.clear()
@@ -107,13 +106,13 @@ def refresh() -> None:
 
 
 def changed() -> None:
-    """Say that something which decides selections is another: what was selected is asked anew."""
+    """Invalidate earlier selections: something that decides them has changed."""
     global _generation
     _generation += 1
 
 
 def generation() -> int:
-    """Return a number that changes whenever the set of plugins may have."""
+    """Return a number that changes whenever the set of plugins may have changed."""
     return _generation
 
 
@@ -129,7 +128,7 @@ def discover(settings: Settings | None = None) -> Registry:
     Raises:
         SettingsError: a setting names a plugin that isn't installed.
 
-    Example:
+    Examples:
         >>> discover().backends["TORCH_MERGE"].summary
         "attention states merged by torch's elementwise operators"
 
@@ -289,13 +288,6 @@ def _is_being_imported(target: str) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
-    """Call one hook of one plugin alone, so that its exception is attributable."""
-    others = [p for p in manager.get_plugins() if p is not plugin]
-    answers = manager.subset_hook_caller(hook, others)(**arguments)
-    return answers[0] if answers else None
 
 
 def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, bool]]:

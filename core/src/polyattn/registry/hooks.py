@@ -26,16 +26,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class Platform:
     """A platform that a plugin detects.
 
-    `detect` is `"package.module:function"`; it takes a torch device string or None and returns
-    a `Device` with `torch_device` set, or None when this machine has no such device. The platform
-    of the highest `rank` that is here becomes the default device; the CPU's rank is 0.
-    `device_types` are the types of torch device that it speaks for (`("cuda",)`; none: its name);
-    `current` is `"package.module:function"`, which says cheaply which of several devices is the
-    current one (`"cuda:1"`); None where there is but one. `profiles` are names of its hardware, to
-    reason about without having it (`("h100", Device(...))`); a device may have several names.
-    `interpret` is `"package.module:function"`, which makes a profile run without its hardware, for
-    `polyattn run`: it takes the profile and returns a `Device` with `torch_device` set and a context
-    manager to work in. None where kernels need the hardware.
+    Attributes:
+        name: of the platform; lower-case letters, digits and `_`.
+        detect: `"package.module:function"`. It takes a torch device string or None, and returns a
+            `Device` with `torch_device` set, or None if this machine has no such device.
+        rank: the present platform of the highest rank is the default; the CPU's is 0.
+        device_types: torch's types of device that belong to it (`("cuda",)`); empty: its name.
+        current: `"package.module:function"`, which returns cheaply the current one of several devices
+            (`"cuda:1"`); None if there is only one.
+        profiles: names of its hardware, to reason about without having it (`("h100", Device(...))`); a
+            device may have several names.
+        interpret: `"package.module:function"`, which makes a profile run without its hardware, for
+            `polyattn run`. It takes the profile and returns a `Device` with `torch_device` set, and a
+            context manager to work in. None if kernels need the hardware.
+
+    Examples:
+        >>> platform = Platform(name="npu", detect="mine.npu:detect", device_types=("npu",))
+        >>> list(platform.problems())
+        []
+
     """
 
     name: str
@@ -62,7 +71,7 @@ class Platform:
 
 
 class HookSpecs:
-    """What polyattn asks of a plugin. Only `polyattn_api_versions` must be there."""
+    """The hooks that polyattn calls. Only `polyattn_api_versions` is required."""
 
     @hookspec
     def polyattn_api_versions(self) -> tuple[int, int]:  # type: ignore[empty-body]

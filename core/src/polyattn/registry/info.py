@@ -1,16 +1,18 @@
-"""What does a plugin declare of a backend? `BackendInfo`: data, which imports nothing."""
+"""What does a plugin declare of a backend, and how is it proven? `BackendInfo`: data."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
-from polyattn.registry.proofs import Record, records_of
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.validate import (
     BACKEND_NAME,
@@ -19,9 +21,49 @@ from polyattn.registry.validate import (
     is_arch_pattern,
     path_problems,
 )
-from polyattn.spec.features import FEATURES, features
+from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
+
+OWN = "polyattn"
+"""What the packages of the backends begin with that the records are of."""
+
+HOST = "x86_64"
+"""The architecture whose records are those of the platform `"cpu"`."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Results of a backend's kit on one architecture.
+
+    - `where`: the architecture. `build`: which of a backend's builds ran; "" where there is but one.
+    - `runs`: which instruction set ran; "" where a backend has but one.
+    - `whole`: each case that the claims have today passed. `cases`: how many passed; `of`: how many there
+      are today, 0 where the result doesn't say which passed.
+    - `commit`: "" where it doesn't say. `date`. `path`: of the result file in the repository.
+    """
+
+    where: str
+    build: str
+    runs: str
+    whole: bool
+    cases: int
+    of: int
+    commit: str
+    date: str
+    path: str
+
+    @property
+    def text(self) -> str:
+        """How many cases passed, for people."""
+        return f"{self.cases} of {self.of} cases" if self.of else f"{self.cases} cases"
+
+
+@cache
+def _all() -> dict[str, tuple[Record, ...]]:
+    text = files("polyattn.data").joinpath("proofs.json").read_text(encoding="utf-8")
+    return {name: tuple(Record(**row) for row in rows) for name, rows in json.loads(text).items()}
+
 
 API_VERSION = 1
 """The number of the contract of the three doors, `polyattn.plugin`, `kernel` and `host`.
@@ -32,10 +74,22 @@ LARGEST_SCORE = 10**6
 
 
 class Proof(str, Enum):
-    """How far a claim about a platform has been proven, strongest first.
+    """How far a claim about a platform is proven, strongest first.
 
-    MEASURED and IN_PART are what records of results say (`registry.proofs`), of one build on one
-    architecture; DECLARED is a plugin's word that it ran there, without a record.
+    Attributes:
+        MEASURED: a record of results has each case of today's claims, on one architecture.
+        IN_PART: a record has some of them.
+        EMULATED: cases ran in an emulator of the instruction set.
+        COMPILED: kernels compiled for it.
+        INTERPRETED: cases ran in the kernel language's interpreter.
+        SIGNATURE: calls were compared with the library's signatures.
+        DECLARED: the plugin says that it ran there, without a record.
+        UNPROVEN: none of these.
+
+    Examples:
+        >>> Proof("measured in part").name
+        'IN_PART'
+
     """
 
     MEASURED = "measured"
@@ -50,11 +104,23 @@ class Proof(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Priority:
-    """How much a backend should be preferred, where the conditions hold (None: anywhere).
+    """How much a backend is preferred under conditions. A condition of None holds everywhere.
 
-    Scores compare across plugins: 0 is a fallback that always works, 50 a good general kernel,
-    100 the best known for the hardware. `needs`: a feature (`polyattn.spec.features`) that the layer
-    must ask for. `why` is shown by `polyattn explain`.
+    Attributes:
+        score: compares across plugins: 0 is a fallback that always works, 50 a good general kernel, 100
+            the best known for the hardware.
+        platform: of the device.
+        archs: arch patterns of the device; empty: every arch.
+        phase: of the step.
+        kind: of the layer.
+        needs: a feature (`polyattn.spec.features`) that the layer has.
+        why: shown by `polyattn explain`.
+
+    Examples:
+        >>> fast = Priority(score=80, platform="cuda", archs=("sm_90",), why="tensor cores of sm_90")
+        >>> fast.applies(LayerSpec(num_heads=8, head_size=64), Device("cuda", "sm_90"), "prefill")
+        True
+
     """
 
     score: int
@@ -88,7 +154,7 @@ class Priority:
             self.platform in (None, device.platform)
             and self.phase in (None, phase)
             and self.kind in (None, spec.kind)
-            and (self.needs is None or self.needs in features(spec))
+            and (self.needs is None or self.needs in spec.features)
             and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
         )
 
@@ -97,7 +163,19 @@ class Priority:
 class Variant:
     """One build of a backend's library: a package that brings it, with claims of its own.
 
-    The fields are `BackendInfo`'s; `name` is the build's, as users know the package.
+    Attributes:
+        name: of the build, as users know the package.
+        path: as in `BackendInfo`.
+        capabilities: what this build claims.
+        probe: as in `BackendInfo`.
+        requires: as in `BackendInfo`.
+        install: as in `BackendInfo`.
+
+    Examples:
+        >>> claims = Capabilities(platforms={"cuda": ("sm_80+",)})
+        >>> Variant(name="flash-attn", path="mine.flash:Flash", capabilities=claims).requires
+        ()
+
     """
 
     name: str
@@ -121,31 +199,42 @@ class Variant:
 class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
-    - `name`: letters, digits, `_` and `-`; written and looked up in upper case.
-    - `aliases`: names that engines have for such a kernel (vLLM's `CPU_ATTN`), looked up as `name` is.
-    - `path`: `"package.module:Class"`, imported only when the backend is chosen.
-    - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
-      returns None when the backend can run here, else the reason as text. It must not import
-      the vendor's library: look it up with `polyattn.plugin`'s `find_spec` and `installed`.
-    - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
-      against the backend; returns in a word what of it runs here (an instruction set), or None.
-      What follows the word, after a space, is for readers (what its build lacks).
-    - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
-      layer's `AttentionVariant` and returns None, or why this backend can't serve it.
-    - `rows_check`: likewise, of a backend that claims `"rows"`: takes a cache's `RowFormat`.
-    - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
-    - `install`: what the user does when they are not.
-    - `priorities`: the first that applies counts; none means score 0.
-    - `proof`: platform (or arch) to how far the claims there are proven. "measured" counts where a record
-      of results says so; without one it is "declared", or what is declared of the platform.
-    - `proof_of_runs`: what `runs` may name (an instruction set) to how far that is proven, where it
-      isn't as far as its arch.
-    - `by_name_only`: it serves where the user names it, and is never chosen by itself.
-    - `variants`: where several builds of one library differ in what they can do, all of them, the
-      preferred one first; path, capabilities, probe, requires and install above are then that one's.
-      A profile assumes it; on a device the builds count that claim its platform and are installed
-      there. So a kernel that runs in an interpreter for tests is a build on platform `"cpu"`.
-    - `build`: which of the variants this is, once that is known.
+    Attributes:
+        name: letters, digits, `_` and `-`; written and looked up in upper case.
+        summary: for people.
+        path: `"package.module:Class"`, imported only when the backend is chosen.
+        capabilities: what it claims.
+        probe: `"package.module:function"` or None. Called without arguments on a real device, it
+            returns None if the backend can run here, else the reason as text. It doesn't import the
+            vendor's library but looks it up with `find_spec` and `installed` of `polyattn.plugin`.
+        runs: `"package.module:function"` or None. Called after a probe without objection, it returns a
+            word for what of it runs here (an instruction set), or None. Text after the word is for
+            people.
+        variant_check: `"package.module:function"` or None, of a backend that claims `"variant"`. It
+            takes an `AttentionVariant` and returns None, or why this backend can't serve it.
+        rows_check: alike, of a backend that claims `"rows"`: it takes a cache's `RowFormat`.
+        requires: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
+        install: the command that installs them.
+        priorities: the first one that applies counts; none: score 0.
+        proof: platform or arch to how far its claims there are proven. "measured" counts if a record of
+            results says so.
+        proof_of_runs: what `runs` may return to how far that is proven, if not as far as its arch.
+        by_name_only: it serves only if the user names it.
+        variants: all builds of the library, the preferred one first, if they differ in what they can
+            do; the fields above are then the first one's. A profile assumes that one. On a device,
+            builds count that claim its platform and are installed. A kernel that an interpreter runs in
+            tests is a build on platform `"cpu"`.
+        build: which of the variants this is, once that is known.
+        aliases: other engines' names for such a kernel (vLLM's `CPU_ATTN`), looked up as `name` is.
+
+    Examples:
+        >>> claims = Capabilities(platforms={"cuda": ("sm_80+",)})
+        >>> info = BackendInfo(
+        ...     name="MY_ATTN", summary="mine", path="mine.kernels:MyAttention", capabilities=claims
+        ... )
+        >>> list(info.problems())
+        []
+
     """
 
     name: str
@@ -236,24 +325,41 @@ class BackendInfo:
 
         `runs`: what of it runs there, which may be proven to another degree.
         """
-        return self._proven(device.arch, device.platform, runs)[0]
-
-    def record_on(self, device: Device, runs: str = "") -> Record | None:
-        """Return the record that proves it on `device`, None where none does."""
-        return self._proven(device.arch, device.platform, runs)[1]
+        return self.proven(device.arch, device.platform, runs)[0]
 
     def proof_at(self, where: str) -> Proof:
         """Return the same of an arch or a platform, whatever of it runs there."""
-        return self._proven(where, where, "")[0]
+        return self.proven(where, where)[0]
 
-    def _proven(self, arch: str, platform: str, runs: str) -> tuple[Proof, Record | None]:
-        """Return what a record says, else what is declared; "measured" isn't anybody's to declare."""
+    def records(self, where: str, runs: str = "") -> tuple[Record, ...]:
+        """Return its records on an arch or a platform, the strongest first; only our plugins have any.
+
+        A backend that isn't taken as one of its builds has those of the preferred one. `runs`: an
+        instruction set's alone.
+        """
+        build = self.build or (self.variants[0].name if self.variants else "")
+        if self.path.partition(".")[0].partition("_")[0] != OWN:
+            return ()
+        records = [
+            record
+            for record in _all().get(self.name, ())
+            if record.where == (HOST if where == "cpu" else where)
+            and build in ("", record.build)
+            and (not runs or record.runs == runs)
+        ]
+        return tuple(sorted(records, key=lambda r: (not r.whole, -r.cases, r.path)))
+
+    def proven(self, arch: str, platform: str, runs: str = "") -> tuple[Proof, Record | None]:
+        """Return what a record says, and the record; else what is declared, and None.
+
+        "measured" isn't anybody's to declare.
+        """
         name, _, _ = runs.partition(" ")
         declared = [self.proof[where] for where in (arch, platform) if where in self.proof]
         if declared and name in self.proof_of_runs:
             declared.insert(0, self.proof_of_runs[name])
         if declared[:1] == [Proof.MEASURED]:
-            for record in records_of(self, arch, name):
+            for record in self.records(arch, name):
                 return (Proof.MEASURED if record.whole else Proof.IN_PART), record
         weaker = (proof for proof in declared if proof not in (Proof.MEASURED, Proof.IN_PART))
         return next(weaker, Proof.DECLARED if declared else Proof.UNPROVEN), None

@@ -1,4 +1,4 @@
-"""Who is installed? `Registry`: what discovery found, as a value."""
+"""Which plugins, backends and platforms are installed? `Registry`: what discovery found, as a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPORTS_TORCH = "its hook module imports torch"
 
 @dataclass(frozen=True)
 class Registry:
-    """Who is installed: plugins, their backends and platforms, and everything that is wrong."""
+    """The installed plugins, their backends and platforms, and all problems."""
 
     plugins: tuple[PluginRecord, ...]
     backends: dict[str, BackendInfo]

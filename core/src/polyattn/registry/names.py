@@ -25,7 +25,7 @@ kernel is another one. The spelling alone would suggest a wrong one."""
 
 
 def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
-    """Return the name of the backend that a name or an alias in upper case means, or None."""
+    """Return the name of the backend that an upper-case name or alias means, or None."""
     if name in backends:
         return name
     return next((info.name for info in backends.values() if name in info.aliases), None)
@@ -34,14 +34,14 @@ def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
 def not_a_backend(
     name: str, backends: Mapping[str, BackendInfo], platform: str | None = None
 ) -> str:
-    """Return what is wrong with a name that means no backend, and the remedy, for an error.
+    """Return what is wrong with a name that is no backend, and the remedy, for an error.
 
-    Engines name a few kinds of layers as if they were backends: vLLM's MAMBA2 or GDN_ATTN.
+    Engines have names of backends for some kinds of layers, such as vLLM's MAMBA2 or GDN_ATTN.
 
     Args:
         name: the name, in upper case.
         backends: the loaded plugins' backends.
-        platform: of the device that is asked for, None where no device is.
+        platform: of the device in question; None if there is none.
 
     """
     word = name.removesuffix("_ATTN").lower()

@@ -1,4 +1,4 @@
-"""What is known of one plugin? `PluginRecord`: its origin, its state and what it declares."""
+"""What is known about one plugin? `PluginRecord`: its origin, its state and its declarations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ BY_HAND = "this process"
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
+    """One plugin and its status: `"ok"`, `"broken"` or `"disabled"`.
 
-    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
+    `note` has the time that it took to load, if that delays others. `shadowed`: its name is one of
+    core's.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which formats of rows are there? Core's, plugins' and those registered in this process."""
+"""Which row formats exist? Core's, plugins' and those registered in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register_row_format(format: RowFormat) -> RowFormat:
         PluginError: the name is taken.
         SpecError: its functions contradict each other.
 
-    Example:
+    Examples:
         >>> plain = RowFormat(
         ...     name="plain",
         ...     encode=lambda row: row.round().clamp(-127, 127).to(torch.int8).view(torch.uint8),
@@ -59,7 +59,7 @@ def unregister_row_format(name: str) -> None:
     Raises:
         PluginError: no such format was registered.
 
-    Example:
+    Examples:
         >>> unregister_row_format("plain")
         Traceback (most recent call last):
         polyattn.errors.PluginError: no format of rows named 'plain' was registered
@@ -75,7 +75,7 @@ def unregister_row_format(name: str) -> None:
 def row_formats() -> dict[str, RowFormat]:
     """Return every format of rows that is known, by name.
 
-    Example:
+    Examples:
         >>> row_formats()["nvfp4"].row_bytes(128)
         72
 

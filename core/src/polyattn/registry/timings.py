@@ -29,7 +29,7 @@ MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """A model, the layers that it speaks of, and why it is stale on this machine, if it is."""
+    """A model, the layers that it covers, and why it is stale on this machine, if it is."""
 
     layer: tuple[tuple[str, Any], ...]
     model: TimingModel
@@ -81,7 +81,7 @@ class TimingTable:
 
 @dataclass(frozen=True)
 class Timings:
-    """The tables that count, the strongest first; `broken` names the files that are no tables."""
+    """The tables that count, the strongest first; `broken` has the files that are no tables."""
 
     tables: tuple[TimingTable, ...] = ()
     broken: tuple[str, ...] = ()
@@ -131,9 +131,9 @@ def timings(settings: Settings) -> Timings:
 
 
 def default_path() -> Path | None:
-    """Return where `polyattn tune` writes and everybody reads; None where nobody has a home.
+    """Return the path that `polyattn tune` writes and every process reads; None without a home directory.
 
-    `$XDG_CACHE_HOME` counts where it is set, as the XDG base directory specification has it.
+    `$XDG_CACHE_HOME` counts if it is set, as in the XDG base directory specification.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):
@@ -161,9 +161,9 @@ def _read_all(paths: Iterator[Path]) -> Timings:
 
 
 def read_table(path: Path) -> TimingTable:
-    """Read a table; entries that can't be read are named and left out.
+    """Read a table; unreadable entries are reported and skipped.
 
-    Raises `SettingsError` where the file is no table at all.
+    Raises `SettingsError` if the file is no table.
     """
     try:
         if path.exists() and not path.is_file():  # to read a FIFO waits for ever

@@ -1,9 +1,8 @@
-"""Is what a plugin declares usable? Every field of it, before anything of it is registered.
+"""Are a plugin's declarations usable? Checks every field before anything is registered.
 
-Declarations are dataclasses of plain data. Each field is of the type that its annotation says, exactly;
-beyond that a class says of its values what is wrong, by a method `problems` that yields a line for each
-fault. A declaration that passes can't make a list, a selection or a report fail; its texts are one plain
-line each.
+Declarations are dataclasses of plain data. Each field has exactly its annotation's type. A class may
+also have a method `problems`, which yields a line for each fault of its values. A declaration that
+passes can't make a list, a selection or a report fail; its texts are one plain line each.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
 
 
 def accepted_timings(answer: Any) -> tuple[str, ...]:
-    """Return the tables in a hook's answer; who reads them sees what they hold. Raises `PluginError`."""
+    """Return the tables in a hook's answer, unread. Raises `PluginError`."""
     if answer is None:
         return ()
     if type(answer) not in (list, tuple):
@@ -89,9 +88,10 @@ def check_api_versions(answer: Any, version: int) -> None:
 
 
 def problems(declaration: Any) -> Iterator[str]:
-    """Yield what is wrong with a declaration and with those that it holds.
+    """Yield what is wrong with a declaration and with those inside it.
 
-    What checks itself when it is built (`__post_init__`) is not looked at again within another one.
+    A class that checks itself when it is built (`__post_init__`) isn't checked again inside another
+    one.
     """
     wrong = list(mismatches(declaration))
     yield from wrong
@@ -107,7 +107,7 @@ def problems(declaration: Any) -> Iterator[str]:
 
 
 def require(declaration: Any) -> None:
-    """Raise `ValueError` with all that is wrong with a declaration."""
+    """Raise `ValueError` with everything that is wrong with a declaration."""
     wrong = list(problems(declaration))
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -130,7 +130,7 @@ def mismatches(declaration: Any) -> Iterator[str]:
 
 
 def is_arch_pattern(pattern: str) -> bool:
-    """Whether a text is an arch, `"sm_80+"` or a range whose ends are in order."""
+    """Return whether a text is an arch, `"sm_80+"`, or a range with its ends in order."""
     bounds = _ARCHS.fullmatch(pattern)
     if bounds:
         return bounds[3] is None or int(bounds[2]) <= int(bounds[3])
@@ -138,7 +138,7 @@ def is_arch_pattern(pattern: str) -> bool:
 
 
 def plugin_name_problem(name: Any) -> str | None:
-    """Say why a name can't be a plugin's: settings list names with commas between them."""
+    """Return why a name can't be a plugin's, or None. Settings list names with commas between."""
     if type(name) is str and PLUGIN_NAME.fullmatch(name):
         return None
     return (
@@ -148,7 +148,7 @@ def plugin_name_problem(name: Any) -> str | None:
 
 
 def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
-    """Yield what is wrong with the path of a function or class; None, where there is none, is right."""
+    """Yield what is wrong with the path of a function or class; None is right."""
     if path is None:
         return
     module, colon, name = path.partition(":")

@@ -1,4 +1,4 @@
-"""Which attention variants are there? Core's, plugins' and those registered in this process."""
+"""Which attention variants exist? Core's, plugins' and those registered in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
         PluginError: the name is taken.
         SpecError: a function couples requests.
 
-    Example:
+    Examples:
         >>> def tripled(score, b, h, q_idx, kv_idx):
         ...     return 3 * score
         >>> variant = register_variant(AttentionVariant(name="tripled", score_mod=tripled))
@@ -58,7 +58,7 @@ def unregister_variant(name: str) -> None:
     Raises:
         PluginError: no such variant was registered.
 
-    Example:
+    Examples:
         >>> unregister_variant("tripled")
         Traceback (most recent call last):
         polyattn.errors.PluginError: no variant named 'tripled' was registered
@@ -72,7 +72,7 @@ def unregister_variant(name: str) -> None:
 def variants() -> dict[str, AttentionVariant]:
     """Return every variant that is known, by name.
 
-    Example:
+    Examples:
         >>> "flash_sigmoid" in variants()
         True
 
@@ -81,7 +81,7 @@ def variants() -> dict[str, AttentionVariant]:
 
 
 def variant_named(name: str) -> AttentionVariant:
-    """Return a variant by its name. Raises `SpecError` with the names that there are."""
+    """Return a variant by name. Raises `SpecError` with the existing names."""
     known = variants()
     if name not in known:
         raise SpecError(
@@ -92,7 +92,7 @@ def variant_named(name: str) -> AttentionVariant:
 
 
 def variant_of(spec: LayerSpec) -> AttentionVariant | None:
-    """Return a layer's variant. Raises `SpecError` where it is unknown, or the layer can't have it."""
+    """Return a layer's variant. Raises `SpecError` if it is unknown or the layer can't have it."""
     if spec.variant is None:
         return None
     found = variant_named(spec.variant)
@@ -124,10 +124,10 @@ def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
 
 
 def kernel_spec(spec: LayerSpec) -> LayerSpec:
-    """Return what attention's kernels are asked for: what is done before and after them is left out.
+    """Return the spec of what attention's kernels compute, without the work before and after them.
 
-    Queries and keys come rotated already, and transformed; a variant that does no more is none to them.
-    Raises `SpecError`.
+    Queries and keys arrive rotated and transformed, so a variant that only does that is dropped. Raises
+    `SpecError`.
     """
     variant = variant_of(spec)
     if variant is not None and not variant.of_scores:

@@ -29,9 +29,20 @@ if TYPE_CHECKING:
 
 
 class Lie(NamedTuple):
-    """How tensors of (tokens, heads, size) lie in memory: strides from token to token, head to head.
+    """Strides in memory of tensors (tokens, heads, size), in elements.
 
-    `keys`: how many tokens keys and values have.
+    Two of each tensor: from token to token, and from head to head.
+
+    Attributes:
+        query: of the queries.
+        key: of the keys.
+        value: of the values.
+        keys: tokens of keys and values.
+
+    Examples:
+        >>> Lie(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
+        256
+
     """
 
     query: tuple[int, int]
@@ -41,7 +52,18 @@ class Lie(NamedTuple):
 
 
 class PagesLie(NamedTuple):
-    """The same of a cache: keys and values (pages, page size, heads, size), all three strides of each."""
+    """Strides of a query and of a cache's pages (pages, page size, heads, size) in memory, in elements.
+
+    Attributes:
+        query: from token to token and head to head.
+        key: from page to page, token to token and head to head.
+        value: alike.
+
+    Examples:
+        >>> PagesLie(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
+        2048
+
+    """
 
     query: tuple[int, int]
     key: tuple[int, int, int]
@@ -51,10 +73,18 @@ class PagesLie(NamedTuple):
 class Backend:
     """A kernel for one spec over one cache format. It holds compiled code and workspaces.
 
-    It remembers no step: what a step needs is in its plan, and any number of plans are alive at once.
-    What a backend runs, it runs on one stream, one call after another. `workspaces` is the group's,
-    whose backends share it; the group sets it after the constructor, which takes nothing of it.
-    `cache` is the cache's format in the blocks that this backend walks in, None where there is none.
+    It remembers no step: a step's data are in its plan, and any number of plans are alive at once. Its
+    calls run one after another on one stream. `workspaces` is the group's, whose backends share it; the
+    group sets it after the constructor, which takes no workspace.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
     """
 
     name: ClassVar[str] = ""
@@ -82,11 +112,24 @@ class Backend:
 
 
 class AttentionBackend(Backend, ABC):
-    """Attention over a paged cache or given keys; for MLA, the absorbed decode over latents.
+    """Attention over a paged cache or over keys of the call; for MLA, the absorbed decode over latents.
 
-    Contracts: tensors and masks as in `docs/contracts.md`; `out` is written; unused cache never
-    reaches an output; nothing that `Capabilities` doesn't claim has to be handled, because such a
-    layer never gets here.
+    Tensors and masks are as in `docs/contracts.md`. `run` writes `out`; unused cache never reaches an
+    output. A backend need not handle what its `Capabilities` don't claim: such a layer never gets here.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyAttention(AttentionBackend):
+        ...     def run(self, plan: Plan, frame: Frame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, over plan.batch
+
     """
 
     def spec_of(self, batch: Batch) -> LayerSpec:
@@ -132,7 +175,22 @@ class AttentionBackend(Backend, ABC):
 
 
 class SparseBackend(Backend, ABC):
-    """Attention to chosen rows of a latent cache: kind `"sparse_mla"`."""
+    """Attention to chosen rows of a latent cache: kind `"sparse_mla"`.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MySparse(SparseBackend):
+        ...     def run(self, plan: Plan, frame: Frame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, over frame.choice
+
+    """
 
     @abstractmethod
     def run(self, plan: Any, frame: Frame) -> None:
@@ -146,10 +204,24 @@ class SparseBackend(Backend, ABC):
 class RecurrentBackend(Backend, ABC):
     """A recurrence over a state for each sequence.
 
-    A sequence continues from its slot's state where its length exceeds its query, else it starts from
-    zero, whatever the slot holds. Each sequence's slot is left with its new state; other slots aren't
-    read or written. A sequence without query tokens changes nothing; a padding row (slot -1) neither,
-    and its output is free.
+    A sequence whose length exceeds its query continues from its slot's state; others start from zero,
+    whatever the slot holds. `run` leaves each sequence's new state in its slot, and neither reads nor
+    writes other slots. A sequence without query tokens changes nothing, and neither does a padding row
+    (slot -1), whose output may be anything.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyRecurrence(RecurrentBackend):
+        ...     def run(self, plan: Plan, frame: RecurrentFrame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, which also writes frame.states
+
     """
 
     @abstractmethod
@@ -158,7 +230,22 @@ class RecurrentBackend(Backend, ABC):
 
 
 class StoreBackend(ABC):
-    """Writes the step's keys and values to their slots of the cache, quantised where it is."""
+    """Writes a step's keys and values to their slots of the cache, quantised if the cache is.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyStore(StoreBackend):
+        ...     def run(self, plan, key, value, cache, params) -> None:
+        ...         cache.key.view(-1, *key.shape[1:])[plan.slots] = key  # slots of -1 aside
+
+    """
 
     name: ClassVar[str] = ""
 
@@ -199,7 +286,25 @@ class StoreBackend(ABC):
 
 
 class MergeBackend(ABC):
-    """Combines attention states in place: the one operator behind every decomposition."""
+    """Combines attention states in place: the one operator behind every decomposition.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyMerge(MergeBackend):
+        ...     def run(self, total, total_lse, part, part_lse) -> None:
+        ...         lse = torch.logaddexp(total_lse, part_lse)  # rows that saw no key aside
+        ...         total.mul_((total_lse - lse).exp()[..., None])
+        ...         total.add_(part * (part_lse - lse).exp()[..., None])
+        ...         total_lse.copy_(lse)
+
+    """
 
     name: ClassVar[str] = ""
 

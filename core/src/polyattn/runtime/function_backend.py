@@ -1,4 +1,4 @@
-"""How does one function become a backend? Its parameters' names say what it is handed."""
+"""How does a function become a backend? The names of its parameters say what it gets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import PluginError, nearest, shown
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, one_of
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.sizes import ANY_SIZE, Sizes, one_of
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank
@@ -116,7 +115,7 @@ class _Call:
 
 
 class FunctionBackend(AttentionBackend):
-    """A backend made of one function; also the plugin that declares it. `backend` derives it."""
+    """A backend that calls one function. `backend` derives it, and it is also its own plugin."""
 
     function: ClassVar[Callable[..., Any]]
     parameters: ClassVar[tuple[str, ...]]
@@ -217,7 +216,7 @@ def _ranges(spec: LayerSpec, batch: Batch, index: int) -> tuple[KeyRanges, int, 
 
 
 def packed(batch: Batch, tensor: Tensor | None) -> Tensor | None:
-    """Return keys or values one sequence after another; themselves where they lie so."""
+    """Return keys or values with sequences one after another; without a copy if they lie so."""
     if tensor is None or batch.keys_packed:
         return tensor
     spans = zip(batch.key_starts, batch.lens, strict=True)
@@ -250,7 +249,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     Raises:
         PluginError: a parameter or a claim is unknown, or a claim has no parameter to read.
 
-    Example:
+    Examples:
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=64, features="causal")
         ... def mine(query, key, value, mask, scale):
         ...     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -274,7 +273,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
 def declared(
     function: Callable[..., Any], name: str, claims: Mapping[str, Any]
 ) -> type[FunctionBackend]:
-    """Return the backend that a function is, with these claims. Raises `PluginError`."""
+    """Return the backend of a function with these claims. Raises `PluginError`."""
     names = parameters_of(function)
     form = form_of(names)
     _check_parameters(name, names, form)
@@ -300,7 +299,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def form_of(names: Iterable[str]) -> str:
-    """Return `"pages"`, `"packed"` or `"sequence"`, as a function's parameters say."""
+    """Return `"pages"`, `"packed"` or `"sequence"`, from a function's parameters."""
     names = set(names)
     return (
         "pages"

@@ -6,6 +6,7 @@ A step's plan is a program, which each of the group's layers runs: `StepPlan`.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import same_device
+from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
@@ -40,6 +41,7 @@ from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
+log = logging.getLogger("polyattn")
 
 
 UNKNOWN = 1 << 32
@@ -77,12 +79,20 @@ class StepPlanner(ABC):
 
 
 class StepPlan:
-    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
+    """A step of one group: planned once, run by each of its layers. Any number may be alive at once.
 
-    `ops`: what it does, in order.
+    Attributes:
+        group: whose step it is.
+        batch: the step's sequences.
+        ops: what it runs, in order.
+        handle: int64 () on the CPU: the number by which a compiled graph finds the plan. It is a
+            tensor, so another step doesn't recompile the graph.
 
-    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
-    that another step is no other graph.
+    Examples:
+        >>> group = LayerGroup(LayerSpec(num_heads=4, head_size=64, dtype="float32", cached=False))
+        >>> group.plan(Batch.from_lens([5, 1], [5, 40])).batch.num_tokens
+        6
+
     """
 
     def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
@@ -146,24 +156,28 @@ def plan_of(handle: Tensor) -> StepPlan | None:
 
 
 class LayerGroup:
-    """The loaded backends of one selection: what layers that compute the same share.
+    """The loaded backends of one selection, which layers that compute the same share.
 
     It remembers no step: `plan(batch)` returns a value, and any number of plans are alive at once.
-    Layers of one group run one after another, on one stream; what runs on another stream at the same
-    time is a group of its own.
+    Layers of one group run one after another, on one stream; use another group on another stream.
 
-    The selection's own backends are built (compiled) before the group returns; candidates that may be
-    faster for some steps are built in a thread, and serve steps that are planned after that. A spec
-    with `graph_capture`, `deterministic` or `batch_invariant` has its first plan wait for all.
+    The selection's own backends are built (compiled) before the constructor returns. Candidates that
+    may be faster for some steps are built in a thread, and serve steps that are planned afterwards. A
+    spec with `graph_capture`, `deterministic` or `batch_invariant` waits for all of them at its first
+    plan.
 
-    - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
-    - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
-      the selection's. It must agree with the selection in all but how blocks lie in memory.
-    - `workspaces`: another group's, where both run one after another on one stream; default: its own.
+    Args:
+        selection: what `select` returned, or a `LayerSpec` to select for on this machine.
+        cache_format: `cache.format` of an engine's own cache; default: the selection's. It agrees with
+            the selection in all but how blocks lie in memory.
+        workspaces: another group's, if both run one after another on one stream; default: its own.
 
-    Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
+    Raises:
+        PluginError: a backend can't be loaded.
+        CacheError: the format isn't the selection's.
+        SpecError, SelectionError: as `select`.
 
-    Example:
+    Examples:
         >>> group = LayerGroup(LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32"))
         >>> group.allocate_cache(num_blocks=8).num_blocks
         8
@@ -213,15 +227,29 @@ class LayerGroup:
         return torch.device(str(self.device.torch_device))
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
-        """Prepare one step for every layer of the group. Raises `BatchError`.
+        """Prepare one step for every layer of the group.
 
-        `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
+        Args:
+            batch: the step's sequences.
+            reuse: the plan that a captured graph reads; the new plan then holds this step in its
+                buffers.
+
+        Returns:
+            The plan, a value that any of the group's layers runs.
+
+        Raises:
+            BatchError: the batch doesn't fit the group's layers.
+
         """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
-        if not same_device(batch.device, self.torch_device):
+        device = self.torch_device
+        # Such as FakeTensorMode, in which a plan's tensors would be fake.
+        if torch._C._len_torch_dispatch_stack():
+            check_is_real("batch", batch.seq_lens)
+        if batch.device != device and not same_device(batch.device, device):
             raise BatchError(
-                f"the batch is on {batch.device}, the group on {self.torch_device}; create its "
+                f"the batch is on {batch.device}, the group on {device}; create its "
                 f"tensors there, or pass device= to a batch without tensors"
             )
         if not batch.causal:
@@ -258,7 +286,9 @@ class LayerGroup:
             if found is None:
                 # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
                 # on the device) waited for the collector of circles.
-                found = plan.plans[self] = self.plan(plan.copy())
+                step = plan.copy()
+                found = plan.plans[self] = self.plan(step)
+                plan.__dict__["host_block_table"] = step.host_block_table  # read back once for all
             return found
         if not isinstance(plan, StepPlan):
             raise BatchError(
@@ -315,6 +345,16 @@ class LayerGroup:
                 self.builds.add(info.name, found, phase, later)
         return found
 
+    def candidate(
+        self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
+    ) -> BackendT | None:
+        """Load a backend that only competes. One that can't be loaded is named, and None is returned."""
+        try:
+            return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
+        except PluginError as error:
+            log.warning("%s does not compete for %s: %s", info.name, self.spec, error)
+            return None
+
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
         """Return the cache as a backend's kernel walks it; None where there is no cache."""
         if self.cache_format is None or info is None:
@@ -323,14 +363,36 @@ class LayerGroup:
         return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
-        """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""
+        """Return an uninitialised cache of one layer on the group's device.
+
+        Args:
+            num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the layers keep no cache, or the number isn't positive.
+
+        """
         if self.cache_format is None:
             remedy = "allocate_states(n)" if self.spec.kind.is_recurrent else "pass cache=None"
             raise CacheError(f"{self.spec} keeps no keys and values; {remedy}")
         return KVCache.allocate(self.cache_format, num_blocks, self.torch_device)
 
     def allocate_states(self, num_slots: int) -> StateCache:
-        """Return a recurrent layer's uninitialised states. Raises `CacheError`."""
+        """Return the uninitialised states of one recurrent layer on the group's device.
+
+        Args:
+            num_slots: states, most often one for each sequence.
+
+        Returns:
+            The states.
+
+        Raises:
+            CacheError: the layers keep no state, or the number isn't positive.
+
+        """
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
     def check_cache(self, given: Any) -> None:

@@ -6,13 +6,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from polyattn.errors import SpecError
+from polyattn.errors import SpecError, flag
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
-from polyattn.spec.checks import flag
 from polyattn.spec.layer import LayerSpec
 
 NAMES = {

@@ -19,10 +19,12 @@ from polyattn.runtime.program import Call, Frame, Op, Rows
 class AttentionState:
     """Attention over a part of the keys.
 
-    `output` (num_tokens, num_heads, v_head_size); `lse` float32 (num_tokens, num_heads), natural
-    logarithm. A row that saw no key is output 0, LSE -inf, which is the identity of `merge`.
+    Attributes:
+        output: (num_tokens, num_heads, v_head_size).
+        lse: float32 (num_tokens, num_heads), natural logarithm. A row that saw no key has output 0 and
+            LSE -inf, the identity of `merge`.
 
-    Example:
+    Examples:
         >>> nothing = AttentionState(torch.zeros(1, 2, 4), torch.full((1, 2), -torch.inf))
         >>> part = AttentionState(torch.ones(1, 2, 4), torch.zeros(1, 2))
         >>> bool((part.merge(nothing).output == part.output).all())
@@ -57,7 +59,7 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     Raises:
         BatchError: the list is empty, or shapes, dtypes or devices differ.
 
-    Example:
+    Examples:
         >>> one = AttentionState(torch.ones(1, 1, 4), torch.zeros(1, 1))
         >>> two = AttentionState(torch.zeros(1, 1, 4), torch.zeros(1, 1))
         >>> merge_states([one, two]).output
@@ -97,9 +99,15 @@ def _check(states: list[AttentionState]) -> None:
 
 
 class MergeBuffers:
-    """Where states meet: a total in float32 and the next part, kept from step to step.
+    """Buffers in which attention states are merged: a total and the next part, reused from step to step.
 
-    float64 queries keep float64. Buffers are of the last shape that was asked for.
+    They have the shape of the last call. Totals are float32, or float64 for float64 queries.
+
+    Examples:
+        >>> total, total_lse, part, part_lse = MergeBuffers().take(torch.zeros(3, 4, 64).half(), 128)
+        >>> total.shape, total.dtype, part.dtype
+        (torch.Size([3, 4, 128]), torch.float32, torch.float16)
+
     """
 
     def __init__(self) -> None:
@@ -128,9 +136,10 @@ class MergeBuffers:
 
 
 class Merged(Op):
-    """Attention to the same queries' keys in parts, whose states are merged in float32.
+    """Attention to parts of the keys for the same queries, merged in float32.
 
-    `parts`: ops, and which of the queries each is for; the first is for all of them. `rows`: the step's.
+    `parts` are ops, each with the queries that it is for; the first is for all of them. `rows` are the
+    step's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Does a step's plan read what the layer's mask shows? Asked in a share of the time that plans take."""
+"""Does a step's plan read what the layer's mask shows? Checked in a share of the planning time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHARE = 0.2
 
 
 class PlanChecks:
-    """Checks steps as they are planned, and stays within a share of the time that planning takes.
+    """Checks steps as they are planned, within a share of the planning time.
 
-    `share`: of that time; infinity checks every step. The first is always checked. `plans`: of backends,
-    `checked`: those that could be told.
+    `share` is that share; infinity checks every step. The first step is always checked. `plans` counts
+    backends' plans, and `checked` those whose backend could tell.
     """
 
     def __init__(self, share: float = SHARE):

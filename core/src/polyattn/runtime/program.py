@@ -21,12 +21,25 @@ Rows = slice | Tensor | None
 class LayerParams:
     """What differs between layers of one spec.
 
-    `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
-    `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
-    with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
-    (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
-    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
-    layer brings of its variant's. `weights`: the halves of an MLA layer's up-projection, W_UK and W_UV.
+    A scale is a number, or, if the spec's `scales` are tensors, float32 (num_kv_heads,) on the device,
+    of stride 0 with `"tensor"` and 1 with `"head"`.
+
+    Attributes:
+        sinks: float32 (num_heads,), learned sink logits.
+        alibi_slopes: float32 (num_heads,).
+        k_scale: a quantised cache holds `key / scale`.
+        v_scale: a quantised cache holds `value / scale`.
+        qkv_bias: as `NewTokens.bias`.
+        rotate: whether queries and keys come unrotated.
+        q_scale: a quantised query is `query / scale`.
+        out_scale: a quantised output is `output / scale`.
+        inputs: of the variant, those that the layer brings, by name.
+        weights: the halves of an MLA layer's up-projection, W_UK and W_UV.
+
+    Examples:
+        >>> LayerParams(k_scale=0.02, v_scale=0.02).sinks is None
+        True
+
     """
 
     sinks: Tensor | None = None
@@ -42,20 +55,29 @@ class LayerParams:
 
 
 class Frame:
-    """A call's tensors as one value: what a step's ops read and write, and a backend's `run` takes.
+    """A call's tensors as one value, which a step's ops read and write and a backend's `run` takes.
 
-    - `query` (num_tokens, num_heads, head size).
-    - `key`, `value` (num_tokens, num_kv_heads, head size): the new tokens', which `cache` holds already,
-      or None. A layer that isn't cached has no `cache`; these are all its keys then, where
-      `batch.key_starts` says.
-    - `params`: what differs between layers of one spec.
-    - `out` (num_tokens, num_heads, V head size) is written, and where it is given `lse` (num_tokens,
-      num_heads), float32, natural logarithm.
-    - `choice` int32: the keys that each token attends to, for kernels that are given a choice, -1 for
-      none. It may be made on the device.
+    A backend writes the elements of `out` and `lse` and sets no field, because other calls of the step
+    read the same frame. `but` returns a changed copy.
 
-    A backend writes the elements of `out` and `lse` and sets no field: other calls of the step read the
-    same frame. `but` returns a changed copy.
+    Attributes:
+        query: (num_tokens, num_heads, head size).
+        key: (num_tokens, num_kv_heads, head size), the new tokens', or None: `cache` holds them
+            already. Without a cache it has all keys, where `batch.key_starts` says.
+        value: alike, with the values' size.
+        cache: the layer's cache, or None.
+        params: what differs between layers of one spec.
+        out: (num_tokens, num_heads, V head size), written.
+        lse: float32 (num_tokens, num_heads), natural logarithm, written; None: nothing is asked for.
+        choice: int32, the keys that each token attends to, -1 for none, for kernels that take a choice.
+            It may be computed on the device.
+
+    Examples:
+        >>> query = torch.zeros(3, 4, 64)
+        >>> frame = Frame(query, None, None, None, LayerParams(), torch.empty_like(query), None)
+        >>> frame.part(slice(0, 1)).out.shape
+        torch.Size([1, 4, 64])
+
     """
 
     __slots__ = ("cache", "choice", "key", "lse", "out", "params", "query", "value")
@@ -105,10 +127,20 @@ class Frame:
 
 
 class RecurrentFrame:
-    """The same of a recurrence.
+    """A recurrence's tensors of a call as one value.
 
-    `inputs` and `params` by the names in `polyattn.spec.recurrence`, parameters float32; `states` is the
-    whole `StateCache.data`; `out` is written.
+    Attributes:
+        inputs: by the names in `polyattn.spec.recurrence`, (num_tokens, ...).
+        params: by the names there, float32.
+        states: the whole `StateCache.data`, (num_slots, ...), written.
+        out: (num_tokens, ...), written.
+
+    Examples:
+        >>> x = torch.zeros(3, 8)
+        >>> frame = RecurrentFrame({"x": x}, {}, torch.zeros(2, 8, 3), torch.empty_like(x))
+        >>> frame.part(slice(0, 1)).inputs["x"].shape
+        torch.Size([1, 8])
+
     """
 
     __slots__ = ("inputs", "out", "params", "states")
@@ -143,7 +175,7 @@ def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
 
 
 def space(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    """Return where a call writes its rows of a tensor: there, or to a buffer for `put_rows`."""
+    """Return where a call writes its rows of a tensor: in place, or to a buffer for `put_rows`."""
     if isinstance(rows, slice):
         return tensor[rows]
     return tensor.new_empty(len(rows), *tensor.shape[1:])
@@ -173,7 +205,16 @@ class Op(ABC):
 
 
 class Plan:
-    """What one backend needs for one step. A backend derives its own; `batch` is the call's."""
+    """What one backend needs for one step; a backend derives its own.
+
+    Attributes:
+        batch: the call's sequences.
+
+    Examples:
+        >>> Plan(Batch.from_lens([1], [5])).detail
+        ''
+
+    """
 
     __slots__ = ("batch",)
 
@@ -188,7 +229,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Where a step's keys and values go: `slots` int64 (num_tokens,), -1 skips."""
+    """Where a step's keys and values go.
+
+    Attributes:
+        slots: int64 (num_tokens,); -1 skips.
+
+    Examples:
+        >>> StorePlan(torch.tensor([5, -1])).slots.tolist()
+        [5, -1]
+
+    """
 
     slots: Tensor
 

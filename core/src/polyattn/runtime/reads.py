@@ -1,8 +1,8 @@
-"""What does a plan have its kernels read, and is that each key once? A checker that knows no planner.
+"""Does a plan read each key exactly once? A checker that knows no planner.
 
-A backend writes down what its launches do with a plan, as `Reads`: items of work, the keys of each, the
-merges of partial results. `problems` then holds that against the layer's definition: which (row, key)
-pairs a mask shows is asked of the rule itself, pair by pair, never of `key_ranges`.
+A backend describes what its launches do with a plan as `Reads`: items of work, the keys of each, and
+the merges of partial results. `problems` compares that with the layer's definition. It asks the mask
+itself for each pair of row and key, and never `key_ranges`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,24 @@ MOST_TOLD = 5
 
 
 class Items(NamedTuple):
-    """Pieces of work, int64 (items,) each. Rows count (query token, head of a KV head's group) pairs.
+    """Pieces of work, int64 (items,) each. A row is a pair of query token and head of a KV head's group.
 
-    - `seq`: whose queries. `row`, `rows`: the first row within the sequence, and how many.
-    - `head`, `heads`: the first KV head, and how many.
-    - `place`, `extent`: where a partial result begins in the workspace, and how much of it is written,
-      for the first KV head; -1 and 0: the item writes the output.
-    - `table`: the sequence whose block table says where the keys are.
+    Attributes:
+        seq: the sequence of the queries.
+        row: the first row within the sequence.
+        rows: the number of rows.
+        head: the first KV head.
+        heads: the number of KV heads.
+        place: where the first KV head's partial result begins in the workspace, in elements; -1: the
+            item writes the output.
+        extent: elements of that partial result; 0 if there is none.
+        table: the sequence whose block table says where the keys are.
+
+    Examples:
+        >>> one = np.array([0])
+        >>> Items(one, one, one + 4, one, one + 2, one - 1, one, one).rows.tolist()
+        [4]
+
     """
 
     seq: Ints
@@ -54,7 +65,18 @@ class Items(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys [`begin`, `end`) that item `item` attends to; an item may have several such ranges."""
+    """Ranges of keys, int64 (ranges,) each; an item may have several.
+
+    Attributes:
+        item: the item that attends to them.
+        begin: the first key, counted from the sequence's first.
+        end: the key after the last.
+
+    Examples:
+        >>> Keys(np.array([0]), np.array([0]), np.array([40])).end.tolist()
+        [40]
+
+    """
 
     item: Ints
     begin: Ints
@@ -62,7 +84,22 @@ class Keys(NamedTuple):
 
 
 class Merges(NamedTuple):
-    """The keys [`begin`, `end`) that item `item` attends to; an item may have several ranges."""
+    """Merges of partial results into the output, int64 (merges,) each but for the last two.
+
+    Attributes:
+        seq: the sequence of the rows.
+        row: the first row within the sequence.
+        rows: the number of rows.
+        head: the first KV head.
+        heads: the number of KV heads.
+        first: (merges + 1,): merge m takes `places[first[m] : first[m + 1]]`.
+        places: where the partial results begin in the workspace, in the order of their keys.
+
+    Examples:
+        >>> no_merges().first.tolist()
+        [0]
+
+    """
 
     seq: Ints
     row: Ints
@@ -77,11 +114,25 @@ class Merges(NamedTuple):
 class Reads:
     """All that a step's launches do, as the kernels walk through the plan.
 
-    - `group`: query heads of a KV head. `heads`: KV heads.
-    - `room`: of the workspace; `apart`: from one KV head's partial result to the next one's.
-    - `block_size`: of the table that the items read, 0 without one.
-    - `faults`: what the walk met outside of a buffer, in words.
-    - `batch`, `spec`: what rows and keys count in, where it isn't the call's.
+    Attributes:
+        group: query heads of a KV head.
+        heads: KV heads.
+        items: the pieces of work.
+        keys: the keys of each.
+        merges: the merges of partial results.
+        room: of the workspace, in elements.
+        apart: elements from one KV head's partial result to the next one's.
+        block_size: tokens of a block of the table that the items read; 0 without one.
+        faults: accesses outside of a buffer, in words.
+        batch: the step whose rows and keys count, if it isn't the call's.
+        spec: the layer, if it isn't the call's.
+
+    Examples:
+        >>> none = np.zeros(0, np.int64)
+        >>> reads = Reads(4, 2, Items(*[none] * 8), Keys(none, none, none), no_merges())
+        >>> reads.faults
+        []
+
     """
 
     group: int
@@ -98,7 +149,16 @@ class Reads:
 
 
 def no_merges() -> Merges:
-    """Return the merges of a plan that cuts nothing."""
+    """Return the merges of a plan that splits no sequence.
+
+    Returns:
+        Seven empty arrays, but `first`, which is [0].
+
+    Examples:
+        >>> len(no_merges().seq)
+        0
+
+    """
     none = np.zeros(0, np.int64)
     return Merges(none, none, none, none, none, np.zeros(1, np.int64), none)
 
@@ -127,9 +187,9 @@ def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool
 def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
     """Return what is wrong with a plan of a step, with rows, KV heads and keys; [] for nothing.
 
-    Each (row, KV head, key) that the mask shows is attended to exactly once, each row is written exactly
-    once, each partial result is merged exactly once and in the order of its keys, and nothing lies
-    outside of its buffer.
+    Each (row, KV head, key) that the mask shows must be read exactly once, each row written exactly
+    once, and each partial result merged exactly once, in the order of its keys. Nothing may lie outside
+    of its buffer.
     """
     batch, spec = reads.batch or batch, reads.spec or spec
     found = _told(reads.faults)

@@ -61,11 +61,11 @@ class TorchStore(StoreBackend):
 
 
 class Store(Op):
-    """What comes before a step's calls: bias, rotation, and the new keys' and values' way to the cache.
+    """The work before a step's calls: bias, rotation, and storing new keys and values in the cache.
 
-    `backend`: which stores, None where nothing is. `rotation`: how the step's tokens are turned by a
-    layer that rotates; `key_rotation`: how keys are that are given whole. `keeps`: whether calls take
-    rotated keys beside the cache.
+    `backend` stores; None if nothing is stored. `rotation` rotates the step's tokens in a layer that
+    rotates, and `key_rotation` the keys of a layer without a cache. `keeps`: calls take rotated keys
+    beside the cache.
     """
 
     def __init__(

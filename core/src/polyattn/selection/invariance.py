@@ -1,4 +1,4 @@
-"""What does invariance cost? Predicted times of two usual steps, with it and without it."""
+"""What does invariance cost? Predicted times of two typical steps, with it and without it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def times(
 
 
 def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:
-    """Return a line for each phase that another backend runs where bits may depend on the batch."""
+    """Return a line for each phase that would use another backend if bits could depend on the batch."""
     models, lines = tuple(models), []
     others = times(free, models)
     level = invariant.spec.batch_invariant.name.lower()

@@ -1,8 +1,8 @@
-"""Which decisions does a running process work by? Each process writes its own down for `polyattn why`.
+"""Which decisions does a running process use? Each process writes a record for `polyattn why`.
 
 A process appends a line of JSON to `polyattn-UID/PID.jsonl` in the system's temporary folder whenever a
-`LayerGroup` loads a decision that is new to it, and removes the file when it ends. The folder is the
-user's alone. Where nothing can be written, nothing is, and nobody is told.
+`LayerGroup` loads a decision that is new to it, and removes the file when it ends. Only the user can
+read the folder. A process that can't write there doesn't, and reports nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from polyattn.errors import PolyattnError
-from polyattn.registry.discovery import discover
-from polyattn.selection.decision import Decision
+from polyattn.registry.distributions import distributions
+from polyattn.registry.integrations import GROUP
+from polyattn.selection.selection import Decision
 from polyattn.settings import current
 
 MOST_DECISIONS = 256
@@ -35,6 +37,9 @@ _written: dict[int, set[tuple[Any, ...]]] = {}
 class Process:
     """A running process that has loaded layer groups.
 
+    - `ancestors`: the processes of the same Python that started it, nearest first: an engine's server
+      is the last one of its workers'. Empty where the system doesn't tell.
+    - `server`: the command of the last of them.
     - `integrations`: the modules of integrations that it had imported when it loaded the last one.
     - `decisions`: each decision as `to_dict` has it, its text under `explain`.
     - `fallbacks`: calls that a host served by its own attention, and why: a line for each reason.
@@ -43,6 +48,8 @@ class Process:
     pid: int
     began: str | None = None
     command: str = ""
+    ancestors: list[int] = field(default_factory=list)
+    server: str = ""
     version: str = ""
     integrations: list[str] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
@@ -50,20 +57,20 @@ class Process:
 
 
 def record_decision(decision: Decision) -> None:
-    """Write down that this process has loaded a decision."""
+    """Record that this process has loaded a decision."""
     key = (decision.spec, decision.device, decision.chosen)
     _record(key, lambda: {"decision": {**decision.to_dict(), "explain": decision.explain()}})
 
 
 def record_fallback(line: str) -> None:
-    """Write down why a host served calls by its own attention."""
+    """Record why a host served calls by its own attention."""
     _record((line,), lambda: {"fallback": line})
 
 
 def running() -> Iterator[Process]:
-    """Yield every running process of this machine whose record this user may read, by its id.
+    """Yield every running process of this machine whose record this user may read, by process ID.
 
-    Removes what this user's processes left that ended without a chance to.
+    Removes the records of this user's processes that ended without removing them.
     """
     for path in sorted(Path(tempfile.gettempdir()).glob("polyattn-*/[0-9]*.jsonl")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -73,6 +80,8 @@ def running() -> Iterator[Process]:
             for line in path.read_text(encoding="utf-8").splitlines():
                 _read(process, json.loads(line))
             if _alive(process):
+                process.ancestors = list(_ancestors(process.pid))
+                process.server = _command(process.ancestors[-1]) if process.ancestors else ""
                 yield process
             elif path.parent == _folder():
                 path.unlink()
@@ -128,18 +137,46 @@ def _remove(path: Path, pid: int) -> None:
 
 
 def _integrations() -> list[str]:
-    plugins = {record.target.partition(".")[0] for record in discover().plugins}
-    ours = {name for name in list(sys.modules) if name.startswith("polyattn_") and "." not in name}
-    return sorted(ours - plugins)
+    return sorted(_integration_modules() & sys.modules.keys())
+
+
+@cache
+def _integration_modules() -> frozenset[str]:
+    entries = (e for dist in distributions() for e in dist.entry_points.select(group=GROUP))
+    return frozenset(entry.value.partition(":")[0] for entry in entries)
+
+
+def _status(pid: int) -> list[str]:
+    """Return what the kernel says of a process, from its state on; empty where that isn't known."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def _began(pid: int) -> str | None:
     """When a process began, in the kernel's ticks; None where that isn't known."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[19]
+    status = _status(pid)
+    return status[19] if status else None
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    """Yield a process's parent, its parent and so on, as long as they run the same Python."""
+    with suppress(OSError):
+        python = Path(f"/proc/{pid}/exe").readlink()
+        while status := _status(pid):
+            pid = int(status[1])
+            if Path(f"/proc/{pid}/exe").readlink() != python:
+                return
+            yield pid
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+        return " ".join(text.split("\0")).strip()[:300]
+    return ""
 
 
 def _alive(process: Process) -> bool:

@@ -1,4 +1,4 @@
-"""Who should run a step? Each candidate's predicted time for it, and the fastest. Pure."""
+"""Which backend should run a step? Each candidate's predicted time, and the fastest. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 @dataclass(frozen=True)
 class CallChoice:
-    """One call of a step: which rows, in which phase, by whom, and what was predicted of whom.
+    """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are microseconds of every candidate that has a model for this `kind` of call; where the
-    selection's own choice has none, it stays.
+    `times` are microseconds of every candidate that has a model for this `kind` of call. If the
+    selection's own choice has no model, it stays.
     """
 
     phase: str
@@ -40,10 +40,10 @@ class CallChoice:
 
 
 class StepChoice:
-    """Chooses for layers of one spec among the candidates of each phase.
+    """Chooses among the candidates of each phase, for layers of one spec.
 
-    `phases`: by phase the candidates by name; `chosen`: by phase the selection's, who serves what no
-    model speaks of.
+    `phases` has the candidates of each phase by name. `chosen` has the selection's backend of each
+    phase, which serves the calls that no model covers.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def _mixes(info: BackendInfo) -> bool:
 
 
 def step_choice(selection: Selection) -> StepChoice | None:
-    """Return the choice of a selection's steps as it stands, nothing loaded; None without times."""
+    """Return how a selection chooses for each step, without loading anything; None without times."""
     if not selection.timings:
         return None
     known = {model.backend for model in selection.timings}

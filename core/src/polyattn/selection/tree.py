@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
@@ -11,9 +11,8 @@ from polyattn.registry.capabilities import ANY_PLATFORM, SERVICES, Rejection, ch
 from polyattn.registry.catalogue import install_advice
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.names import backend_named, not_a_backend
-from polyattn.selection.cache_format import format_of
-from polyattn.selection.decision import Decision, Step, Verdict
-from polyattn.selection.shared_cache import SharedCache, share_cache, walks
+from polyattn.selection.cache_format import SharedCache, format_of, share_cache, walks
+from polyattn.selection.selection import Decision, Step, Verdict
 from polyattn.settings import Override, Settings
 from polyattn.spec.decompose import asked_phase, questions, sparse_blocks
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
@@ -25,32 +24,32 @@ Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the tree may know beside the question.
+    """All facts that the tree needs beside the question.
 
-    `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `refuses(info, spec)` why a backend can't serve the layer's functions, `failed` which backends were
-    found wrong by verification, `rank` lets policy plugins re-rank,
-    `running(info)` says what of a backend runs here.
+    `unavailable(info)` returns why a backend can't run on this machine (always None for a profile);
+    `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info)` what of a
+    backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
+    plugins change the order.
     """
 
     backends: Mapping[str, BackendInfo]
     unavailable: Availability
     rank: Rank
     failed: Mapping[str, str]
-    problems: tuple[str, ...] = ()
+    problems: Callable[[], Sequence[str]] = tuple
     running: Callable[[BackendInfo], str] = lambda info: ""
     refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
-    """Return the phases that a layer has: which roles somebody must fill."""
-    if spec.kind.is_recurrent:
+    """Return the phases of a layer, each of which needs a backend."""
+    if spec.recurrent is not None:
         return ("prefill", "decode")
     return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
 
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
-    """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
+    """Walk the decision tree. Raises `SelectionError` with every rejection, and `SettingsError`."""
     settings = _by_own_names(device, facts, settings)
     try:
         return _decide(spec, device, facts, settings)
@@ -97,7 +96,7 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
     trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
         raise SelectionError(_nobody(spec, device, trace, facts))
-    if spec.kind.is_recurrent or not spec.cached:  # any two backends share a state, or nothing
+    if spec.recurrent is not None or not spec.cached:  # any two backends share a state, or nothing
         chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
         return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
     return _over_one_cache(spec, device, trace, ranking, settings, named, tuple(notes))
@@ -207,7 +206,7 @@ def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
         what = not_a_backend(override.backend, facts.backends, device.platform)
         text = f"{override.source}: backend {override.backend!r} {what}"
         if not override.optional:
-            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems))
+            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems()))
         settings = settings.without_optional().noting(f"{text}; the selector chooses instead")
     return settings.renamed(names)
 
@@ -267,12 +266,12 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         latent = f"yes: {spec.kind.value}; absorbed, MQA over a latent of {spec.latent.size}"
         if spec.kind is AttentionKind.MLA:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
-    recurrent = f"yes: {spec.kind.value}" if spec.kind.is_recurrent else "no"
-    steps = [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
+    recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
+    steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
     if spec.sparse is not None:
         size = sparse_blocks(spec)[1]
         answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
-        steps.append(Step("Does a choice say which keys count?", answer))
+        steps.append(Step("Does each call choose the keys?", answer))
     return steps
 
 
@@ -285,24 +284,32 @@ def _judge(
 ) -> list[Verdict]:
     judged = []
     for info in candidates:
-        asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
-        rejections = tuple(
-            dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
-        )
+        rejections = _rejections(info, spec, device, phase)
         if not rejections and phase not in SERVICES:
             rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        priority = info.priority(asked[0], device, served)
+        asked = questions(spec, phase, device.is_accelerator)[0]
+        priority = info.priority(asked, device, asked_phase(spec, phase))
         runs = facts.running(info) if device.is_real and not rejections else ""
-        proof, record = info.proof_on(device, runs).value, info.record_on(device, runs)
+        proof, record = info.proven(device.arch, device.platform, runs)
         judged.append(
             Verdict(
-                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs,
+                info.name, phase, priority.score, rejections, priority.why, proof.value, info.build, runs,
                 "" if record is None else f"{record.text} in {record.path}",
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
+
+
+def _rejections(
+    info: BackendInfo, spec: LayerSpec, device: Device, phase: str
+) -> tuple[Rejection, ...]:
+    """Return all that a backend's claims have against a phase of the layer, each once."""
+    asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
+    return tuple(
+        dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
+    )
 
 
 def _machine_rejections(info: BackendInfo, facts: Facts) -> tuple[Rejection, ...]:
@@ -384,11 +391,7 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
         able = [
             info.name
             for info in _family(spec, (phase,), facts)
-            if info.by_name_only
-            and not any(
-                check(info.capabilities, q, device, asked_phase(spec, phase))
-                for q in questions(spec, phase, device.is_accelerator)
-            )
+            if info.by_name_only and not _rejections(info, spec, device, phase)
         ]
         if not able:
             return []
@@ -412,4 +415,46 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
         if not here:
             text += f"; {install_advice(device.platform)}"
-    return text + "".join(f"\n  note: {problem}" for problem in facts.problems)
+    return text + "".join(f"\n  note: {problem}" for problem in facts.problems())
+
+
+def as_built(
+    backends: Mapping[str, BackendInfo],
+    spec: LayerSpec,
+    device: Device,
+    unavailable: Callable[[BackendInfo], str | None],
+) -> dict[str, BackendInfo]:
+    """Return the backends; one of several builds becomes the build that counts for `spec` on `device`.
+
+    That is the first installed build that claims the device's platform and can serve the layer, else
+    the first of them. If none is installed, the backend stays as declared, with the preferred build's
+    claims. The only build of a platform has no name.
+    """
+    return {
+        name: _build(info, spec, device, unavailable) if info.variants else info
+        for name, info in backends.items()
+    }
+
+
+def _build(
+    info: BackendInfo,
+    spec: LayerSpec,
+    device: Device,
+    unavailable: Callable[[BackendInfo], str | None],
+) -> BackendInfo:
+    there, preferred = info.builds_on(device.platform), info.builds[0]
+    chosen = preferred
+    if device.is_real and there:
+        here = [build for build in there if unavailable(build) is None]
+        able = [build for build in here if _serves(build, spec, device)]
+        absent = info if len(there) > 1 else preferred
+        chosen = (able or here or [absent])[0]
+    return replace(chosen, build="") if len(there) == 1 else chosen
+
+
+def _serves(build: BackendInfo, spec: LayerSpec, device: Device) -> bool:
+    """Whether a build can serve some phase of the layer."""
+    return any(
+        not _rejections(build, spec, device, phase)
+        for phase in build.capabilities.phases & {"prefill", "decode"}
+    )

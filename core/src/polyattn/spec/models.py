@@ -1,6 +1,6 @@
-"""Who reads a Hugging Face config? `polyattn-models`, which core finds by its entry point.
+"""Which package reads a Hugging Face config? `polyattn-models`, which core finds by its entry point.
 
-The reader is a distribution of its own, so that a newer transformers needs no newer core.
+The reader is a distribution of its own, so a newer transformers needs no newer core.
 """
 
 from __future__ import annotations

@@ -24,25 +24,40 @@ LONGEST_HEAD = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """Rows of bytes, and what they stand for.
-
-    - `name`: what `LayerSpec.kv_cache_dtype` says; letters, digits, `_`, `-` and `.`.
-    - `encode(row)`: float32 (..., size), over the layer's `k_scale` or `v_scale`, to uint8 (...,
-      row_bytes). Each row by itself; whatever is finite stays so (it saturates), and zeros stay zeros.
-    - `decode(row, d, size)`: element `d` (a tensor of them) of a row, float32. `row[i]` is byte `i`, an
-      integer. Plain torch, element by element, so that core can trace it into kernels;
-      `polyattn.runtime.cache.bits` has what bytes may be read as (`half`, `single`, `e4m3`).
-    - `row_bytes(size)`: bytes of a row of `size` elements, 0 where there can't be one.
-    - `largest`: no element that `decode` returns is larger; kernels compute in float16 where it holds it.
-    - `turn(row, back)`: rows (..., size) times an orthogonal matrix, before `encode`; with `back` times
-      its transpose, after `decode`. Kernels may turn queries and outputs instead.
-    - `version`: another one for other bytes under the same name.
+    """A format of a cache's rows of bytes.
 
     A function may be named by its path, `"package.module:function"`; a plugin's must. Two formats, of
     keys and of values, are a name too: `kv_cache_dtype="int8_rows/int4"`. Pickled by name and version.
-    Raises `SpecError`.
 
-    Example: `RowFormat(name="sign", encode=..., decode=..., row_bytes=lambda size: size // 8)`.
+    Attributes:
+        name: for `LayerSpec.kv_cache_dtype`; letters, digits, `_`, `-` and `.`.
+        encode: `encode(row)`: float32 (..., size), already divided by the layer's scale, to uint8 (...,
+            row_bytes). Each row by itself; finite elements stay finite (they saturate), zeros stay
+            zeros.
+        decode: `decode(row, d, size)`: element `d` (a tensor of them) of a row, float32. `row[i]` is
+            byte `i`, an integer. Plain torch, element by element, so that core can trace it into
+            kernels; `polyattn.runtime.cache.bits` reads bytes as numbers (`half`, `single`, `e4m3`).
+        row_bytes: `row_bytes(size)`: bytes of a row of `size` elements, 0 if there is no such row.
+        largest: no element that `decode` returns is larger; kernels compute in float16 if that holds
+            it.
+        turn: `turn(row, back)`: rows (..., size) times an orthogonal matrix, before `encode`; with
+            `back` times its transpose, after `decode`. Kernels may turn queries and outputs instead.
+        version: changes with the bytes' meaning.
+        summary: for people.
+
+    Raises:
+        SpecError: a function, the name or a number isn't one.
+
+    Examples:
+        >>> halves = RowFormat(
+        ...     name="halves",
+        ...     encode=lambda row: row.half().contiguous().view(torch.uint8),
+        ...     decode=lambda row, d, size: (row[2 * d] + 256 * row[2 * d + 1]).short().view(torch.half),
+        ...     row_bytes=lambda size: 2 * size,
+        ... )
+        >>> halves.row_bytes(64)
+        128
+
     """
 
     name: str
@@ -98,7 +113,7 @@ class RowFormat:
 
 
 def known_formats() -> Mapping[str, RowFormat]:
-    """Return every format of rows: core's, the plugins' and those registered in this process."""
+    """Return every row format: core's, the plugins' and those registered in this process."""
     # By its path: what is known lies above what a spec is.
     found: Mapping[str, RowFormat] = importlib.import_module(
         "polyattn.registry.row_formats"
@@ -107,7 +122,7 @@ def known_formats() -> Mapping[str, RowFormat]:
 
 
 def row_format(name: str) -> RowFormat:
-    """Return a format by its name. Raises `SpecError` with the names that there are."""
+    """Return a row format by name. Raises `SpecError` with the existing names."""
     known = known_formats()
     if name not in known:
         names = [*KV_CACHE_DTYPES, *sorted(known)]
@@ -120,7 +135,7 @@ def row_format(name: str) -> RowFormat:
 
 
 def is_rows(dtype: str) -> bool:
-    """Whether a `kv_cache_dtype`, or a cache's dtype, names rows of bytes."""
+    """Return whether a `kv_cache_dtype`, or a cache's dtype, names rows of bytes."""
     return dtype not in _ELEMENTS
 
 
@@ -132,6 +147,21 @@ def rows_of(dtype: str) -> tuple[RowFormat, RowFormat]:
 
 
 _ELEMENTS = frozenset({*KV_CACHE_DTYPES, *ITEM_BYTES})
+
+
+def check_widths(dtype: str, heads: int, size: int, v_size: int, latent: int | None) -> None:
+    """Check that rows hold such heads; a latent's are both key and value. Raises `SpecError`."""
+    key, value = rows_of(dtype)
+    if latent is None:
+        key.width("head_size", size)
+        if heads > 1 or v_size >= size:  # else it may be a latent
+            value.width("v_head_size", v_size)
+        return
+    if key != value:
+        raise SpecError(
+            f"kv_cache_dtype={dtype!r}: a latent is key and value in one row; name one format"
+        )
+    key.width("latent.rank + latent.rope_head_size", latent)
 
 
 def row_widths(dtype: str, size: int, v_size: int) -> tuple[int, int]:

@@ -1,11 +1,10 @@
-"""What does a sparse layer choose by, and how does its choice name keys? In tokens and entries."""
+"""What does a sparse layer choose by, and how does a choice name keys? In tokens and entries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import choice, flag, integer, number
+from polyattn.errors import SpecError, choice, flag, integer, number
 
 SCOPES = ("all", "kv_head", "head")
 """For whom one choice counts: all heads, a KV head's query heads, or one query head."""
@@ -13,19 +12,28 @@ SCOPES = ("all", "kv_head", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSpec:
-    """What the ids of a sparse layer's `choice` mean: int32 (num_tokens, scope, K), -1 for none.
+    """The meaning of the ids that choose a token's keys: int32 (num_tokens, scope, K), -1 for none.
 
-    - `budget`: the most ids of a token, K.
-    - `granularity` g: id i names the g consecutive entries from i * g on. A causal layer hides those
-      that the token doesn't see, so the last group may be incomplete.
-    - `scope`: `"all"`, one choice for all heads; `"kv_head"` or `"head"`, one for each.
-    - `physical`: ids are places in the cache, block * block_size + offset, instead of places in the
-      token's sequence. Whoever gives them answers for what the token sees; granularity 1.
-    - `tokens_per_entry` m: an entry of the cache stands for m tokens. A token at position t sees
-      entry e where e < (t + 1) // m.
-    - `value_in_key`: the cache holds no values; a value is the first `v_head_size` elements of its key.
+    Attributes:
+        budget: K, the most ids of a token.
+        granularity: g: id i names the g consecutive entries from i * g on. A causal layer hides those
+            that the token doesn't see, so its last group may be incomplete.
+        scope: `"all"`, one choice for all heads; `"kv_head"` or `"head"`, one for each.
+        physical: ids are places in the cache, block * block_size + offset, instead of places in the
+            token's sequence. The caller answers for what the token sees; granularity is 1.
+        tokens_per_entry: m: an entry of the cache stands for m tokens. A token at position t sees entry
+            e if e < (t + 1) // m.
+        value_in_key: the cache holds no values: a value is the first `v_head_size` elements of its key.
 
-    Raises `SpecError`.
+    Raises:
+        SpecError: a value or a combination describes no choice.
+
+    Examples:
+        >>> blocks = SparseSpec(budget=16, granularity=128, scope="kv_head")
+        >>> spec = LayerSpec(kind="sparse", num_heads=64, num_kv_heads=4, head_size=128, sparse=blocks)
+        >>> spec.sparse.budget
+        16
+
     """
 
     budget: int
@@ -67,23 +75,33 @@ FOLDS = ("weighted", "sum", "none")
 class IndexerSpec:
     """How an indexer scores a sequence's entries and chooses among them.
 
-    The score of entry e for the token at t is `sum_h w[t, h] * act(scale * q[t, h] . k[e])`. A candidate
-    is an entry, or the best of `pool` neighbours; the `budget` best candidates are chosen.
+    The score of entry e for the token at t is `sum_h w[t, h] * act(scale * q[t, h] . k[e])`
+    (DeepSeek-V3.2, 2025). A candidate is an entry, or the best of `pool` neighbours. The `budget` best
+    candidates are chosen; of equal scores the smaller id is.
 
-    - `num_heads`, `head_size`: of the index queries; all heads share one index key an entry.
-    - `activation`: `"relu"` or `"none"`.
-    - `fold`: `"weighted"`, each head times a weight that the call gives, summed; `"sum"`; or `"none"`, a
-      choice for each head.
-    - `scale`: 0: `head_size ** -0.5`.
-    - `tokens_per_entry` m: a token sees entry e where e < (t + 1) // m.
-    - `pool` B: candidate c is the best of entries c * B to c * B + B - 1 that the token sees.
-    - `forced_first`, `forced_last`: how many of the oldest and newest candidates that a token sees are
-      chosen before all others, within the budget.
-    - `tail`: the group of tokens that isn't complete yet is chosen beside the budget, as id (t + 1) // m.
-    - `budget`: how many candidates; a float up to 1, which part of those that the token sees, rounded up.
-    - `within` b: only entries count that lie in the blocks of b entries which the call gives.
+    Attributes:
+        num_heads: of the index queries; all heads share one index key for each entry.
+        head_size: of index queries and keys, in elements.
+        budget: candidates to choose; a float up to 1 is the part of those that the token sees, rounded
+            up.
+        activation: `"relu"` or `"none"`.
+        fold: `"weighted"`: the call gives a weight for each head; `"sum"`; or `"none"`, a choice for
+            each head.
+        scale: 0: `head_size ** -0.5`.
+        tokens_per_entry: m: a token at position t sees entry e if e < (t + 1) // m.
+        pool: B: candidate c is the best of entries c * B to c * B + B - 1 that the token sees.
+        forced_first: oldest candidates that are chosen before all others, within the budget.
+        forced_last: newest ones, alike.
+        tail: the incomplete last group of tokens is chosen beside the budget, as id (t + 1) // m.
+        within: b: only entries in the blocks of b entries that the call gives count.
 
-    Of candidates with equal scores the smaller id is chosen. Raises `SpecError`.
+    Raises:
+        SpecError: a value or a combination describes no indexer.
+
+    Examples:
+        >>> IndexerSpec(num_heads=64, head_size=128, budget=2048).fold
+        'weighted'
+
     """
 
     num_heads: int
@@ -116,9 +134,7 @@ class IndexerSpec:
         flag("indexer.tail", self.tail)
         if self.within is not None:
             integer("indexer.within", self.within, 1, hint="; use None for all entries")
-        number("indexer.scale", self.scale, "a positive number, or 0 for the default")
-        if self.scale < 0:
-            raise SpecError(f"indexer.scale={self.scale!r} must be positive, or 0 for the default")
+        number("indexer.scale", self.scale, "a positive number, or 0 for the default", 0)
         object.__setattr__(self, "scale", float(self.scale) or self.head_size**-0.5)
         if self.tail and (self.pool > 1 or self.tokens_per_entry == 1):
             raise SpecError(

@@ -1,4 +1,4 @@
-"""What is measured of a backend? `TimingModel`: coefficients of terms that one can name."""
+"""What is measured of a backend? `TimingModel`: coefficients of terms with names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TimingModel:
 
 
 def units(spec: LayerSpec) -> tuple[float, ...]:
-    """Return how often each term counts for (1, one row, key, longest key, pair, query) of a layer."""
+    """Return the factor of each term for (1, one row, key, longest key, pair, query) of a layer."""
     if spec.latent is not None:  # absorbed: one latent a key, every head's query as wide
         kv_heads, held = 1, row_widths(spec.stored_dtype, spec.latent.size, spec.latent.rank)[0]
         wide = spec.num_heads * (spec.latent.size + spec.latent.rank)

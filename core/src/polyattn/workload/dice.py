@@ -1,4 +1,4 @@
-"""Where do a workload's numbers come from? A source of its own: torch's generators are the user's."""
+"""Where do a workload's numbers come from? Its own generators: torch's belong to the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are worth a look? Tables of (query length, sequence length) by name."""
+"""Which steps are worth testing? Tables of (query length, sequence length) by name."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ MOST_SCORES = 1 << 22
 
 
 def verify_decision(selection: Selection) -> dict[str, str]:
-    """Return, for each backend that may run and fails or is wrong here, what happened.
+    """Return what went wrong with each backend that may run here and fails or is wrong.
 
-    Who may run are the chosen ones, and where times were measured every candidate that has some.
+    Those are the chosen backends, and with measured times every candidate that has some.
     """
     wrong: dict[str, str] = {}
     chosen, candidates = dict(selection.backends), dict(selection.candidates)
@@ -61,7 +61,7 @@ def _problem(selection: Selection, phase: str) -> str | None:
 
 
 def said(what: str, error: float, allowed: float) -> str:
-    """Say by how much something is wrong."""
+    """Return how far something is off, in words."""
     return f"its {what} is wrong: error {error:.2g}, allowed {allowed:g}"
 
 

@@ -102,9 +102,9 @@ class ContextGroup:
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
                 (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
-            "its functions of scores, or a step's mask, speak of whole sequences and all heads":
+            "its functions of scores, or a step's mask, refer to whole sequences and all heads":
                 spec.variant is not None or spec.mask is not None,
-            "its keys turn by their places within one cache":
+            "its keys are rotated by their places in one cache":
                 spec.rope is not None and spec.rope.positions == "cache",
             "states can't merge without their LSE; use spec.replace(needs_lse=True)":
                 not by_heads and not spec.needs_lse,

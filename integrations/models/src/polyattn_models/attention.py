@@ -9,7 +9,7 @@ from typing import Any
 from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Part, Towers
+from polyattn_models.layers import Towers
 from polyattn_models.patterns import (
     CHUNKED,
     FULL,
@@ -129,6 +129,16 @@ def no_rope(cfg: Config, size: int, index: int, kind: str) -> None:
     return
 
 
-def plain(spec: LayerSpec) -> tuple[Part, ...]:
-    """Return a layer of one spec."""
-    return (spec,)
+def shared_keys(cfg: Config, layers: list[LayerSpec], types: list[str]) -> list[LayerSpec]:
+    """Return the layers; the last `num_kv_shared_layers` read the last own keys of their type."""
+    count, shared = len(layers), cfg.get("num_kv_shared_layers", default=0)
+    if type(shared) is not int or not 0 <= shared < count:
+        raise cfg.error("num_kv_shared_layers", shared, f"must be from 0 to {count - 1}")
+    first = count - shared
+    source = {kind: index for index, kind in enumerate(types[:first])}
+    if shared and set(types) - set(source):
+        raise cfg.error("num_kv_shared_layers", shared, "leaves no layer of some type before them")
+    return layers[:first] + [
+        layer.replace(kv_source=source[kind])
+        for layer, kind in zip(layers[first:], types[first:], strict=True)
+    ]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from polyattn import RopeSpec
+from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import (
     Decoder,
     needed_window,
     optional_window,
     rotary,
+    shared_keys,
     window,
 )
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Towers
+from polyattn_models.layers import Missing, Reader, Towers
 from polyattn_models.patterns import (
     CHUNKED,
     FULL,
@@ -163,6 +164,15 @@ def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     return rope
 
 
+def phi4_multimodal(cfg: Config) -> Towers:
+    """Phi-4: as Phi-3, beside towers of images and sounds."""
+    out = Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope)(cfg)
+    for tower in ("vision", "audio"):
+        if cfg.get(f"{tower}_config") is not None:
+            out[tower] = [(Missing(f"{tower} towers of type 'phi4_multimodal'"),)]
+    return out
+
+
 def phimoe_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """LongRoPE with magnitudes of its own isn't stated by a `RopeSpec`."""
     params = cfg.get("rope_scaling", "rope_parameters") or {}
@@ -226,6 +236,24 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
     return every(4, "sliding_window_pattern")(cfg, count)
 
 
+def moshi(cfg: Config) -> Towers:
+    """The text tower, whose window is the whole context; the depth decoder is a model by itself."""
+    window, longest = cfg.need("sliding_window"), cfg.need("max_position_embeddings")
+    if window < longest:
+        raise cfg.error("sliding_window", window, f"is below max_position_embeddings={longest}")
+    cfg.get("audio_encoder_config", "depth_decoder_config")
+    return LLAMA(cfg)
+
+
+def jetmoe(cfg: Config) -> Towers:
+    """The queries of each expert see all KV heads: keys and values are repeated before attention."""
+    heads = cfg.need("num_key_value_heads") * cfg.need("num_experts_per_tok")
+    cfg.only("num_attention_heads", heads)
+    size = cfg.need("kv_channels")
+    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, rope=read_rope(cfg, size))
+    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+
+
 LLAMA = Decoder()
 GPTJ_PAIRS = Decoder(rope=rotary(pairing="gptj"))
 MISTRAL = Decoder(types=all_of(SLIDING), window=window)
@@ -251,19 +279,9 @@ GEMMA3N = Decoder(
 
 def gemma3n(cfg: Config) -> Towers:
     """The last `num_kv_shared_layers` read the keys of the last layer of their type before them."""
-    count, shared = cfg.need("num_hidden_layers"), cfg.get("num_kv_shared_layers", default=0)
-    if type(shared) is not int or not 0 <= shared < count:
-        raise cfg.error("num_kv_shared_layers", shared, f"must be from 0 to {count - 1}")
-    types, first = GEMMA3N.layer_types(cfg, count), count - shared
-    source = {kind: index for index, kind in enumerate(types[:first])}
-    if set(types) - set(source):
-        raise cfg.error("num_kv_shared_layers", shared, "leaves no layer of some type before them")
+    types = GEMMA3N.layer_types(cfg, cfg.need("num_hidden_layers"))
     layers = [GEMMA3N.layer(cfg, index, kind) for index, kind in enumerate(types)]
-    readers = [
-        layer.replace(kv_source=source[kind])
-        for layer, kind in zip(layers[first:], types[first:], strict=True)
-    ]
-    return {"text": [(layer,) for layer in (*layers[:first], *readers)]}
+    return {"text": [(layer,) for layer in shared_keys(cfg, layers, types)]}
 
 
 EXAONE4 = Decoder(types=exaone_types, listed=True, window=window, rope=exaone_rope)
@@ -272,7 +290,7 @@ LLAMA4 = Decoder(types=llama4_types, listed=True, rope=llama4_rope)
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("llama", "arcee", "seed_oss", "solar_open", "jais2", "bitnet", "olmo", "olmo2", "olmoe",
-         "flex_olmo", "aria_text"),
+         "flex_olmo", "aria_text", "internlm3", "iquestcoder", "hy_v3", "emu3_text_model"),
         LLAMA,
     ),
     **dict.fromkeys(("mistral", "mixtral", "starcoder2"), MISTRAL),
@@ -300,6 +318,10 @@ READERS: dict[str, Reader] = {
     "gemma3_text": GEMMA3,
     "gemma3n_text": gemma3n,
     "phi3": Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope),
+    "phi4_multimodal": phi4_multimodal,
+    "moshi": moshi,
+    "jetmoe": jetmoe,
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), Decoder(rope=rotary(alpha=True))),
     "phimoe": Decoder(types=all_of(SLIDING), window=window, rope=phimoe_rope),
     "minimax_m2": Decoder(types=minimax_m2_types, rope=minimax_m2_rope),
     "cohere2": Decoder(

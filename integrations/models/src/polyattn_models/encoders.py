@@ -9,11 +9,13 @@ from polyattn import LayerSpec, Role, RopeSpec
 
 from polyattn_models.attention import head_sizes
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Part, Reader, Towers
+from polyattn_models.layers import Missing, Part, Reader, Towers, unserved
 from polyattn_models.patterns import FULL, SLIDING, layer_types, starting
 from polyattn_models.rotary import nested_parameters, read_rope
 
 RELATIVE_BIAS = "a learned relative position bias"
+PREFIX = "a mask that is causal only beyond a prefix"
+RANDOM_BLOCKS = "a mask of blocks that are drawn at random"
 ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}
 
 
@@ -38,6 +40,46 @@ def encoder(
         return {tower: [(spec,)] * count}
 
     return read
+
+
+def roformer_rope(cfg: Config, size: int) -> RopeSpec:
+    """Neighbouring elements turn, with a base of 10,000."""
+    cfg.only("rotary_value", False)
+    return RopeSpec(pairing="gptj", rotary_size=size)
+
+
+def big_bird(cfg: Config) -> Towers:
+    """BERT's layers, or a mask of blocks that are drawn at random."""
+    if cfg.get("attention_type") == "original_full":
+        return encoder()(cfg)
+    cfg.read.update(cfg.values)
+    return {"text": [(Missing(RANDOM_BLOCKS),)] * cfg.need("num_hidden_layers")}
+
+
+def bigbird_pegasus(cfg: Config) -> Towers:
+    """BART's layers; the encoder's mask may be of blocks that are drawn at random."""
+    out = encoder_decoder(cfg)
+    if cfg.get("attention_type") == "original_full":
+        return out
+    cfg.get("block_size", "num_random_blocks")
+    return {**out, "encoder": [(Missing(RANDOM_BLOCKS),)] * len(out["encoder"])}
+
+
+def xlm(cfg: Config) -> Towers:
+    """An encoder with names of its own, or a decoder without a cache (`causal`)."""
+    heads, width = cfg.need("n_heads"), cfg.need("emb_dim")
+    if width % heads:
+        raise cfg.error("n_heads", heads, f"doesn't divide emb_dim={width}")
+    cfg.only("is_encoder", True)
+    causal = cfg.flag("causal")
+    role: dict[str, Any] = {} if causal else ENCODER
+    spec = LayerSpec(num_heads=heads, head_size=width // heads, dtype=cfg.dtype, **role)
+    return {"text": [(spec,)] * cfg.need("n_layers")}
+
+
+def trocr(cfg: Config) -> Towers:
+    """A decoder by itself: it attends to itself, then to an image's encoder."""
+    return {"text": _decoder(cfg)}
 
 
 def esm(cfg: Config) -> Towers:
@@ -104,22 +146,23 @@ def causal_text_tower(cfg: Config) -> Towers:
 
 def encoder_decoder(cfg: Config) -> Towers:
     """BART's family and Whisper: the decoder attends to itself, then to the encoder's output."""
-    width = cfg.need("d_model")
+    encoder = (_side(cfg, "encoder", Role.ENCODER),)
+    return {"encoder": [encoder] * cfg.need("encoder_layers"), "decoder": _decoder(cfg)}
 
-    def spec(side: str, role: Role) -> LayerSpec:
-        heads = cfg.need(f"{side}_attention_heads")
-        if width % heads:
-            raise cfg.error(f"{side}_attention_heads", heads, f"doesn't divide d_model={width}")
-        return LayerSpec(
-            num_heads=heads, head_size=width // heads, dtype=cfg.dtype, role=role,
-            causal=role is Role.DECODER,
-        )  # fmt: skip
 
-    decoder = (spec("decoder", Role.DECODER), spec("decoder", Role.CROSS))
-    return {
-        "encoder": [(spec("encoder", Role.ENCODER),)] * cfg.need("encoder_layers"),
-        "decoder": [decoder] * cfg.need("decoder_layers"),
-    }
+def _decoder(cfg: Config) -> list[tuple[Part, ...]]:
+    layer = (_side(cfg, "decoder", Role.DECODER), _side(cfg, "decoder", Role.CROSS))
+    return [layer] * cfg.need("decoder_layers")
+
+
+def _side(cfg: Config, side: str, role: Role) -> LayerSpec:
+    width, heads = cfg.need("d_model"), cfg.need(f"{side}_attention_heads")
+    if width % heads:
+        raise cfg.error(f"{side}_attention_heads", heads, f"doesn't divide d_model={width}")
+    return LayerSpec(
+        num_heads=heads, head_size=width // heads, dtype=cfg.dtype, role=role,
+        causal=role is Role.DECODER,
+    )  # fmt: skip
 
 
 def t5(cfg: Config) -> Towers:
@@ -147,9 +190,15 @@ def biased(cfg: Config) -> Towers:
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
-         "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie"),
+         "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie",
+         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod"),
         encoder(),
     ),
+    "roformer": encoder(rope=roformer_rope),
+    "big_bird": big_bird,
+    "xlm": xlm,
+    "git": unserved(PREFIX),
+    "trocr": trocr,
     **dict.fromkeys(
         ("vit", "deit", "dinov2", "clip_vision_model", "siglip_vision_model", "idefics3_vision",
          "smolvlm_vision"),
@@ -162,7 +211,13 @@ READERS: dict[str, Reader] = {
     "clip": two_towers(causal_text=True),
     "clip_text_model": causal_text_tower,
     "siglip": two_towers(causal_text=False),
-    **dict.fromkeys(("bart", "mbart", "whisper", "marian", "pegasus", "m2m_100"), encoder_decoder),
+    **dict.fromkeys(
+        ("bart", "mbart", "whisper", "marian", "pegasus", "m2m_100", "blenderbot",
+         "blenderbot-small", "mvp", "plbart"),
+        encoder_decoder,
+    ),
+    "bigbird_pegasus": bigbird_pegasus,
+    "prophetnet": unserved("streams of n-grams with a relative position bias"),
     **dict.fromkeys(("t5", "mt5", "umt5"), t5),
     **dict.fromkeys(("mpnet", "deberta", "deberta-v2"), biased),
 }  # fmt: skip

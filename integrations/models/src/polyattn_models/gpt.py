@@ -6,7 +6,8 @@ from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import Decoder, head_sizes, no_rope
 from polyattn_models.config import Config, unknown_choice
-from polyattn_models.layers import Missing, Reader, Towers
+from polyattn_models.encoders import RELATIVE_BIAS
+from polyattn_models.layers import Missing, Reader, Towers, unserved
 from polyattn_models.rotary import read_rope
 
 
@@ -22,6 +23,30 @@ def neox_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
         cfg, size, partial=cfg.number("rotary_pct", 0.25),
         theta=cfg.number("rotary_emb_base", 10000.0),
     )  # fmt: skip
+
+
+def neox_japanese_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
+    """GPT-NeoX's names, of which whole heads are rotated by default."""
+    return read_rope(
+        cfg, size, partial=cfg.number("rotary_pct", 1.0),
+        theta=cfg.number("rotary_emb_base", 10000.0),
+    )  # fmt: skip
+
+
+def dbrx(cfg: Config) -> Towers:
+    """KV heads and the base of the rotation are said in `attn_config`."""
+    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
+    part = cfg.part("attn_config", "dbrx_attention")
+    for name in ("attn_pdrop", "clip_qkv", "model_type"):
+        part.get(name)
+    theta = part.number("rope_theta", 10000.0)
+    spec = LayerSpec(
+        num_heads=heads, num_kv_heads=part.integer("kv_n_heads") or 1, head_size=size,
+        dtype=cfg.dtype, rope=read_rope(cfg, size),
+    )  # fmt: skip
+    if spec.rope is not None and spec.rope.base != theta:
+        raise part.error("rope_theta", theta, f"isn't rope_parameters.rope_theta={spec.rope.base}")
+    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
 
 
 def gpt2_scale(cfg: Config, size: int, index: int) -> float:
@@ -130,7 +155,19 @@ GPT2 = Decoder(
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(("gpt2", "gpt-sw3"), GPT2),
-    **dict.fromkeys(("opt", "biogpt"), LEARNED),
+    **dict.fromkeys(("opt", "biogpt", "openai-gpt", "ctrl"), LEARNED),
+    "xglm": Decoder(
+        head_dim=False, kv_heads=False, rope=no_rope, only={"add_cross_attention": (False,)}
+    ),
+    "gpt_neox_japanese": Decoder(kv_heads=False, head_dim=False, rope=neox_japanese_rope),
+    "codegen": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
+    "dbrx": dbrx,
+    "cpmant": unserved(RELATIVE_BIAS),
+    "nanochat": unserved("a rotary embedding that turns the other way"),
+    "diffllama": unserved("the difference of two softmaxes, each over half of the value heads"),
+    "doge": unserved("a learned bias for each key"),
+    "reformer": unserved("attention within buckets of a hash"),
+    "xlnet": unserved("two streams with a relative position bias"),
     "gpt_neox": Decoder(kv_heads=False, head_dim=False, rope=neox_rope),
     "gptj": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
     "gpt_bigcode": gpt_bigcode,

@@ -293,7 +293,46 @@ def kimi_linear(cfg: Config) -> Towers:
     return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
 
 
+def bailing_hybrid(cfg: Config) -> Towers:
+    """Ling 2.5: KDA, and MLA whose neighbouring elements turn."""
+    count, period = cfg.need("num_hidden_layers"), cfg.need("layer_group_size")
+    types = layer_types(cfg, count, every(period, first=LINEAR), (FULL, LINEAR))
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing="gptj")
+    heads, width = cfg.need("num_attention_heads"), cfg.need("short_conv_kernel_size")
+    cfg.only("linear_num_heads", heads)
+    cfg.only("linear_conv_kernel_dim", width)
+    size = cfg.integer("linear_head_dim") or cfg.need("head_dim")
+    delta = kimi_delta(cfg, heads, size, width)
+    attention = latent_attention(cfg, rope)
+    return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
+
+
+def olmo_hybrid(cfg: Config) -> Towers:
+    """Gated delta rules, and attention that is rotated unless `rope_theta` is null."""
+    count, heads = cfg.need("num_hidden_layers"), cfg.need("num_attention_heads")
+    types = every(4, first=LINEAR)(cfg, count)
+    if FULL not in types:
+        types[-1] = FULL
+    types = layer_types(cfg, count, lambda cfg, count: types, (FULL, LINEAR))
+    params = cfg.get("rope_parameters")
+    still = isinstance(params, dict) and "rope_theta" in params and params["rope_theta"] is None
+    attention = Decoder(head_dim=False, rope=no_rope if still else rotary())
+    groups = cfg.integer("linear_num_key_heads") or heads
+    size = cfg.integer("linear_key_head_dim") or int(0.75 * cfg.need("hidden_size") / groups)
+    cfg.values |= {
+        "linear_num_key_heads": groups, "linear_key_head_dim": size,
+        "linear_num_value_heads": cfg.integer("linear_num_value_heads") or heads,
+        "linear_value_head_dim": cfg.integer("linear_value_head_dim") or 2 * size,
+    }  # fmt: skip
+    recurrent = gated_delta(cfg)
+    return stack(
+        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
+    )
+
+
 READERS: dict[str, Reader] = {
+    "bailing_hybrid": bailing_hybrid,
+    "olmo_hybrid": olmo_hybrid,
     "bamba": bamba,
     "granitemoehybrid": granite_hybrid,
     "falcon_h1": falcon_h1,

@@ -38,6 +38,18 @@ Reader = Callable[[Config], Towers]
 """Returns each tower's layers."""
 
 
+def unserved(*missing: str) -> Reader:
+    """Return a reader of models whose every layer lacks the same, whatever their fields say."""
+
+    def read(cfg: Config) -> Towers:
+        cfg.read.update(cfg.values)
+        listed = cfg.get("attn_layers")  # Reformer's
+        count = len(listed) if isinstance(listed, list) else cfg.integer("num_hidden_layers")
+        return {"text": [tuple(map(Missing, missing))] * (count or 1)}
+
+    return read
+
+
 @dataclass(frozen=True)
 class ModelLayers:
     """Every layer of a model, tower by tower."""

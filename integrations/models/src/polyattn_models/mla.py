@@ -104,10 +104,28 @@ def glm_sparse(cfg: Config) -> Towers:
     return {"text": [(layer,) for layer in _sparse(cfg, [kind == "full" for kind in kinds])]}
 
 
-def _sparse(cfg: Config, indexed: list[bool]) -> list[LayerSpec]:
+def hy_sparse(cfg: Config) -> Towers:
+    """Hunyuan 4: the first of each four layers after the first has an indexer; all have sinks."""
+    count = cfg.need("num_hidden_layers")
+    derived = ["full" if i == 0 or (i - 1) % 4 == 0 else "shared" for i in range(count)]
+    kinds = cfg.items("indexer_types", str, count) or derived
+    kinds = named(cfg, "indexer_types", kinds, ("full", "shared"))
+    layers = _sparse(cfg, [kind == "full" for kind in kinds], "neox")
+    return {"text": [(layer.replace(learned_sinks=True),) for layer in layers]}
+
+
+def longcat(cfg: Config) -> Towers:
+    """LongCat-Flash: two attention layers in each of `num_layers`."""
+    count = 2 * cfg.need("num_layers")
+    cfg.only("num_hidden_layers", count)
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing="gptj")
+    return {"text": [(latent_attention(cfg, rope),)] * count}
+
+
+def _sparse(cfg: Config, indexed: list[bool], pairing: str = "gptj") -> list[LayerSpec]:
     types = cfg.items("layer_types", str, len(indexed))
     named(cfg, "layer_types", types or [], ("indexed_attention",))
-    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing="gptj")
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing=pairing)
     topk = cfg.need("index_topk")
     return [latent_attention(cfg, rope, topk, own) for own in indexed]
 
@@ -116,6 +134,8 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek),
     "deepseek_v2": deepseek_v2,
     "minicpm3": neox_latent,
-    "deepseek_v32": deepseek_sparse,
+    **dict.fromkeys(("deepseek_v32", "axk2"), deepseek_sparse),
+    "hy_v4": hy_sparse,
+    "longcat_flash": longcat,
     "glm_moe_dsa": glm_sparse,
 }

@@ -8,11 +8,12 @@ from typing import Any
 from polyattn import LayerSpec, Role
 from polyattn.errors import ConfigError
 
-from polyattn_models import decoders, encoders, gpt, hybrids, mla
+from polyattn_models import by_type, decoders, encoders, gpt, hybrids, mla, sparse
 from polyattn_models.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Towers
+from polyattn_models.layers import Missing, Reader, Towers, unserved
 
+CONVOLVED = "convolutions of keys and values before attention"
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(
     types=decoders.qwen2_types, listed=True, window=optional_window,
@@ -26,8 +27,8 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 WRAPPERS = (
     "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fast_vlm",
     "got_ocr2", "hyperclovax_vision_v2", "idefics2", "internvl", "janus", "kimi_k25", "lfm2_vl",
-    "lighton_ocr", "llava_next_video", "ovis2", "perception_lm", "qianfan_ocr", "qwen2_audio",
-    "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "lighton_ocr", "llava_next_video", "moss_transcribe_diarize", "ovis2", "perception_lm", "qianfan_ocr",
+    "qwen2_audio", "video_llama_3", "video_llava", "vipllava", "voxtral",
 )  # fmt: skip
 """Types whose text is a model of the type that `text_config` names, with that model's own masks."""
 
@@ -124,11 +125,29 @@ def paligemma(cfg: Config) -> Towers:
     """PaliGemma: the image and the prompt see each other both ways, the answer causally."""
     text = _text_part(cfg, "gemma")
     text.get("use_bidirectional_attention")
-    prefix = Missing("a mask that is causal only beyond a prefix")
+    prefix = Missing(encoders.PREFIX)
     return {
         "text": [(prefix,)] * text.need("num_hidden_layers"),
         "vision": _vision(cfg.part("vision_config", "siglip_vision_model")),
     }
+
+
+def minimax_m3_vl(cfg: Config) -> Towers:
+    """MiniMax-M3, whose merged patches have a width of their own."""
+    cfg.get("merged_hidden_size")
+    return towers("minimax_m3_vl_text", "minimax_m3_vl_vision")(cfg)
+
+
+def hrm_text(cfg: Config) -> Towers:
+    """HRM: two stacks that run in cycles, each run with keys of its own."""
+    runs = cfg.need("H_cycles") * (cfg.need("L_cycles") + 1)
+    each, count = cfg.integer("num_layers_per_stack"), cfg.need("num_hidden_layers")
+    count = count * runs if each is None else each * runs
+    if each is not None:
+        cfg.only("num_hidden_layers", count)
+    if cfg.flag("prefix_lm", True):
+        return {"text": [(Missing(encoders.PREFIX),)] * count}
+    return {"text": [(Decoder(kv_heads=False).layer(cfg, 0),)] * count}
 
 
 def gemma3(cfg: Config) -> Towers:
@@ -138,6 +157,8 @@ def gemma3(cfg: Config) -> Towers:
 
 TOWERS: dict[str, Reader] = {
     **decoders.READERS,
+    **by_type.READERS,
+    **sparse.READERS,
     **gpt.READERS,
     **hybrids.READERS,
     **mla.READERS,
@@ -149,6 +170,13 @@ TOWERS: dict[str, Reader] = {
          "llama4_vision_model", "qwen3_5_vision", "qwen3_5_moe_vision"),
         two_dimensional,
     ),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), unserved(CONVOLVED, encoders.RELATIVE_BIAS)),
+    "zaya": unserved(CONVOLVED),
+    "blt": unserved("towers of bytes and of patches that attend to each other"),
+    "hrm_text": hrm_text,
+    "mistral_large4_text": unserved("a query temperature that is learned for each head"),
+    "glm5_next_text": unserved("an index of pooled keys over latents without a rotation"),
+    "deepseek_v4": unserved("several caches under one softmax", "compressed entries"),
     "mllama_text_model": mllama_text,
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip
@@ -165,6 +193,14 @@ READERS: dict[str, Reader] = {
     "smolvlm": towers("llama", "smolvlm_vision"),
     "gemma3": gemma3,
     "gemma3n": towers("gemma3n_text"),
+    "gemma4": towers("gemma4_text", "gemma4_vision"),
+    "gemma4_unified": towers("gemma4_unified_text", "gemma4_unified_vision"),
+    "minimax_m3_vl": minimax_m3_vl,
+    "mistral_large4": towers("mistral_large4_text"),
+    "glm5_next": towers("glm5_next_text", "glm5_next_vision"),
+    "qwen4_exp": towers("qwen4_exp_text", "qwen4_exp_vision"),
+    "emu3": towers("emu3_text_model"),
+    "fuyu": towers("persimmon"),
     "llama4": towers("llama4_text", "llama4_vision_model"),
     "mllama": towers("mllama_text_model", "mllama_vision_model"),
     "qwen2_vl": towers("qwen2_vl_text", "qwen2_vl_vision"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from polyattn import AttentionKind, LayerSpec, RecurrentSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Towers
+from polyattn_models.layers import Reader, Towers, unserved
 
 
 def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:
@@ -195,16 +194,6 @@ def _rwkv7(cfg: Config) -> Towers:
     return {"text": [(layer,) for layer in layers]}
 
 
-def unserved(what: str) -> Any:
-    """Return a reader of models whose every layer lacks the same, whatever their fields say."""
-
-    def read(cfg: Config) -> Towers:
-        cfg.read.update(cfg.values)
-        return {"text": [(Missing(what),)] * cfg.need("num_hidden_layers")}
-
-    return read
-
-
 READERS: dict[str, Reader] = {
     "mamba": _mamba,
     "falcon_mamba": _mamba,
@@ -213,5 +202,6 @@ READERS: dict[str, Reader] = {
     "rwkv5": unserved("the RWKV-5 recurrence"),
     "rwkv6": unserved("the RWKV-6 recurrence"),
     "rwkv7": _rwkv7,
+    "zamba": unserved("Mamba-1 with several heads"),
     "xlstm": unserved("the mLSTM recurrence"),
 }

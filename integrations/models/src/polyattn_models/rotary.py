@@ -16,7 +16,7 @@ KNOWN = {
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "attention_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "short_factor", "long_factor",
     "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "truncate", "mrope_section",
-    "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned",
+    "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned", "alpha",
 }  # fmt: skip
 
 
@@ -61,13 +61,15 @@ def read_rope(
     scaled: bool = True,
     sections: tuple[int, ...] | None = None,
     interleaved: bool = False,
+    alpha: bool = False,
 ) -> RopeSpec:
     """Return the rotary embedding of a layer type.
 
     `partial` is the default of `partial_rotary_factor`, or None where the type always rotates
     whole heads; `theta` the base where the config has none; `default` stands for absent
     parameters; `scaled` False: `rope_scaling` speaks of other layer types alone; `sections` are
-    those of a type with several axes, and `interleaved` how it lays them out.
+    those of a type with several axes, and `interleaved` how it lays them out; `alpha` whether "dynamic"
+    may come with a fixed `alpha`, which raises the base once (Hunyuan).
     """
     params = parameters(cfg, layer_type, default) if scaled else {}
     stated = theta if theta is not None else cfg.number("rope_theta", cfg.cls.theta)
@@ -88,6 +90,8 @@ def read_rope(
         if factor is None
         else int(head_size * _number(cfg, "partial_rotary_factor", factor))
     )
+    if params.get("alpha") is not None:
+        kind, base = _stretched_base(cfg, params["alpha"], alpha, kind, base, size)
     scaling = _scaling(cfg, kind, params) if kind != "none" else {}
     if kind == "proportional":  # whole pairs turn; all of the head are paired
         size, scaling["exponent_size"] = size // 2 * 2, head_size
@@ -103,6 +107,20 @@ def read_rope(
         sections_interleaved=interleaved,
         **scaling,
     )
+
+
+def _stretched_base(
+    cfg: Config, stretch: Any, read: bool, kind: str, base: float, size: int
+) -> tuple[str, float]:
+    """Return the scaling and the base of "dynamic" with a fixed `alpha`. Raises `ConfigError`."""
+    if not read:
+        raise cfg.error("rope_parameters.alpha", stretch, "isn't read by this type of model")
+    if not stretch or kind != "dynamic":
+        return kind, base
+    if size <= 2:
+        raise cfg.error("rope_parameters.alpha", stretch, f"can't stretch heads of {size} elements")
+    power = size / (size - 2)
+    return "none", base * _number(cfg, "rope_parameters.alpha", stretch) ** power
 
 
 def _sections(cfg: Config, value: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ class Step:
             mode.is_decode_or_idle() or mode.name in ("EXTEND", "MIXED")
         ):
             raise PolyattnError(
-                f"forward mode {mode.name}: speculative decoding has no form here yet; start SGLang "
+                f"forward mode {mode.name}: speculative decoding isn't served yet; start SGLang "
                 "without --speculative-algorithm, or with another --attention-backend"
             )
         lens = forward.seq_lens_cpu if forward.seq_lens_cpu is not None else forward.seq_lens
@@ -142,7 +142,7 @@ class ServedAttention:
         if key.dtype != like.dtype or key.dim() != 3:
             raise PolyattnError(
                 f"the KV pool holds {key.dtype} of {key.dim()} sizes, the model {like.dtype}: quantised "
-                "and head-first pools have no form here yet; --kv-cache-dtype auto"
+                "and head-first pools aren't served yet; --kv-cache-dtype auto"
             )
         return KVCache(key.unflatten(0, (-1, self.page)), value.unflatten(0, (-1, self.page)))
 

@@ -24,8 +24,9 @@ def register() -> None:
 
     register_backend(Names.CUSTOM, "polyattn_vllm.CUSTOM")
     if current_platform.is_cpu():
-        for name, path in ((Names.CPU_ATTN, ATTENTION), (Names.CPU_MLA, MLA), (Names.AMX_MLA, MLA)):
-            register_backend(name, path)
+        for name, path in (("CPU_ATTN", ATTENTION), ("CPU_MLA", MLA), ("AMX_MLA", MLA)):
+            if name in Names.__members__:  # AMX_MLA since vLLM 0.29
+                register_backend(Names[name], path)
 
 
 def _check_version() -> None:

@@ -22,12 +22,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from polyattn_vllm.layouts import layout_of
 
 log = init_logger("vllm.polyattn")
 
 REMEDY = "choose another --attention-backend, or set VLLM_PLUGINS= (empty)"
-LAYOUTS = {"NHD": KVCacheLayout.LBNHC, "HND": KVCacheLayout.LBHNC}
 
 
 @dataclass
@@ -118,8 +118,7 @@ class Builder(AttentionMetadataBuilder[Step]):
 
     def _group(self, spec: LayerSpec) -> LayerGroup:
         """Select for the layout that vLLM settled on; an accelerator's kernels are verified."""
-        resolved = self.vllm_config.cache_config.get_resolved_kv_cache_layout()
-        layout = next(name for name, theirs in LAYOUTS.items() if theirs is resolved)
+        layout = layout_of(self.vllm_config.cache_config)
         if spec.latent is not None:
             layout = "NHD"  # of one head, both are
         ours = replace(current_settings(), layout=layout)
@@ -198,13 +197,3 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
 def pages_of(layer: Any, storage: Tensor) -> KVCache:
     """View vLLM's cache of a layer: (blocks, heads, tokens, K and V), MLA's (blocks, tokens, latent)."""
     return joined_pages(storage, layer.group.cache_format, heads_first=True)
-
-
-def layouts() -> tuple[KVCacheLayout, ...]:
-    """Return the layouts that vLLM may choose from: a layer's blocks lie together in each.
-
-    Every GPU kernel takes NHD; a CPU reads a head's keys faster where they are neighbours.
-    """
-    wanted = current_settings().layout
-    names = ("HND", "NHD") if current_platform.is_cpu() else ("NHD", "HND")
-    return tuple(LAYOUTS[name] for name in names if wanted in (None, name))

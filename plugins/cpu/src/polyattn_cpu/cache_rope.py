@@ -1,4 +1,4 @@
-"""How are keys rotated as they are read? At their places within the cache (StreamingLLM)."""
+"""How are keys rotated when they are read? At their places within the cache (StreamingLLM)."""
 
 from __future__ import annotations
 

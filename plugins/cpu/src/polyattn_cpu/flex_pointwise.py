@@ -17,7 +17,7 @@ PAIRS = 1 << 26
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant can't be served: `flex_attention` always takes a softmax."""
-    return None if variant.softmax else "torch's flex_attention has no way without a softmax"
+    return None if variant.softmax else "torch's flex_attention can't leave the softmax out"
 
 
 def kernel_options(pointwise: Pointwise | None, device_type: str) -> dict[str, int] | None:
@@ -105,7 +105,7 @@ def blocks_of(
 def changes(
     pointwise: Pointwise, places: Places, inputs: Mapping[str, Tensor], masked: bool
 ) -> Callable[..., Tensor] | None:
-    """Return what the functions do to a score of the packed batch, None where that is nothing.
+    """Return the function that changes a score of the packed batch, or None.
 
     `masked`: the block mask has their masks already.
     """

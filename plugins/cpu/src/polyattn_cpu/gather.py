@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a block of queries sees, and no other key: ranges of positions, one or two."""
+    """Exactly the keys that a block of queries sees: one or two ranges of positions."""
 
     ranges: tuple[tuple[int, int], ...]
 

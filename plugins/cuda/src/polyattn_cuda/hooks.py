@@ -235,9 +235,11 @@ FLASHINFER = BackendInfo(
         ),
     ),
     priorities=(
-        Priority(score=40, needs="variant", why="functions are compiled by nvcc, for a minute"),
-        Priority(score=50, needs="custom_mask", why="every pair is masked, none left out"),
-        Priority(score=50, needs="block_sparse", why="every pair is masked, none left out"),
+        Priority(
+            score=40, needs="variant", why="nvcc compiles its functions, which takes a minute"
+        ),
+        Priority(score=50, needs="custom_mask", why="it masks every pair and skips none"),
+        Priority(score=50, needs="block_sparse", why="it masks every pair and skips none"),
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),

@@ -25,7 +25,7 @@ EXCLUDES = (
     (names("gaudi3 float64"), "Gaudi has no float64"),
 )
 PRIORITIES = (
-    Priority(score=15, platform="cpu", why="works on padded copies; here for its proof"),
+    Priority(score=15, platform="cpu", why="works on padded copies; it is here to be tested"),
     Priority(score=60, why="each cached block read once, work by block, few compiled graphs"),
 )
 PROOF = {"cpu": Proof.INTERPRETED}

@@ -79,7 +79,7 @@ ROCM_FLASH_ATTN = BackendInfo(
         excludes=((names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),),
     ),
     priorities=(
-        Priority(score=75, phase="prefill", why="Composable Kernel, where AITER isn't there"),
+        Priority(score=75, phase="prefill", why="Composable Kernel, for machines without AITER"),
         Priority(score=55, phase="decode", why="pages of 256 tokens"),
     ),
     proof=PROOF,

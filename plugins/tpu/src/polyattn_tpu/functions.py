@@ -107,7 +107,7 @@ def attend(
     """
     _check(plan, spec, query, sinks, alibi_slopes)
     if plan.cached != (plan.pack is None):
-        raise BatchError("the plan is for keys that are given whole; use attend_given")
+        raise BatchError("the plan is for keys that are passed whole; use attend_given")
     scales = scales or Scales()
     quantised = cache.key.dtype != query.dtype
     both = (scales.key, scales.value if cache.value is not None else scales.key)

@@ -23,16 +23,16 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.alike import AlikeAttention
 from polyattn_triton.compiling.side_by_side import Compilers
-from polyattn_triton.compiling.warm_up import warm_up
+from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, load
+from polyattn_triton.launch import Site, compiling_only, load
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
-from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
@@ -45,8 +45,8 @@ UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
 
 
-class TritonAttention(PlannedAttention):
-    """Decode and prefill; kernels are specialised for the strides that they meet."""
+class TritonAttention(AlikeAttention):
+    """Decode and prefill; kernels are specialised for the strides of their tensors."""
 
     name: ClassVar[str] = "TRITON_ATTN"
 
@@ -68,6 +68,8 @@ class TritonAttention(PlannedAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
+        if self.spec.batch_invariant:
+            return self.plan_alike(batch)
         if batch.shared_prefix is not None and batch.all_decode:
             if self.prefixes is None:
                 assert self.cache is not None
@@ -82,13 +84,35 @@ class TritonAttention(PlannedAttention):
             assert self.prefixes is not None
             return prefix_reads(self.prefixes, plan, batch)
         assert isinstance(plan, AttentionPlan)
-        return reads_of(self, plan, batch)
+        return None if plan.others else reads_of(self, plan, batch)
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
-                load(warm_up(self, phases))
+                load(self.warm_up(phases))
+
+    def warm_up(self, phases: tuple[str, ...]) -> list[Any]:
+        """Compile what `phases` may run, side by side, and return it. Nothing runs."""
+        frame = blank_frame(self.spec, self.cache, self.torch_device)
+        cache, params, out, lse = frame.cache, frame.params, frame.out, frame.lse
+        context = Frame(frame.query, None, None, cache, params, out, lse)
+        keys = frame.key if cache is None else cache.key
+        assert keys is not None
+        quantized = keys.dtype.itemsize == 1
+        with compiling_only(self.compilers) as compiled:
+            for batch, params.inputs in blank_steps(
+                self.spec, phases, self.torch_device, paged=cache is not None
+            ):
+                # A lone prompt stands for what is cut, which only some heads make worth it.
+                plan = self.plan_rows(batch, cut=batch.num_seqs == 1)
+                self.run(plan, frame)
+                if cache is not None and plan.fresh:
+                    self.run(plan, context)
+                for merging in () if plan.merging is None else plan.merging.of_each_variant():
+                    plan.merging = merging
+                    self.merge(plan, params, out, lse, quantized)
+        return compiled
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""
@@ -100,8 +124,13 @@ class TritonAttention(PlannedAttention):
             self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
             return
         assert isinstance(plan, AttentionPlan)
-        if not plan.grid[0]:
-            return
+        for launch in (plan, *plan.others):
+            if launch.grid[0]:
+                self._launch(launch, frame)
+
+    def _launch(self, plan: AttentionPlan, frame: Frame) -> None:
+        query, cache, params = frame.query, frame.cache, frame.params
+        out, lse = frame.out, frame.lse
         if plan.way in ("prefill", "pieces"):
             plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
         else:
@@ -143,7 +172,7 @@ class TritonAttention(PlannedAttention):
             if self.hopper(plan, self.spec_of(plan.batch), *given):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
-                plan.portable = self.plan_rows(plan.batch, portable=True)
+                plan.portable = self.portable_of(plan)
             plan = plan.portable
         inputs = self._inputs(plan, params)
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
@@ -200,6 +229,8 @@ class TritonAttention(PlannedAttention):
         assert isinstance(plan, AttentionPlan)
         if self.generated or spec.rope or self.by_tensors or not plan.grid[0]:
             return None
+        if spec.batch_invariant:  # its tiles may be of several launches
+            return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
         if plan.way == "pieces" or plan.at_once:
@@ -222,7 +253,7 @@ class TritonAttention(PlannedAttention):
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
         decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
-        if not decodes or self.generated or spec.rope or self.by_tensors:
+        if not decodes or self.generated or spec.rope or self.by_tensors or spec.batch_invariant:
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
@@ -303,7 +334,7 @@ class TritonAttention(PlannedAttention):
 
         `dtypes`: of queries and of the cache.
         """
-        which = plan.variant, strides, dtypes, lse
+        which = plan.variant, plan.rows, strides, dtypes, lse
         site = self._sites.get(which)
         if site is None:
             _, of_key, of_value, _ = strides
@@ -311,7 +342,7 @@ class TritonAttention(PlannedAttention):
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
-                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
+                NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site

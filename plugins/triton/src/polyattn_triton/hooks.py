@@ -35,15 +35,26 @@ NO_E4M3 = tuple(
     for arch in ("sm_80", "sm_86", "sm_87")
     for what in ("fp8_e4m3", "fp8_inputs", "fp8_output")
 )
-NOT_INTERPRETED = names("bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output")
-"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats."""
+NOT_INTERPRETED = names(
+    "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
+)
+"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. Its host's BLAS multiplies,
+whose bits follow from a row's place in a tile."""
+
+ALIKE_WITHOUT = {
+    "captured": "the number of programs follows the step's keys",
+    "length_bounds": "keys are cut by each request's own length",
+    "variant": "its functions' key tiles are listed, or not, by the step",
+    "custom_mask": "key tiles are listed, or not, by the step",
+    "block_sparse": "a step of decodes reads the chosen pages alone",
+}
 
 
 def declared(
     name: str, path: str, claims: Capabilities, *priorities: Priority,
     interpreted: GraphCapture | None = None, **fields: Any,
 ) -> BackendInfo:  # fmt: skip
-    """Return a backend of two builds: what Triton compiles, and what its interpreter runs in tests.
+    """Return a backend of two builds: the compiled one, and the interpreted one for tests.
 
     `interpreted`: what the interpreter's may be captured in, where that differs.
     """
@@ -94,14 +105,23 @@ TRITON_ATTN = declared(
         features=names(
             "causal non_causal gqa v_head_size sliding_window chunked sink_tokens cache_positions "
             "logit_soft_cap alibi learned_sinks variant custom_mask block_sparse tensor_scales "
-            "head_scales lse length_bounds deterministic fp8_inputs fp8_output"
+            "head_scales lse length_bounds deterministic batch_invariant "
+            "step_invariant call_invariant fp8_inputs fp8_output"
         ),
         by_address=True,
         graph_capture=GraphCapture.ANY,
         excludes=(
             (
                 frozenset({"cache_positions", ANY_ROWS}),
-                "rows of bytes are read in groups, not in the pairs that turn",
+                "rows of bytes are read in groups, not in the pairs that rotate",
+            ),
+            (
+                frozenset({"step_invariant", "cache_positions"}),
+                "keys are turned to places after the last token of a tile of rows",
+            ),
+            *(
+                (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
+                for other, why in ALIKE_WITHOUT.items()
             ),
             *NO_E4M3,
         ),
@@ -111,7 +131,7 @@ TRITON_ATTN = declared(
         archs=("sm_90",),
         phase="decode",
         kind=AttentionKind.ATTENTION,
-        why="on an H200 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
+        why="on an H200, 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
     ),
     Priority(
         score=75,

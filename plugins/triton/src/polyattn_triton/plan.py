@@ -20,13 +20,15 @@ class AttentionPlan(Plan):
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
-    `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
-    that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
+    `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
+    requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
+    of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and
+    needs no mask.
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging",
-        "portable", "rows", "splits", "table", "variant", "way", "widening", "work",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging", "others",
+        "portable", "requests", "rows", "splits", "table", "variant", "way", "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
@@ -45,6 +47,8 @@ class AttentionPlan(Plan):
         self.at_once = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None
+        self.requests: tuple[int, Any] | None = None
+        self.others: list[AttentionPlan] = []
 
 
 class Way(NamedTuple):

@@ -144,6 +144,12 @@ class PlannedAttention(AttentionBackend):
             self._plan_captured(plan, before)
         else:
             self._plan_prefill(plan, before, lister, portable, uncut, cut)
+        self._keep(plan)
+        return plan
+
+    def _keep(self, plan: AttentionPlan) -> None:
+        """Collect what a plan's launches have in common, once all of it is planned."""
+        batch, table = plan.batch, plan.batch.block_table
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
@@ -162,7 +168,10 @@ class PlannedAttention(AttentionBackend):
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
             batch.causal, plan.lists is not None, plan.chosen,
         )  # fmt: skip
-        return plan
+
+    def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
+        """Return the portable kernel's plan for what Hopper's own turned out not to take."""
+        return self.plan_rows(plan.batch, portable=True)
 
     def _over_chosen(self, batch: Batch) -> Batch | None:
         """Return decodes over the pages that a block-sparse mask chooses: then there is none to ask.
@@ -331,7 +340,8 @@ class PlannedAttention(AttentionBackend):
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
         queries, lens = batch.host_query_lens, batch.host_lens
-        seq, row = rows_of(queries, group, config.block_m)
+        some = queries if plan.requests is None else np.where(plan.requests[1], queries, 0)
+        seq, row = rows_of(some, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
         count = most_key_tiles if self.spec.length_bounds else key_tiles

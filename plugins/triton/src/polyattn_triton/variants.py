@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches, storage_dtype
+from polyattn.kernel import STORAGE_DTYPES, Invariance, LayerSpec, arch_matches, storage_dtype
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -118,6 +118,7 @@ def prefill_constants(
         *listed,
         *rope,
         multiplies_eight_bits(spec, arch),
+        spec.batch_invariant >= Invariance.STEPS,
     )
 
 
@@ -154,15 +155,16 @@ def list_constants(
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0,
+    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
-    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`.
+    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
+    as `part_rows` says.
     """
     listed, split = way in ("listed", "few"), way != "decode"
-    rows = part_rows(spec, config, way == "few")
+    rows = rows or part_rows(spec, config, way == "few")
     at_once = most_merged_by_one(spec, arch) if way == "split" else 0
     early = split and not at_once and launches_early(arch)
     return (
@@ -222,6 +224,19 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
         return replace(config, num_stages=1) if spec.sink_tokens else config
     rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+
+
+STEPS_ROWS = 64
+"""Rows of a tile where steps must not count, at most: a decode computes as many, and a prompt's next tile
+reads its keys again."""
+
+
+def steps_config(spec: LayerSpec, arch: str) -> Config:
+    """Return the prefill's configuration for all rows of a layer whose bits no step may change."""
+    config = tile_config(spec, arch, "paged")
+    height = min(STEPS_ROWS, config.block_m)
+    warps = max(min(4, config.num_warps), config.num_warps * height // config.block_m)
+    return replace(config, block_m=height, num_warps=warps)
 
 
 WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")

@@ -11,7 +11,8 @@ from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 
 TOPKS = (24, 128, 2048)
 DECODES = ("decode", "padded", "many", "empty")

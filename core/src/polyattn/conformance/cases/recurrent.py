@@ -13,7 +13,8 @@ from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.steps import RECURRENT
 
 

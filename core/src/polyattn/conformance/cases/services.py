@@ -9,7 +9,8 @@ from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import is_rows
 

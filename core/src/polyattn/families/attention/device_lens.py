@@ -91,14 +91,14 @@ def _group(
 
 
 class Planned(NamedTuple):
-    """A plan over one call's lengths and table, and how it is run by addresses, if it is."""
+    """A plan over one call's lengths and table, and its run by addresses, if there is one."""
 
     step: AttentionStep
     addressed: Addressed | None
 
 
 class Way:
-    """One way of calling: who serves it, and all that shapes, strides and dtypes decide."""
+    """One way of calling: its backend, and everything that shapes, strides and dtypes decide."""
 
     __slots__ = (
         "_after", "_captured", "alike", "bounds", "device_type", "group", "lie", "lse_shape",

@@ -1,4 +1,4 @@
-"""How do queries, keys and values come? In heads, in rows, or as one fused tensor with a bias."""
+"""Which forms may queries, keys and values have? Heads, rows, or one fused tensor with a bias."""
 
 from __future__ import annotations
 

@@ -1,16 +1,20 @@
-"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps."""
+"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps.
+
+Who runs a part: the chosen backend, or where times were measured, the fastest predicted one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyattn.device import Device
 from polyattn.errors import BatchError
-from polyattn.families.attention.choice import Assignment, Chooser
 from polyattn.families.attention.fused import in_heads, keys_in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
@@ -20,16 +24,135 @@ from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
-from polyattn.runtime.decompositions import Part, planned_call, rows_within, whole_prompts
+from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import Store, claimed_rotation
+from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
+
+Assignment = tuple[str, BackendInfo, Part]
+"""A phase, who runs it, and the part of the step that it is."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend that may run a step over the group's cache."""
+
+    info: BackendInfo
+    backend: AttentionBackend
+
+
+class Chooser:
+    """Assigns a step's parts to backends, all of them loaded before the first step.
+
+    A candidate that is still being built competes once it is ready, for plans that are made after that.
+
+    Without measured times that is the selection's pair. With them every candidate competes that has
+    a model for the kind of step; what no model speaks of stays with the pair.
+    """
+
+    def __init__(self, group: LayerGroup):
+        selection = group.selection
+        # Planned by bounds, decodes are a call of their own, and lengths predict no time.
+        self.bounded = group.spec.length_bounds
+        models = selection.timings
+        known = {model.backend for model in models}
+        self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
+        self.chosen: dict[str, Candidate] = {}
+        candidates = dict(selection.candidates)
+        for phase, members in self.phases.items():
+            info = selection.backend(phase)
+            if info is None:
+                continue
+            # Keys that are given whole are the chosen one's at every step.
+            others = candidates.get(phase, ()) if group.spec.cached else ()
+            for other in (info, *(c for c in others if c.name in known)):
+                if other.name not in members:
+                    loaded: AttentionBackend | None
+                    if other is info:
+                        loaded = group.backend(
+                            phase, AttentionBackend, cache=group.kernel_format(info)
+                        )
+                    else:
+                        loaded = group.candidate(phase, other, AttentionBackend, later=True)
+                    if loaded is not None:
+                        members[other.name] = Candidate(other, loaded)
+            self.chosen[phase] = members[info.name]
+        everyone = [c.info for members in self.phases.values() for c in members.values()]
+        # Who may run a step and takes padding rows of one query token alone.
+        self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
+        decode = self.chosen.get("decode")
+        self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
+        self.group, self.models = group, models
+        self._by_time: StepChoice | None = None
+        self._joined = -1
+
+    @property
+    def by_time(self) -> StepChoice | None:
+        """The choice among the candidates that are built; None without times."""
+        builds = self.group.builds
+        if self.models and self._joined != builds.done:
+            self._joined = builds.done
+            infos = {
+                p: {n: c.info for n, c in m.items() if builds.ready(c.backend)}
+                for p, m in self.phases.items()
+            }
+            chosen = {phase: c.info.name for phase, c in self.chosen.items()}
+            self._by_time = StepChoice(self.group.spec, self.models, infos, chosen)
+        return self._by_time
+
+    def assign(self, batch: Batch) -> list[Assignment]:
+        """Return who runs which part of a step over a cache."""
+        by_time = self.by_time if self.models else None
+        if by_time is None or self.bounded or batch.num_contexts is not None:
+            return self._by_priority(batch)
+        if batch.all_decode:
+            name = by_time.decode(batch.host_lens, batch.max_seq_len)
+            return [("decode", self.phases["decode"][name].info, Part(batch, None))]
+        calls = by_time.calls(batch.host_query_lens, batch.host_lens)
+        parts: dict[str, Part | None] = {ALL: Part(batch, None)}
+        if len(calls) > 1:
+            phases = by_phase(batch)
+            parts = {DECODES: phases.decode, REST: phases.prefill}
+        found: list[Assignment] = []
+        for call in calls:
+            part = parts[call.rows]
+            assert part is not None, f"{call.rows} of {batch}"
+            found.append((call.phase, self.phases[call.phase][call.name].info, part))
+        return found
+
+    def _by_priority(self, batch: Batch) -> list[Assignment]:
+        prefill, decode = self.chosen["prefill"], self.chosen["decode"]
+        apart = batch.num_contexts is not None or batch.all_decode or self.bounded
+        whole = self.mixes and not apart
+        if prefill.info == decode.info and whole:
+            return [("prefill", prefill.info, Part(batch, None))]
+        phases = by_phase(batch, decode.info.capabilities.decode_query_lens)
+        parts = [
+            (phase, info, part)
+            for phase, info, part in (
+                ("decode", decode.info, phases.decode), ("prefill", prefill.info, phases.prefill),
+            )
+            if part is not None and part.batch.num_tokens
+        ]  # fmt: skip
+        if self.bounded and any(isinstance(part.rows, Tensor) for _, _, part in parts):
+            # Gathered rows would have copies of lengths that only the device knows.
+            return [("prefill", prefill.info, Part(batch, None))]
+        return parts
+
+
+def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
+    """Whether a backend takes a mixed step in one call where no times say who is faster.
+
+    Not where it ranks its one call below its decode: such a call may cut no long row.
+    """
+    whole, decode = (info.priority(spec, device, phase).score for phase in ("mixed", "decode"))
+    return "mixed" in info.capabilities.phases and whole >= decode
 
 
 class TransformInputs(Op):
@@ -134,7 +257,11 @@ class AttentionStep(StepPlan):
             query = query.contiguous()
         if out.stride()[2] != 1:
             raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
-        if torch.is_grad_enabled():
+        if (
+            query.requires_grad
+            or (key is not None and key.requires_grad)
+            or (value is not None and value.requires_grad)
+        ):
             refuse_gradients(query=query, key=key, value=value)
         frame = Frame(query, key, value, cache, params, out, lse)
         if torch.is_autocast_enabled(self.device_type):
@@ -210,6 +337,7 @@ class Planner(StepPlanner):
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
+        read_back = self.sharing.looks and self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
@@ -219,11 +347,17 @@ class Planner(StepPlanner):
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
-            self._check(batch)
+            if self.spec.causal:
+                batch.check_queries(self.chooser.without_padding_rows)
+            assert self.group.cache_format is not None
+            batch.check_pages(self.group.cache_format.block_size)
             prompts = rest = None
             if self.spec.dense_context:
                 prompts, rest = whole_prompts(self.spec, batch)
-            assigned = self._assigned(batch, rest)
+            if rest is not None:
+                assigned = self._of_rest(rest)
+            else:
+                assigned = self.chooser.assign(batch) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
         if before and {phase for phase, _, _ in assigned} - before.keys():
@@ -236,6 +370,8 @@ class Planner(StepPlanner):
             or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
+        if read_back:
+            self.sharing.learn(any(call.saved_bytes for call in calls))
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
         rotation = key_rotation = None
         if self.spec.rope is not None:
@@ -247,10 +383,8 @@ class Planner(StepPlanner):
         )
         return AttentionStep(self, batch, store, calls)
 
-    def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:
-        """Return who runs what: of the whole step, or of what its whole prompts leave."""
-        if rest is None:
-            return self.chooser.assign(batch) if batch.num_tokens else []
+    def _of_rest(self, rest: Part) -> list[Assignment]:
+        """Return who runs what of the rows that a step's whole prompts leave."""
         if not rest.batch.num_tokens:
             return []
         return [
@@ -263,26 +397,14 @@ class Planner(StepPlanner):
         info = self.chooser.chosen["prefill"].info
         form = self.group.kernel_format(info)
         backend = self.group.load("prefill", info, AttentionBackend, spec, form)
-        return self._planned("prefill", info.name, backend, part, None)
+        return planned_call(self.group.cache_format, "prefill", info.name, backend, part)
 
     def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
         earlier = before.get(phase)
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
-        return self._planned(phase, name, self.chooser.phases[phase][name].backend, part, earlier)
-
-    def _planned(
-        self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None
-    ) -> Call:
-        if part.batch.shared_prefix is not None:  # nobody reads once what `sharing` didn't ask for
-            part = Part(part.batch.with_shared_prefix(None), part.rows)
+        backend = self.chooser.phases[phase][name].backend
         return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)
-
-    def _check(self, batch: Batch) -> None:
-        if self.spec.causal:
-            check_padding(batch, self.chooser.without_padding_rows)
-        assert self.group.cache_format is not None
-        check_pages(self.spec, batch, self.group.cache_format.block_size)

@@ -1,8 +1,8 @@
 """How are blocks that sequences share read once? A decode as calls and merges, by shared prefix.
 
 Each run of shared blocks is one sequence whose queries are those of all its rows (Hydragen, arXiv
-2402.05099; FlashInfer's cascade, arXiv 2501.01005); each row's own rest is a decode; the parts are
-attention states and merge. Any backend with an LSE serves both.
+2402.05099; FlashInfer's cascade, arXiv 2501.01005). The rest of each row is a decode. The parts are
+attention states, which are merged. Any backend that returns its LSE serves both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polyattn.spec.decompose import over_context, unrotated
 
 
 class OverShared(Op):
-    """Rows' queries over one level of shared blocks, which are nobody's own: without sinks."""
+    """Rows' queries over one level of shared blocks, without sinks."""
 
     def __init__(self, backend: AttentionBackend, plan: Plan):
         self.backend, self.plan = backend, plan
@@ -35,7 +35,7 @@ class OverShared(Op):
 
 
 class PrefixPlan(Plan):
-    """The decode of what each row has for itself and the levels' calls, merged."""
+    """The decode of each row's own keys and the levels' calls, merged."""
 
     __slots__ = ("merged",)
 
@@ -45,7 +45,7 @@ class PrefixPlan(Plan):
 
 
 class PrefixDecode:
-    """Runs decodes that share leading blocks; stands where a backend does in a step's calls."""
+    """Runs decodes that share leading blocks, in a backend's place in a step's calls."""
 
     def __init__(self, group: LayerGroup, shared: BackendInfo, own: BackendInfo):
         self.group, spec = group, unrotated(group.spec)

@@ -27,7 +27,7 @@ def page_bounds(keys: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     Raises:
         BatchError: `keys` isn't such a tensor, or `page_size` isn't positive.
 
-    Example:
+    Examples:
         >>> low, high = page_bounds(torch.arange(4.0).view(4, 1, 1), page_size=2)
         >>> low.flatten().tolist(), high.flatten().tolist()
         ([0.0, 2.0], [1.0, 3.0])
@@ -56,7 +56,7 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     Raises:
         BatchError: shapes don't fit one another.
 
-    Example:
+    Examples:
         >>> low, high = page_bounds(torch.arange(4.0).view(4, 1, 1), page_size=2)
         >>> page_scores(torch.ones(1, 1), low, high)
         tensor([[1., 3.]])
@@ -91,7 +91,7 @@ def choose_pages(scores: Tensor, count: int) -> list[int]:
     Raises:
         BatchError: `scores` isn't such a tensor, or `count` isn't positive.
 
-    Example:
+    Examples:
         >>> choose_pages(torch.tensor([[0.1, 0.9, 0.2, 0.3]]), count=2)
         [1, 3]
 

@@ -177,7 +177,7 @@ def read_cache(
 
 
 def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
+    """Return the values of (tokens, heads, size): 8-bit numbers times their scale, or their head's."""
     wide = tensor.detach().to("cpu", dtype)
     return wide if tensor.dtype.itemsize > 1 else scaled(wide, scale)
 

@@ -28,7 +28,6 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
@@ -150,9 +149,9 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
-        check_padding(batch, list(self.names.values()))
+        batch.check_queries(list(self.names.values()))
         assert self.group.cache_format is not None
-        check_pages(self.spec, batch, self.group.cache_format.block_size)
+        batch.check_pages(self.group.cache_format.block_size)
         if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):
             raise BatchError(
                 "a captured step of MLA has rows of one token only; run longer rows eagerly"

@@ -80,15 +80,6 @@ def attend(
     return output, lse
 
 
-def index_logits(
-    query: Tensor, weights: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Return `I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s])` for one sequence, as it is written."""
-    query, weights, keys = (t.detach().to("cpu", dtype) for t in (query, weights, keys))
-    scores = torch.einsum("tjd,sd->tjs", query, keys).relu()
-    return torch.einsum("tj,tjs->ts", weights, scores)
-
-
 def _plain(spec: LayerSpec) -> LayerSpec:
     return LayerSpec(
         num_heads=spec.num_heads,

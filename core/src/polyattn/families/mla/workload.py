@@ -17,7 +17,8 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import Workload, picked_rows, spoil_requests
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.dice import Dice

@@ -37,14 +37,33 @@ def input_dtype(spec: LayerSpec, name: str) -> torch.dtype:
 
 
 class Recurrent(Layer):
-    """One recurrent layer on the selected backends. Forward only: gradients are refused.
-
-    `group` as `Attention` takes it. `params` are the tensors that `polyattn.spec.recurrence.FORMS`
-    names, kept by reference as `Attention` keeps its sinks and read as float32 (`layer.weights[name]`
-    is each one's `Weight`). `checks`: check state slots each step (default: setting `checks`).
+    """One recurrent layer on the selected backends. Forward only: it refuses gradients.
 
     The short convolution before a Mamba or delta-rule layer is a layer of its own, of
-    `polyattn.spec.decompose.convolution(spec)`. Raises `SpecError`, and what `LayerGroup` raises.
+    `polyattn.spec.decompose.convolution(spec)`.
+
+    Args:
+        group: as `Attention` takes it.
+        checks: check state slots at each step; None: the setting `checks`.
+        params: the tensors that `polyattn.spec.recurrence.FORMS` names for the kind, with their shapes.
+            They are referenced as `Attention` references its sinks, and read as float32;
+            `layer.weights[name]` is each one's `Weight`.
+
+    Raises:
+        SpecError: a parameter is missing, unknown or of another shape.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> spec = LayerSpec(
+        ...     kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv
+        ... )
+        >>> layer = Recurrent(spec, weight=torch.randn(8, 4))
+        >>> states = layer.group.allocate_states(num_slots=1)
+        >>> batch = Batch.from_lens([5], [5], state_slots=torch.tensor([0]))
+        >>> layer(torch.randn(5, 8), states=states, plan=layer.group.plan(batch)).shape
+        torch.Size([5, 8])
+
     """
 
     family = "recurrent"
@@ -101,10 +120,19 @@ class Recurrent(Layer):
     ) -> Tensor:
         """Run the recurrence over the step's tokens and leave each sequence's new state in its slot.
 
-        `inputs` in the order of the layer's form (Mamba-2: x, dt, B, C, and z where it is gated), packed,
-        (num_tokens, …) in the layer's dtype; dt, g and beta may be float32. `plan` as `Attention` takes
-        it. Returns the output, written to `out` where given. Raises `BatchError`; nothing was changed
-        then.
+        Args:
+            inputs: packed tensors (num_tokens, ...) in the order of the layer's form (Mamba-2: x, dt,
+                B, C, and z if it is gated), in the layer's dtype; dt, g and beta may be float32.
+            states: the layer's states.
+            plan: as `Attention.forward` takes it.
+            out: (num_tokens, ...), written and returned.
+
+        Returns:
+            The output, as the form shapes it.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return torch_compile.recurrence(self, inputs, states, plan, out)

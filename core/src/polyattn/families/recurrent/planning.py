@@ -18,7 +18,6 @@ from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_queries
 
 
 class Planner(StepPlanner):
@@ -37,7 +36,7 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         """Plan one step. Raises `BatchError`."""
-        check_queries(batch)
+        batch.check_queries()
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(
                 f"{self.spec} keeps a state; the batch has no state_slots: pass "

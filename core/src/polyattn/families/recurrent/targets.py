@@ -1,8 +1,8 @@
-"""How does a state get somewhere else than where it was? By a copy before the call that goes on from it.
+"""How does a state get to another slot? A copy before the call that continues from it.
 
-Verifying drafts wants the state after each of a sequence's tokens. A backend that claims `state_targets`
-takes them in one launch; whatever else decodes can do that token by token, each call on a copy of the
-state before, so that no kernel has to know of drafts.
+Verification of drafts needs the state after each of a sequence's tokens. A backend that claims
+`state_targets` writes them in one launch. For others core decodes token by token, each call on a copy
+of the state before, so no kernel has to know about drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StateCopy(Op):
 
 
 def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
-    """Return the copies that put each sequence's state where it shall end, and the batch from there."""
+    """Return the copies that put each sequence's state at its target, and the batch from there."""
     targets = batch.state_targets
     assert targets is not None and batch.state_slots is not None
     at = _index(_running(batch, 0), batch)

@@ -18,12 +18,20 @@ SCORES = 1 << 24
 
 
 class Indexer:
-    """Chooses each token's keys by an `IndexerSpec`: DSA's, MSA's and QSA's indexers, and such as they.
+    """Chooses each token's keys by scores over a cache of index keys. It never waits for the device.
 
-    Nothing waits for the device.
+    Args:
+        spec: how entries are scored and chosen: DeepSeek-V3.2's, MiniMax-M3's or Qwen3.8's indexer, or
+            another.
 
-        indexer = Indexer(IndexerSpec(num_heads=64, head_size=128, budget=2048))      # DeepSeek-V3.2
-        choice = indexer(query, keys, batch, weights)     # int32 (tokens, 1, 2048), for layer(choice=)
+    Raises:
+        SpecError: the argument isn't an `IndexerSpec`.
+
+    Examples:
+        >>> indexer = Indexer(IndexerSpec(num_heads=4, head_size=32, budget=8))
+        >>> indexer.spec.budget
+        8
+
     """
 
     def __init__(self, spec: IndexerSpec):
@@ -37,13 +45,24 @@ class Indexer:
         weights: Tensor | None = None,
         within: Tensor | None = None,
     ) -> Tensor:
-        """Return int32 (num_tokens, scope, K): the best first, -1 for none; the tail comes last.
+        """Choose keys for each token of a step.
 
-        `query` (num_tokens, num_heads, head_size); `keys` (num_blocks, block_size, head_size), a paged
-        cache that holds each sequence's entries, the step's own included, at the blocks that
-        `batch.block_table` names; `weights` (num_tokens, num_heads), where heads are folded by them.
-        `within` int32 (num_tokens, scope or 1, n): the blocks of `spec.within` entries that count, -1
-        for none. Scores are float32, whatever the dtype; float64 of float64. Raises `BatchError`.
+        Args:
+            query: (num_tokens, num_heads, head_size).
+            keys: (num_blocks, block_size, head_size), a paged cache with each sequence's entries, the
+                step's own included.
+            batch: the step; its block table says where the entries are.
+            weights: (num_tokens, num_heads), if the spec folds heads by weights.
+            within: int32 (num_tokens, scope or 1, n), the blocks of `spec.within` entries that count,
+                -1 for none.
+
+        Returns:
+            int32 (num_tokens, scope, K): the best first, -1 for none; the tail comes last. Scores are
+            float32, or float64 for float64 tensors.
+
+        Raises:
+            BatchError: a tensor doesn't fit the spec or the batch.
+
         """
         spec = self.spec
         self._check(query, keys, batch, weights, within)

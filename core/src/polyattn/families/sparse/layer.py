@@ -1,4 +1,4 @@
-"""What does an engine hold for sparse attention? `SparseAttention`: each call brings its choice."""
+"""Which class runs sparse attention? `SparseAttention`: each call brings its choice."""
 
 from __future__ import annotations
 
@@ -33,16 +33,32 @@ from polyattn.spec.layer import LayerSpec
 class SparseAttention(Layer):
     """One attention layer whose tokens attend to chosen keys alone. Forward only.
 
-    - `group`: as `Attention` takes it, of a spec of kind `"sparse"`.
-    - `sinks` (num_heads,), `k_scale`, `v_scale`, `rotate`, `checks`: as `Attention` takes them. With
-      `checks` the ids are looked at, too, which waits for the device.
+    Args:
+        group: of a spec of kind `"sparse"`, as `Attention` takes it.
+        sinks: (num_heads,), as `Attention` takes it.
+        k_scale: as `Attention` takes it.
+        v_scale: as `Attention` takes it.
+        rotate: as `Attention` takes it.
+        checks: as `Attention` takes it; the ids are checked too, which waits for the device.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Raises:
+        SpecError: the spec isn't of this kind, or an argument doesn't fit it.
+        SelectionError, PluginError: as `LayerGroup`.
 
-        spec = LayerSpec(kind="sparse", num_heads=64, num_kv_heads=4, head_size=128,
-                         sparse=SparseSpec(budget=16, granularity=128, scope="kv_head"))
-        layer = SparseAttention(spec)
-        out = layer(query, key, value, cache, batch, choice=blocks)   # blocks int32 (tokens, 4, 16)
+    Examples:
+        >>> blocks = SparseSpec(budget=3, granularity=16, scope="kv_head")
+        >>> spec = LayerSpec(
+        ...     kind="sparse", num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16,
+        ...     sparse=blocks,
+        ... )
+        >>> layer = SparseAttention(spec)
+        >>> cache = layer.group.allocate_cache(num_blocks=2)
+        >>> batch = Batch.from_lens([20], [20], torch.tensor([[1, 0]]).int(), 16)
+        >>> choice = torch.zeros(20, 2, 3, dtype=torch.int32)  # the first block, for each KV head
+        >>> key, value = torch.randn(2, 20, 2, 64)
+        >>> layer(torch.randn(20, 4, 64), key, value, cache, batch, choice=choice).shape
+        torch.Size([20, 4, 64])
+
     """
 
     family = "sparse"
@@ -90,13 +106,25 @@ class SparseAttention(Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values in `cache` and attend to the chosen ones.
 
-        `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size), or
-        None where the cache holds them already; with `value_in_key` the key alone. `choice` int32
-        (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` says, -1 for none. An id that
-        names nothing that the token sees counts as none; one that comes twice counts twice. Returns
-        the output (num_tokens, num_heads, v_head_size), or `out`, written, and the LSE float32
-        (num_tokens, num_heads) where the spec says `needs_lse`. A token without keys has output 0 and LSE
-        -inf. Raises `BatchError`, `CacheError`; nothing was changed then.
+        Args:
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None: the cache holds the keys already.
+            value: alike, with the values' size; None with `value_in_key`.
+            cache: the layer's cache.
+            plan: as `Attention.forward` takes it.
+            choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
+                them, -1 for none. An id of what the token doesn't see counts as none; one that occurs
+                twice counts twice.
+            out: (num_tokens, num_heads, v_head_size), written and returned.
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_size). If the spec has `needs_lse`, also the LSE,
+            float32 (num_tokens, num_heads). A token without keys has output 0 and LSE -inf.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         step = self.group.plan_for(plan)
         assert isinstance(step, SparseStep)
@@ -141,8 +169,16 @@ class SparseAttention(Layer):
     ) -> None:
         """Store keys and values, or entries, without attending.
 
-        `key`, `value` (any number of rows, num_kv_heads, size); `slot_mapping`, one each, -1 skips. With
-        `value_in_key` the value is left out.
+        Args:
+            key: (rows, num_kv_heads, head_size), any number of rows.
+            value: alike, with the values' size; None with `value_in_key`.
+            cache: the layer's cache.
+            slot_mapping: int64 (rows,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if self._params.rotate:
             raise BatchError(

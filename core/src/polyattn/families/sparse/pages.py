@@ -1,7 +1,7 @@
-"""Where do chosen keys lie? A choice as a block table and a length for each token and KV head.
+"""Where are the chosen keys? A choice as a block table and a length for each token and KV head.
 
-Attention doesn't go by the order of its keys. So a token that attends to some of them is a decode over
-pages of its own: the chosen ones, complete ones first, packed. Any paged kernel computes it.
+Attention doesn't depend on the order of its keys. A token that attends to some of them is therefore a
+decode over pages of its own: the chosen ones, complete pages first. Any paged kernel computes it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from polyattn.spec.layer import LayerSpec
 
 
 def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's sequence, its place in it, and the sequence's length, int64 (num_tokens,).
+    """Return each token's sequence, its position in it, and the sequence's length, int64 (num_tokens,).
 
-    From the device's own lengths, which a captured graph finds changed.
+    They come from the device's lengths, which change between replays of a captured graph.
     """
     tokens = torch.arange(batch.num_tokens, device=batch.device)
     if not batch.num_tokens:

@@ -14,7 +14,6 @@ from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_pages
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import paged, sparse_blocks
@@ -79,7 +78,7 @@ class Piece(Op):
 
 
 class SparseStep(StepPlan):
-    """A step over chosen keys: what is stored, and pieces of its tokens."""
+    """A step over chosen keys: the tokens to store, and the pieces to decode."""
 
     def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
         super().__init__(planner.group, batch, (before, *pieces))
@@ -111,7 +110,7 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
 
 
 class Planner(StepPlanner):
-    """Plans for sparse layers. One backend serves every token, whatever the phase."""
+    """Plans for sparse layers. One backend serves every token, in both phases."""
 
     def __init__(self, group: LayerGroup):
         self.group = group
@@ -137,7 +136,7 @@ class Planner(StepPlanner):
         spec, assigned = self.group.spec, self.group.cache_format
         assert assigned is not None and spec.sparse is not None
         if spec.sparse.tokens_per_entry == 1:
-            check_pages(spec, batch, assigned.block_size)
+            batch.check_pages(assigned.block_size)
         elif batch.slot_mapping is not None:
             raise BatchError(
                 "slot_mapping stores a step's tokens, and an entry of this cache stands for "

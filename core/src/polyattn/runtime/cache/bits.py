@@ -1,4 +1,4 @@
-"""What may a row's bytes be read as, and written from? What formats of rows are made of.
+"""How are a row's bytes read as numbers, and written? The parts that row formats are made of.
 
 `half`, `single` and `e4m3` read integers as floats in a `decode`; core traces them into kernels. The
 others write in an `encode`.
@@ -43,14 +43,14 @@ def single(bits: Tensor) -> Tensor:
 
 
 def e4m3(code: Any) -> Any:
-    """Return what a code of e4m3 (OCP's) stands for; 127 and 255 are NaN."""
+    """Return the number that a code of e4m3 (OCP's) stands for; 127 and 255 are NaN."""
     # Its exponent and mantissa in float16's places are its 256th part.
     value = half((code & 127) << 7 | (code & 128) << 8) * 256.0
     return torch.where((code & 127) == 127, float("nan"), value)
 
 
 def e2m1(code: Any) -> Any:
-    """Return what a code of e2m1, four bits, stands for."""
+    """Return the number that a code of e2m1, four bits, stands for."""
     return half((code & 7) << 9 | (code & 8) << 12) * 16384.0
 
 
@@ -96,7 +96,7 @@ def divided(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """Return the nearest e2m1's code, uint8; of two as near the one with an even mantissa."""
+    """Return the code of the nearest e2m1 number, uint8; of two equally near, the even mantissa's."""
     a = x.abs()
     code = torch.zeros_like(a, dtype=torch.uint8)
     for index, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):

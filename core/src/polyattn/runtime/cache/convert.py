@@ -1,4 +1,4 @@
-"""How do blocks of one cache get into another of another format, layout or block size?"""
+"""How are blocks of one cache copied into a cache of another format, layout or block size?"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def convert_blocks(
     Raises:
         CacheError: the caches or blocks don't fit one another; nothing is written then.
 
-    Example:
+    Examples:
         >>> group = LayerGroup(LayerSpec(num_heads=2, head_size=64, dtype="float32", block_size=16))
         >>> theirs, ours = group.allocate_cache(4), group.allocate_cache(8)
         >>> convert_blocks(theirs, ours, [0, 1], [7, 3])

@@ -1,4 +1,4 @@
-"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
+"""Where are K and V? `KVCache` is one layer's pages in its `CacheFormat`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, nearest, shown
+from polyattn.errors import CacheError, flag, nearest, shown
 from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
 from polyattn.spec.row_format import RowFormat
 
@@ -33,18 +32,46 @@ _DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a cache's storage: of its elements, or of its rows' bytes."""
+    """Return the dtype of a cache's storage: of its elements, or of the bytes of its rows.
+
+    Args:
+        name: a cache's dtype (`"bfloat16"`, `"fp8_e4m3"`), or a row format's name.
+
+    Returns:
+        The dtype of torch; uint8 for rows of bytes.
+
+    Raises:
+        Nothing: a spec refuses a name that nothing has.
+
+    Examples:
+        >>> storage_dtype("fp8_e4m3"), storage_dtype("fp8_ds_mla")
+        (torch.float8_e4m3fn, torch.uint8)
+
+    """
     return STORAGE_DTYPES.get(name, torch.uint8)
 
 
 class KVCache:
     """One layer's paged keys and values.
 
-    `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
-    logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of rows (`RowFormat`) it is bytes, and a latent's value is its key's
-    row. `form`: where tensors don't say it: of rows, and on devices whose tensors have no strides.
-    Raises `CacheError`.
+    Both tensors may be views into one storage. They are logical views; their strides say how blocks lie
+    in memory. The last dimension is contiguous. In a cache of rows it is bytes, and a latent's value is
+    its key's row.
+
+    Args:
+        key: (num_blocks, block_size, num_kv_heads, head_size).
+        value: (num_blocks, block_size, num_kv_heads, v_head_size).
+        form: the format, if tensors don't tell it: of rows, and on devices whose tensors have no
+            strides.
+
+    Raises:
+        CacheError: the tensors don't fit each other or the format.
+
+    Examples:
+        >>> cache = KVCache(torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64))
+        >>> cache.num_blocks, cache.format.layout
+        (8, 'NHD')
+
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -85,7 +112,20 @@ class KVCache:
     def allocate(
         cls, form: CacheFormat, num_blocks: int, device: torch.device | str = "cpu"
     ) -> KVCache:
-        """Return an uninitialised cache of `num_blocks` blocks of this form."""
+        """Return an uninitialised cache.
+
+        Args:
+            form: its format; a group's is `group.cache_format`.
+            num_blocks: blocks, 1 or more.
+            device: torch's device.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the number isn't positive.
+
+        """
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
             raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
         _check_form(form)
@@ -127,9 +167,19 @@ class KVCache:
     def packed(
         cls, storage: Tensor, layout: str = "NHD", form: CacheFormat | None = None
     ) -> KVCache:
-        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order.
+        """Return a cache over one tensor of blocks of keys and values.
 
-        `form`: of rows of bytes, which don't say what they hold.
+        Args:
+            storage: (num_blocks, 2, block_size, heads, size), or in HND's order.
+            layout: `"NHD"` or `"HND"`.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape, or the layout is unknown.
+
         """
         check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() != 5 or storage.shape[1] != 2:
@@ -145,11 +195,20 @@ class KVCache:
 
     @classmethod
     def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
-        """Wrap one tensor (num_blocks, block_size, heads, size): K, then V, then room.
+        """Return a cache over one tensor whose last dimension holds a key, then its value, then room.
 
-        `heads_first`: (num_blocks, heads, block_size, …). Of an MLA latent, whose value is the first part
-        of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
-        `CacheError`.
+        Args:
+            storage: (num_blocks, block_size, heads, size); of an MLA latent, whose value is the first
+                part of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`.
+            form: the format.
+            heads_first: the storage is (num_blocks, heads, block_size, size).
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape or dtype.
+
         """
         _check_form(form)
         check_is_tensor("storage", storage, error=CacheError)
@@ -183,19 +242,38 @@ class KVCache:
 
     @classmethod
     def contiguous(cls, storage: Tensor, form: CacheFormat | None = None) -> KVCache:
-        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+        """Return a cache over TensorRT-LLM's contiguous storage.
 
-        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
-        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        Each sequence is one block of `max_len` tokens; its place in the storage is its entry of the
+        block table (`sequence_table`).
+
+        Args:
+            storage: (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape.
+
         """
         cache = cls.packed(storage, "HND", form)
         form = replace(cache.format, layout="contiguous", interleaved=False)
         return cls(cache.key, cache.value, form)
 
     def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
-        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1).
+        """Return the block table of sequences in a contiguous cache.
 
-        A tensor of places is copied to the host, to be checked. Raises `CacheError`.
+        Args:
+            sequences: each one's place in the storage; a tensor is copied to the host to be checked.
+
+        Returns:
+            int32 (sequences, 1).
+
+        Raises:
+            CacheError: the cache isn't contiguous, or a place is outside of it.
+
         """
         if self.layout != "contiguous":
             raise CacheError(f"{self} isn't contiguous; its block tables come from the engine")
@@ -265,10 +343,18 @@ class KVCache:
         return {}
 
     def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
-        """View the cache in smaller blocks, for a kernel that takes only those.
+        """Return a view of the cache in smaller blocks, for a kernel that takes only those.
 
-        Returns the view and the number of its blocks from one block of this cache to the next;
-        block i of this cache is blocks `i * step`, `i * step + 1`, … of the view.
+        Args:
+            size: tokens of a smaller block, a divisor of the block size.
+
+        Returns:
+            The view, and a step: block i of this cache is blocks `i * step`, `i * step + 1` and so on
+            of it.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
         """
         found = self._blocks.get(size)
         if found is None:
@@ -286,11 +372,20 @@ class KVCache:
         return found
 
     def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
-        """View the cache as pages of one KV head and `size` consecutive tokens of a block.
+        """Return a view of the cache as pages of one KV head and consecutive tokens of a block.
 
-        Returns the view, whose pages overlap where heads or tokens lie between one another, and how
-        many pages lie between neighbouring blocks, runs of `size` tokens, and heads. Only for reading.
-        Raises `CacheError`.
+        The view is only for reading.
+
+        Args:
+            size: tokens of a page, a divisor of the block size.
+
+        Returns:
+            The view, whose pages overlap if heads or tokens alternate in memory; and the pages between
+            neighbouring blocks, between runs of `size` tokens, and between heads.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
         """
         found = self._pages.get(size)
         if found is None:
@@ -326,10 +421,24 @@ def _layout(key: Tensor) -> str:
 def quantize(
     tensor: Tensor, dtype: torch.dtype, scale: float | Tensor, rows: RowFormat | None = None
 ) -> Tensor:
-    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+    """Return `tensor / scale` in a cache's dtype, rounded and saturated if that is a quantised one.
 
-    `tensor` (tokens, heads, size); `scale`: a number, or a tensor of one a head; `rows`: the format of
-    rows of bytes that are returned instead, (tokens, heads, row_bytes).
+    Args:
+        tensor: (tokens, heads, size).
+        dtype: of the cache's elements.
+        scale: a number, or float32 (heads,).
+        rows: the format of a cache of rows of bytes.
+
+    Returns:
+        (tokens, heads, size) in `dtype`; with `rows`, uint8 (tokens, heads, row_bytes).
+
+    Raises:
+        CacheError: `dtype` is another dtype of more than 8 bits.
+
+    Examples:
+        >>> quantize(torch.tensor([[[1.0, 300.0]]]), torch.int8, 2.0).tolist()
+        [[[0, 127]]]
+
     """
     if tensor.dtype == dtype:
         return tensor
@@ -359,7 +468,22 @@ def _check_form(form: Any) -> None:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """View a one-byte float as uint8: many indexing kernels know no fp8."""
+    """Return a tensor of 8-bit floats as bytes, others as they are: many indexing kernels lack fp8.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        A view of dtype uint8, or the tensor itself.
+
+    Raises:
+        Nothing: every tensor has such a view.
+
+    Examples:
+        >>> raw(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
+        torch.uint8
+
+    """
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)
     return tensor

@@ -18,7 +18,7 @@ EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
 
 
 def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
-    """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` where it can't be loaded."""
+    """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` if it can't be loaded."""
     given = getattr(format, which)
     if not isinstance(given, str):
         found: Callable[..., Any] = given
@@ -33,7 +33,7 @@ def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
 
 
 class Bytes:
-    """Rows as a `decode` reads them: byte `i` as an integer."""
+    """Rows as a `decode` reads them: item `i` is byte `i` as an integer."""
 
     def __init__(self, rows: Tensor):
         self.rows = rows
@@ -45,7 +45,25 @@ class Bytes:
 
 
 def encoded(row: Tensor, format: RowFormat) -> Tensor:
-    """Return rows (..., size), over their layer's scale, as bytes (..., row_bytes)."""
+    """Return rows of elements as a row format's bytes.
+
+    Args:
+        row: (..., size), already divided by the layer's scale.
+        format: the format; its `turn` is applied first where it has one.
+
+    Returns:
+        uint8 (..., row_bytes).
+
+    Raises:
+        SpecError: a function of the format can't be loaded.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> format = row_formats()["fp8_ds_mla"]
+        >>> encoded(torch.randn(3, 576), format).shape
+        torch.Size([3, 656])
+
+    """
     row = row.float()
     if format.turn is not None:
         row = turned(row, format)
@@ -57,9 +75,28 @@ def decoded(
     rows: Tensor, format: RowFormat, size: int, dtype: torch.dtype = torch.float32,
     turn: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return what rows of bytes (..., row_bytes) stand for, (..., size), without their layer's scale.
+    """Return the elements that a row format's bytes stand for, without the layer's scale.
 
-    `turn`: False leaves them turned, where the format turns them.
+    Args:
+        rows: uint8 (..., row_bytes).
+        format: the format.
+        size: elements of a row.
+        dtype: of the result.
+        turn: whether to turn the elements back, where the format turns them.
+
+    Returns:
+        (..., size) in `dtype`.
+
+    Raises:
+        SpecError: a function of the format can't be loaded.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> format = row_formats()["fp8_ds_mla"]
+        >>> row = torch.full((1, 576), 2.0)
+        >>> decoded(encoded(row, format), format, 576).unique()
+        tensor([2.])
+
     """
     places = torch.arange(size, device=rows.device)
     values: Tensor = function_of(format, "decode")(Bytes(rows), places, size)
@@ -70,14 +107,34 @@ def decoded(
 
 
 def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
-    """Return values (..., size) as a format turns them, or turned back; float64's in float64."""
+    """Return elements turned as a row format turns them before it encodes them, or turned back.
+
+    Args:
+        values: (..., size).
+        format: a format with a `turn`.
+        back: turn back instead.
+
+    Returns:
+        (..., size), float32, or float64 if the values are.
+
+    Raises:
+        SpecError: the format's `turn` can't be loaded.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> format = next(f for f in row_formats().values() if f.turn is not None)
+        >>> values = torch.randn(2, 128)
+        >>> bool(torch.allclose(turned(turned(values, format), format, back=True), values, atol=1e-5))
+        True
+
+    """
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     found: Tensor = function_of(format, "turn")(values.to(wide), back)
     return found
 
 
 def sizes_of(format: RowFormat) -> list[int]:
-    """Return the head sizes that a format has rows of."""
+    """Return the head sizes for which a format has rows."""
     return [size for size in range(1, LONGEST_HEAD + 1) if format.row_bytes(size)]
 
 
@@ -117,7 +174,7 @@ def check_format(format: RowFormat) -> None:
 
 @lru_cache(maxsize=256)
 def exact_in(format: RowFormat, size: int, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds what a format's rows hold: tried on random rows."""
+    """Return whether a dtype holds the values of a format's rows exactly, tested on random rows."""
     row = torch.randn(64, size, generator=torch.Generator().manual_seed(0))
     values = decoded(encoded(row, format), format, size)
     return torch.equal(values.to(dtype).float(), values)

@@ -1,7 +1,7 @@
-"""What does a function of scores compute? Traced by torch.fx into a few plain operations.
+"""What does a function of scores compute? torch.fx traces it into a few plain operations.
 
-A generator writes each as source in its own language. Whatever isn't among `OPERATIONS` is refused by
-its name, and so is control flow on what is traced.
+A generator writes each operation in its own language. Operations outside of `OPERATIONS`, and control
+flow on traced values, are refused by name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ def _kind_of(place: str) -> str:
 
 
 class UntraceableError(PolyattnError):
-    """A function that can't be generated: the message names the operation."""
+    """A function can't be generated; the message names the operation.
+
+    Examples:
+        >>> trace(Function(lambda score, b, h, q, k: score.cumsum(0), ()), (), {})
+        Traceback (most recent call last):
+        polyattn.runtime.functions.tracing.UntraceableError: ...
+
+    """
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,20 @@ class Node:
 class Trace:
     """Functions as operations, each after its operands.
 
-    `score` and `mask`: the numbers of the results, None where there is none. `inputs`: what is loaded,
-    by name; `constants`: the values of those that a function has captured; `written`: the source that
-    calls are of.
+    Attributes:
+        nodes: the operations.
+        inputs: what is loaded, by name.
+        constants: the tensors that a function has captured, by name.
+        score: the number of the new score's operation; None: scores stay.
+        mask: the number of the mask's operation; None: there is no mask.
+        written: the hand-written source that calls are of, or None.
+
+    Examples:
+        >>> doubled = Function(lambda score, b, h, q_idx, kv_idx: score * 2, ())
+        >>> found = trace(doubled, (), {})
+        >>> found.nodes[found.score].op, found.mask
+        ('to_float', None)
+
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -142,7 +160,27 @@ class Trace:
 def trace(
     score_mod: Function | None, mask_mods: tuple[Function, ...], inputs: dict[str, VariantInput]
 ) -> Trace:
-    """Trace a layer's functions together. Raises `UntraceableError`."""
+    """Return the operations of a layer's functions, traced together by torch.fx.
+
+    Args:
+        score_mod: the function of scores, or None.
+        mask_mods: the functions of masks, all of which must hold.
+        inputs: what the functions read, by name.
+
+    Returns:
+        The operations; `score` and `mask` say which are the results.
+
+    Raises:
+        UntraceableError: a function does what no operation is for, or decides by a traced value.
+
+    Examples:
+        >>> def causal(b, h, q_idx, kv_idx):
+        ...     return q_idx >= kv_idx
+        >>> found = trace(None, (Function(causal, ()),), {})
+        >>> [node.op for node in found.nodes][-2:], found.mask == len(found.nodes) - 1
+        (['ge', 'to_bool'], True)
+
+    """
     found = Trace()
     if score_mod is not None:
         result = found.function(score_mod, inputs, 5)
@@ -381,9 +419,24 @@ _TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_boo
 
 
 def untraceable(variant: AttentionVariant, target: str, language: str = "") -> str | None:
-    """Say why a variant's functions can't be generated for `target`, in words for people, or None.
+    """Return why a variant's functions can't be generated for a target, in words for people, or None.
 
-    `language`: one of `LANGUAGES`, whose source written by hand needs no tracing.
+    Args:
+        variant: the variant.
+        target: what they would be generated for, as the message names it ("Triton").
+        language: a language of sources written by hand, which need no tracing; default: none.
+
+    Returns:
+        The reason, or None.
+
+    Raises:
+        SpecError: a function of the variant can't be loaded.
+
+    Examples:
+        >>> variant = AttentionVariant(name="odd", score_mod=lambda score, b, h, q, k: score.cumsum(0))
+        >>> untraceable(variant, "Triton")
+        "...cumsum..., which isn't generated for Triton"
+
     """
     if (problem := written_problem(variant, language)) is not None:
         return problem

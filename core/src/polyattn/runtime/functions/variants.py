@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.spec.checks import flag, integer
+from polyattn.errors import flag, integer
 
 
 def sigmoid(
@@ -48,7 +48,7 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     Raises:
         SpecError: a number is too small.
 
-    Example:
+    Examples:
         >>> t5_buckets(4, 4, bidirectional=False).tolist()
         [3, 3, 2, 1, 0, 0, 0, 0, 0]
 
@@ -88,7 +88,7 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
     Raises:
         SpecError: a number is too small.
 
-    Example:
+    Examples:
         >>> deberta_buckets(4, 8).shape
         torch.Size([17])
 
@@ -108,7 +108,7 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
 def vision_local(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, grid_width: Tensor, radius: Tensor
 ) -> Tensor:
-    """Whether a patch lies within `radius` rows and columns, patches being numbered row by row."""
+    """Return whether a patch is within `radius` rows and columns; patches are numbered row by row."""
     rows = torch.abs(q_idx // grid_width - kv_idx // grid_width)
     columns = torch.abs(q_idx % grid_width - kv_idx % grid_width)
     return (rows <= radius) & (columns <= radius)
@@ -118,7 +118,7 @@ def step_mask(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *,
     mask_bits: Tensor, mask_start: Tensor, mask_width: Tensor, mask_query: Tensor, mask_key: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Whether a query's row of its sequence's mask has the key; what lies before `mask_key` it sees."""
+    """Return whether a query sees a key by its sequence's mask; it sees all keys before `mask_key`."""
     row = mask_start[b] + (q_idx - mask_query[b]) * mask_width[b]
     column = kv_idx - mask_key[b]
     return (column < 0) | mask_bits[row + torch.clamp(column, min=0)]
@@ -129,6 +129,6 @@ def block_mask(
     mask_bits: Tensor, mask_start: Tensor, mask_width: Tensor, mask_query: Tensor,
     mask_rows: Tensor, mask_columns: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Whether a block of keys is among those of the query's row of blocks."""
+    """Return whether a key's block is in the query's row of blocks."""
     row = mask_start[b] + (q_idx - mask_query[b]) // mask_rows * mask_width[b]
     return mask_bits[row + kv_idx // mask_columns]

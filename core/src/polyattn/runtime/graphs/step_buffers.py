@@ -9,20 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import GraphCapture
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a captured step has room for: `rows` of `query_len` tokens each, the decodes of an engine.
+    """What a captured step has room for.
 
-    With `prompts` beside them, rows of any number of tokens, `prompt_tokens` of all together at most.
-    `state_targets`: for steps whose recurrences' states go where `Batch.state_targets` says, and for
-    none else. Raises `BatchError`.
+    Attributes:
+        rows: rows of `query_len` tokens each, an engine's decodes.
+        query_len: query tokens of such a row.
+        prompts: further rows of any number of tokens.
+        prompt_tokens: the most tokens of all prompts together.
+        state_targets: it serves steps with `Batch.state_targets`, and no others.
+
+    Raises:
+        BatchError: a number doesn't fit the others.
+
+    Examples:
+        >>> StepSize(rows=8, prompts=2, prompt_tokens=512).query_len
+        1
+
     """
 
     rows: int

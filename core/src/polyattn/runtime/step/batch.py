@@ -1,4 +1,4 @@
-"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens live."""
+"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from polyattn.runtime.step.shared_prefix import (
     check_forest,
     check_own_tokens,
     may_share,
-    most_saved,
     restricted,
     shared_prefixes,
 )
@@ -31,43 +30,47 @@ Ints = Sequence[int] | Tensor
 class Batch:
     """One step's sequences, packed one after another without padding. A value: it never changes.
 
-    - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
-      total.
-    - `seq_lens` (num_seqs,): cached context plus new tokens of each sequence. For layers that are
-      not cached: the number of its keys.
-    - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
-      length are never read. None where there is no cache.
-    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
-      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
-    - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
-      -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
-    - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
-      being left as they are; or (num_seqs, tokens): where the state after each of its tokens goes, so
-      that of several drafts any number can be accepted (`StateCache.accepted`). A padding row's, and
-      what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
-    - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
-      `key` and `value`; default: packed one after another. Gaps are left alone.
-    - `first_positions` (num_seqs,): for layers that are not cached, the position in its text of each
-      sequence's first key: what came before is not given. Default: 0, where texts begin. `chunk_size`
-      and `sink_tokens` count from there, and so do rotations; windows and ALiBi go by distances.
-    - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
-      that rotate; (axes, num_tokens) where `rope.sections` has several axes. None: a sequence's last
-      tokens stand at its end. A padding row's is 0, or whatever is given.
-    - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
-      blocks that sequences share are read without waiting for the device. On the CPU it follows.
-    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
-      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
-      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
-    - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
-    - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
+    A sequence of one query token is a decode, wherever it stands. A padding row has one query token,
+    length 0 and slot -1. Any negative slot counts as -1; a layer with `checks` refuses others. The
+    constructor copies lengths on a device to the host once. `examples/engine_metadata.py` has
+    TensorRT-LLM's and vLLM's names for the fields.
 
-    Sequences of one query token are served as decodes, wherever they stand. A padding row has one
-    query token, length 0 and slot -1. Of slots any negative one is taken as -1; a layer with `checks`
-    refuses others. Lengths given as device tensors are copied to the host once.
-    `examples/engine_metadata.py` has the names of TensorRT-LLM and vLLM for all this.
-    Raises `BatchError`.
+    Args:
+        query_start_loc: (num_seqs + 1,): where each sequence's query tokens start; ends with their
+            total.
+        seq_lens: (num_seqs,): tokens of each sequence, cached and new. Without a cache: its keys.
+        block_table: int32 (num_seqs, max_blocks): each sequence's cache blocks; kernels never read
+            entries past its length. None: there is no cache.
+        slot_mapping: int64 or int32 (num_tokens,): where each new token is stored, `block * block_size
+            + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
+        state_slots: int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers; -1
+            for a padding row. A sequence whose length is its query's starts with a fresh state.
+        state_targets: int64 (num_seqs,): where each sequence's new state goes instead of `state_slots`,
+            which stay; or (num_seqs, tokens): where the state after each of its tokens goes, so that
+            any number of drafts can be accepted (`StateCache.accepted`). -1 for a padding row and
+            behind a sequence's last token. Several sequences may start from one slot then.
+        key_starts: (num_seqs,): without a cache, where each sequence's keys start in `key` and `value`;
+            default: packed one after another. Gaps aren't read.
+        first_positions: (num_seqs,): without a cache, the position of each sequence's first key in its
+            text; default: 0. `chunk_size`, `sink_tokens` and rotations count from there; windows and
+            ALiBi go by distances.
+        positions: int64 or int32 (num_tokens,): each query token's position, for layers that rotate;
+            (axes, num_tokens) if `rope.sections` has several axes. None: a sequence's last tokens stand
+            at its end. A padding row's is any.
+        host_block_table: int32 (num_seqs, max_blocks), NumPy: the same table on the host. Blocks that
+            sequences share are found there without waiting for the device.
+        shared_prefix: runs of blocks that rows share, outermost level first, as `shared_prefixes`
+            returns them. None: they are found in `host_block_table`, and on CUDA in a copy of
+            `block_table` if that may save much, which waits for the device. They never change what rows
+            attend to.
+        mask: a `CustomMask` or a `BlockSparseMask`, if the layer's spec has a `mask`.
+        inputs: of a layer's variant, by name, what the layer doesn't bring.
+        device: of the tensors; default: the first tensor's, else the CPU.
 
-    Example:
+    Raises:
+        BatchError: a field has another shape or dtype, or contradicts another one.
+
+    Examples:
         >>> table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
         >>> batch = Batch([0, 5, 6], [5, 20], table, torch.tensor([48, 49, 50, 51, 52, 35]))
         >>> batch.num_prefill_tokens, batch.num_decode_tokens
@@ -166,8 +169,28 @@ class Batch:
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
-        stored.
+        Args:
+            query_lens: query tokens of each sequence.
+            seq_lens: tokens of each sequence, cached and new.
+            block_table: as in `Batch`.
+            block_size: tokens of a block of the cache, from which slots follow; None stores nothing.
+            state_slots: as in `Batch`.
+            state_targets: as in `Batch`.
+            key_starts: as in `Batch`.
+            first_positions: as in `Batch`.
+            positions: as in `Batch`.
+            mask: as in `Batch`.
+            inputs: as in `Batch`.
+            host_block_table: as in `Batch`.
+            shared_prefix: as in `Batch`.
+            device: as in `Batch`.
+
+        Returns:
+            The batch.
+
+        Raises:
+            BatchError: as `Batch`.
+
         """
         query_lens = integers("query_lens", query_lens)
         for index, length in enumerate(query_lens):
@@ -329,6 +352,15 @@ class Batch:
             return None
         return self.block_table.numpy()
 
+    def read_block_table(self) -> None:
+        """Copy the block table to the host, where only the device has it: waits for the device.
+
+        A batch never changes, so once is enough. A copy of an earlier step's table is never taken, though
+        the tensor be the same: its version doesn't count what kernels and replayed graphs write.
+        """
+        if self.host_block_table is None and self.block_table is not None:
+            self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
+
     @cached_property
     def plans(self) -> dict[Any, Any]:
         """The plans of this step that layers made for themselves, by their group."""
@@ -427,13 +459,6 @@ class Batch:
             return ()
         return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
 
-    def most_shared(self, block_size: int) -> int:
-        """Return how many block reads `host_block_table` may show to be saved, not looked at closely."""
-        table = self.host_block_table
-        if table is None:
-            return 0
-        return most_saved(table, np.maximum(self.host_lens - 1, 0), block_size)
-
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
         """Return the same batch, told which blocks its rows share."""
         batch = self.copy()
@@ -449,13 +474,39 @@ class Batch:
         batch.causal = False
         return batch
 
-    def check_width(self, block_size: int) -> None:
+    def check_queries(self, unable: Sequence[str] = ()) -> None:
+        """Check that each length counts its query's tokens, but a padding row's, which is 0.
+
+        `unable`: who of those that may run the step takes padding rows of one query token alone. Raises
+        `BatchError`.
+        """
+        missing = self.host_lens < self.host_query_lens
+        if not missing.any():
+            return
+        for index in missing.nonzero()[0].tolist():
+            query, length = self.query_lens[index], self.lens[index]
+            short = f"seq_lens[{index}]={length} is shorter than its query of {query} tokens"
+            if length:
+                raise BatchError(f"{short}; it counts cached context plus new tokens")
+            if query > 1 and unable:
+                raise BatchError(
+                    f"{short}, and {', '.join(sorted(set(unable)))} takes padding rows (length 0) of one "
+                    "query token only; count cached context plus new tokens, pass padding as rows of one "
+                    "token, or choose a backend that claims padding_rows"
+                )
+
+    def check_pages(self, block_size: int) -> None:
         """Check on the host that each length fits its row of the block table. Raises `BatchError`.
 
         `block_size` is the cache's: that of which the batch's slots were made must be the same.
         """
         if self.block_table is None:
-            return
+            if not self.lens:
+                return
+            raise BatchError(
+                "the layer attends over a cache, and the batch has no block_table: pass "
+                "Batch(block_table=...)"
+            )
         if self.block_size not in (None, block_size):
             raise BatchError(
                 f"block_size={self.block_size}, with which the batch was made, differs from the cache's "
@@ -476,7 +527,7 @@ class Batch:
         Raises `BatchError` where a sequence is longer than its row of the block table.
         """
         assert self.block_table is not None
-        self.check_width(block_size)
+        self.check_pages(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,51 +30,6 @@ def check_positions(batch: Batch, axes: int) -> None:
             f"positions has shape {tuple(batch.positions.shape)}; the layer's rotary embedding takes "
             f"{many}: ({f'{axes}, ' if axes > 1 else ''}{batch.num_tokens}{',' * (axes == 1)})"
         )
-
-
-def check_queries(batch: Batch) -> int | None:
-    """Check that each length counts its query's tokens, but a padding row's, which is 0.
-
-    Returns the first padding row of several query tokens, None without one. Raises `BatchError`.
-    """
-    queries, lens = batch.host_query_lens, batch.host_lens
-    missing = lens < queries
-    if not missing.any():
-        return None
-    several = None
-    for index in missing.nonzero()[0].tolist():
-        query, length = batch.query_lens[index], batch.lens[index]
-        if length:
-            raise BatchError(
-                f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
-                "cached context plus new tokens"
-            )
-        if query > 1 and several is None:
-            several = index
-    return several
-
-
-def check_padding(batch: Batch, unable: Sequence[str]) -> None:
-    """Check the queries of a step. `unable`: who of those that may run it takes padding rows of one query
-    token alone. Raises `BatchError`.
-    """
-    several = check_queries(batch)
-    if several is not None and unable:
-        raise BatchError(
-            f"seq_lens[{several}]=0 is shorter than its query of {batch.query_lens[several]} tokens, and "
-            f"{', '.join(sorted(set(unable)))} takes padding rows (length 0) of one query token "
-            f"only; count cached context plus new tokens, pass padding as rows of one token, or choose a "
-            "backend that claims padding_rows"
-        )
-
-
-def check_pages(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host that a step over a cache says where each length lies. Raises `BatchError`."""
-    if batch.block_table is None and batch.num_seqs:
-        raise BatchError(
-            f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
-        )
-    batch.check_width(block_size)
 
 
 def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
@@ -110,13 +64,43 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
 
 
 def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host the lengths and the block table of a step over a cache. Raises `BatchError`."""
-    check_queries(batch)
-    check_pages(spec, batch, block_size)
+    """Check on the host a step over a cache: its lengths, and the shape of its block table.
+
+    Args:
+        spec: the layer.
+        batch: the step.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: lengths contradict one another, or the block table has too few columns.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, head_size=64)
+        >>> check_paged_batch(spec, Batch.from_lens([1], [5], torch.zeros(1, 1).int(), 16), 16)
+
+    """
+    batch.check_queries()
+    batch.check_pages(block_size)
 
 
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
-    """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
+    """Check a batch's block table and slots by their values, which costs a copy to the host.
+
+    Args:
+        batch: the step.
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: a block or a slot lies outside the cache, or two tokens have one slot.
+
+    Examples:
+        >>> table = torch.tensor([[9]], dtype=torch.int32)
+        >>> check_on_device(Batch.from_lens([1], [5], table, 16), num_blocks=4, block_size=16)
+        Traceback (most recent call last):
+        polyattn.errors.BatchError: block_table[0, 0]=9 points outside the cache's 4 blocks
+
+    """
     if batch.block_table is not None:
         table = batch.block_table.cpu()
         for index, length in enumerate(batch.lens):

@@ -1,9 +1,9 @@
 """Which keys does a beam see? TensorRT-LLM's `cache_indirection`, as a block table of single tokens.
 
-A beam that goes on from another's hypothesis copies no key: for each token the indirection names the beam
-that wrote it. Blocks of one token say just that, so every backend that takes them serves beams, as rows
-of a decode; beams of one sequence have its context's entries in common, which is what decodes by shared
-prefix look for.
+A beam that continues another's hypothesis copies no key: the indirection names, for each token, the
+beam that wrote it. Blocks of one token express just that. So every backend that takes them serves
+beams, as rows of a decode. Beams of one sequence share the entries of its context, which decodes with
+shared prefixes read once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def beam_batch(
     Raises:
         BatchError: shapes, dtypes or values don't fit.
 
-    Example:
+    Examples:
         >>> table = torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32)
         >>> written_by = torch.zeros(1, 2, 5, dtype=torch.int32)
         >>> batch = beam_batch([5], table, written_by, block_size=4)

@@ -1,4 +1,4 @@
-"""Integers that a batch is told: lists of Python's, or arrays on the host. Lengths that make sense."""
+"""Checked integers of a batch: Python's lists, or arrays on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
-from polyattn.spec.checks import LONGEST
+from polyattn.spec.fields import LONGEST
 
 LARGEST = (1 << 31) - 1
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -38,7 +38,7 @@ def integers(name: str, values: Any) -> list[int]:
 
 
 def on_host(name: str, values: list[int]) -> Integers:
-    """Return integers as int64, NumPy. Raises `BatchError` where kernels can't count so far."""
+    """Return integers as NumPy's int64. Raises `BatchError` if they exceed what kernels count to."""
     try:
         found = np.array(values, np.int64)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""Which sequences share a prefix? Read off the block table: rows that agree in a leading run.
+"""Which sequences share a prefix? Found in the block table: rows with the same leading blocks.
 
-The runs form a forest, as in a radix tree (SGLang's RadixAttention, arXiv 2312.07104): the rows of a
-run go on together, one by one or in smaller groups, which are the runs of the next level.
+The runs form a forest, as in a radix tree (SGLang's RadixAttention, arXiv 2312.07104). The rows of a
+run continue alone or in smaller groups, which are the runs of the next level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ FIRST_LOOK = 128
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Blocks `first` to `first + count` of `rows` are the same, as is all that lies before them."""
+    """A run of blocks that rows of a step share; they share everything before it, too.
+
+    Attributes:
+        rows: indices of the rows.
+        first: column of the block table at which the run starts.
+        count: blocks of the run.
+
+    Examples:
+        >>> SharedRun(rows=(0, 1), first=0, count=8).count
+        8
+
+    """
 
     rows: tuple[int, ...]
     first: int
@@ -58,7 +69,7 @@ def shared_prefixes(
     Raises:
         BatchError: shapes, dtypes or values don't fit.
 
-    Example:
+    Examples:
         >>> shared_prefixes(np.array([[7, 1], [7, 2]], np.int32), [20, 24], 16)
         ((SharedRun(rows=(0, 1), first=0, count=1),),)
 
@@ -99,9 +110,9 @@ def shared_prefixes(
 
 
 def check_forest(levels: Levels, lens: Sequence[int]) -> None:
-    """Check that runs given for rows of such lengths are a forest. Raises `BatchError`.
+    """Check that runs for rows of such lengths are a forest. Raises `BatchError`.
 
-    Whether the rows' block tables really agree there says `check_shared_blocks`.
+    `check_shared_blocks` checks that the rows' block tables agree there.
     """
     if not isinstance(levels, tuple) or not all(isinstance(level, tuple) for level in levels):
         raise BatchError(
@@ -145,7 +156,7 @@ def _check_run(name: str, run: SharedRun, rows: int) -> None:
 
 
 def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
-    """Check that rows really have the blocks of their runs in common. Raises `BatchError`."""
+    """Check that rows have the same blocks in their runs. Raises `BatchError`."""
     for run in (run for level in levels for run in level):
         blocks = table[list(run.rows), run.first : run.first + run.count]
         differs = np.argwhere(blocks != blocks[0])
@@ -171,7 +182,7 @@ def check_own_tokens(levels: Levels, lens: Sequence[int], block_size: int) -> No
 
 
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
-    """Return the forest of some of the rows, numbered anew in their order."""
+    """Return the forest of some of the rows, renumbered in their order."""
     numbers = {row: number for number, row in enumerate(rows)}
     found = []
     for level in levels:
@@ -187,7 +198,7 @@ def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
 
 
 def may_share(block_table: NDArray[np.int32]) -> bool:
-    """Whether two rows begin with one block: all that the common case, no sharing at all, costs."""
+    """Return whether two rows begin with one block: the only cost of the common case, no sharing."""
     if block_table.size == 0:
         return False
     ordered = np.sort(block_table[:, 0])

@@ -16,9 +16,9 @@ from polyattn.runtime.step.integers import integers
 
 
 class StepMask(ABC):
-    """What a batch says of who sees what, beside the layer's own mask.
+    """A mask that a batch brings beside the layer's own mask.
 
-    `kind`: the `LayerSpec.mask` that it is for.
+    `kind` is the `LayerSpec.mask` that it is for.
     """
 
     kind: str
@@ -29,11 +29,22 @@ class StepMask(ABC):
 
 
 class CustomMask(StepMask):
-    """Packed boolean masks: for each sequence a row for each of its queries, True where it sees a key.
+    """Packed boolean masks: each sequence has a row for each of its queries, True where it sees a key.
 
-    - `bits` bool (total,): the sequences' masks one after another, each row by row.
-    - `over`: `"new"`, a mask is (query_len, query_len) over the step's own tokens, and every key before
-      them is seen (trees of drafted tokens); `"all"`, it is (query_len, seq_len).
+    Args:
+        bits: bool (total,), the sequences' masks one after another, each row by row.
+        over: `"new"`: a mask is (query_len, query_len) over the step's own tokens, and every earlier
+            key is seen (trees of drafted tokens). `"all"`: it is (query_len, seq_len).
+
+    Raises:
+        BatchError: `bits` isn't such a tensor, or `over` is another word.
+
+    Examples:
+        >>> CustomMask.tree([[-1, 0, 0]]).bits.view(3, 3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+
     """
 
     kind = "custom"
@@ -47,7 +58,19 @@ class CustomMask(StepMask):
 
     @classmethod
     def pack(cls, masks: Sequence[Tensor], over: str = "new") -> CustomMask:
-        """Pack a mask (query_len, keys) of each sequence. Raises `BatchError`."""
+        """Return the packed masks of a step's sequences.
+
+        Args:
+            masks: for each sequence bool (query_len, keys), True where a query sees a key.
+            over: as in `CustomMask`.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: a mask isn't a tensor of booleans.
+
+        """
         for index, mask in enumerate(masks):
             check_is_tensor(f"masks[{index}]", mask)
         rows = [mask.flatten() for mask in masks]
@@ -57,8 +80,16 @@ class CustomMask(StepMask):
     def tree(cls, parents: Sequence[Sequence[int]]) -> CustomMask:
         """Return the mask of trees of drafted tokens: a token sees its ancestors, itself and the context.
 
-        `parents`: for each sequence its tokens' parents, as places among them; -1 for those that follow
-        the context itself. A parent stands before its children. Raises `BatchError`.
+        Args:
+            parents: for each sequence the parents of its tokens, as indices among them; -1 for a token
+                that follows the context. A parent stands before its children.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: a parent doesn't stand before its child.
+
         """
         masks = []
         for index, family in enumerate(parents):
@@ -78,9 +109,21 @@ class CustomMask(StepMask):
     def prefix_lm(
         cls, prefixes: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> CustomMask:
-        """Return the mask of a prefix-LM: a prefix is seen by all, what follows it is causal.
+        """Return the mask of a prefix-LM: every query sees the prefix, and the rest is causal.
 
-        For layers with `causal=False`. `prefixes`: tokens of each sequence's prefix. Raises `BatchError`.
+        For layers with `causal=False`.
+
+        Args:
+            prefixes: tokens of each sequence's prefix.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: the lists differ in length, or a number is negative.
+
         """
         masks = []
         counts = _counts(prefixes=prefixes, query_lens=query_lens, seq_lens=seq_lens)
@@ -92,9 +135,18 @@ class CustomMask(StepMask):
 
     @classmethod
     def documents(cls, documents: Sequence[Sequence[int]], query_lens: Sequence[int]) -> CustomMask:
-        """Return the mask of documents packed into sequences: a token sees those of its own.
+        """Return the mask of documents packed into sequences: a token sees those of its own document.
 
-        `documents`: for each sequence every key's document, any integers. Raises `BatchError`.
+        Args:
+            documents: for each sequence the document of every key, as any integers.
+            query_lens: query tokens of each sequence.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: the lists differ in length, or an entry isn't an integer.
+
         """
         masks = []
         ids = [integers(f"documents[{i}]", each) for i, each in enumerate(documents)]
@@ -126,14 +178,22 @@ class CustomMask(StepMask):
 
 
 class BlockSparseMask(StepMask):
-    """Rows of blocks (block-sparse rows, BSR): for each row of queries the blocks of keys that it sees.
+    """Block-sparse rows (BSR): each row of queries has the blocks of keys that it sees.
 
-    - `block` (Br, Bc): Br neighbouring queries, counted from the step's first of a sequence, share a row;
-      a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
-    - `indptr` (rows + 1,), `indices` (blocks,): the rows of all sequences one after another,
-      ceil(query_len / Br) each; row r sees blocks `indices[indptr[r] : indptr[r + 1]]`.
+    Args:
+        indptr: (rows + 1,): row r sees blocks `indices[indptr[r] : indptr[r + 1]]`. The rows of all
+            sequences follow one another, ceil(query_len / Br) for each.
+        indices: (blocks,): numbers of blocks.
+        block: (Br, Bc): Br neighbouring queries, counted from the sequence's first in the step, share a
+            row; a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
 
-    Raises `BatchError`.
+    Raises:
+        BatchError: the numbers contradict one another.
+
+    Examples:
+        >>> BlockSparseMask([0, 2], [0, 2], block=(1, 16)).block
+        (1, 16)
+
     """
 
     kind = "block_sparse"
@@ -154,9 +214,22 @@ class BlockSparseMask(StepMask):
     def of(
         cls, mask: CustomMask, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that hold whatever a mask shows, a tree's over new tokens with their context.
+        """Return the blocks that contain what a mask shows; of a tree over new tokens, with the context.
 
-        Exactly that mask where its borders are blocks' borders (always, for blocks of 1 x 1).
+        It is exactly that mask if its borders are blocks' borders, as always for blocks of 1 x 1.
+
+        Args:
+            mask: the mask.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+            block: (query rows, keys) of a block.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: the mask doesn't have these lengths.
+
         """
         if not isinstance(mask, CustomMask):
             raise BatchError(f"mask={shown(mask)} must be a CustomMask")
@@ -184,9 +257,22 @@ class BlockSparseMask(StepMask):
     def sliding_window(
         cls, window: int, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that hold each query and the `window` - 1 keys before it.
+        """Return the blocks that contain each query and the `window` - 1 keys before it.
 
-        Exactly that window for blocks of 1 x 1; else what a spec's `sliding_window` beside it leaves.
+        It is exactly that window for blocks of 1 x 1; for others set the spec's `sliding_window` too.
+
+        Args:
+            window: keys that a query sees, itself included.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+            block: (query rows, keys) of a block.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: the window is below 1.
+
         """
         if type(window) is not int or window < 1:
             raise BatchError(f"window={shown(window)} must be 1 or more: a query sees itself")
@@ -202,9 +288,20 @@ class BlockSparseMask(StepMask):
 
     @classmethod
     def of_pages(cls, pages: Sequence[Sequence[int]], page_size: int) -> BlockSparseMask:
-        """Return the mask of decodes that each read some of their sequence's pages (Quest).
+        """Return the mask of decodes that each read some of their sequence's pages.
 
-        `pages`: for each sequence the numbers of its pages, counted from its first key.
+        As in Quest (Tang et al., 2024).
+
+        Args:
+            pages: for each sequence the numbers of its pages, counted from its first key.
+            page_size: tokens of a page.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: a number isn't a page.
+
         """
         indptr = [0, *accumulate(len(row) for row in pages)]
         return cls(indptr, [page for row in pages for page in row], (1, page_size))

@@ -14,8 +14,7 @@ from rich.tree import Tree
 from polyattn.api import select, unmatched_overrides
 from polyattn.errors import SelectionError, SettingsError, ranges
 from polyattn.registry.devices import resolve_device
-from polyattn.selection.decision import verdict_line
-from polyattn.selection.selection import Selection
+from polyattn.selection.selection import Selection, verdict_line
 from polyattn.settings import Settings, current
 from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec

@@ -211,7 +211,7 @@ def run(
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
-    max_tokens: Annotated[int, count("Most tokens generated a request.")] = 32,
+    max_tokens: Annotated[int, count("Most tokens generated for a request.")] = 32,
     scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
     token_budget: Annotated[int, count("Most tokens in a step.")] = 2048,
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
@@ -221,7 +221,7 @@ def run(
     kv_cache_dtype: CacheDtypeOption = None,
     fp8_compute: Annotated[
         bool,
-        typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
+        typer.Option("--fp8-compute", help="Let kernels multiply in fp8_e4m3 over such a cache."),
     ] = False,
     sliding_window: Annotated[
         int | None, count("Let every attention layer see only the last N tokens.")
@@ -232,7 +232,7 @@ def run(
     yes: Annotated[
         bool, typer.Option("--yes", help="Draw random weights of any size without asking.")
     ] = False,
-    check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
+    check: Annotated[int, count("Tokens checked for each layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,

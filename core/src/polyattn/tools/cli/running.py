@@ -359,7 +359,9 @@ def cache_lines(report: Report) -> list[str]:
             f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
         )
     if shared["states_copied"]:
-        lines.append(f"states: {shared['states_copied']} times a sequence went on from a snapshot")
+        lines.append(
+            f"states: {shared['states_copied']} times a sequence continued from a snapshot"
+        )
     for usage in report.usage:
         if usage.shared_bytes and usage.unshared:
             lines.append(f"each row reads shared blocks for itself: {usage.unshared}")

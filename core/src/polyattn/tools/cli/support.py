@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
-from polyattn.registry.proofs import records_of
 
 COMMON = frozenset({"causal", "gqa"})
 """Features that are left out where a backend has them: nearly all do."""
@@ -84,7 +83,7 @@ def _proofs(info: BackendInfo) -> Iterator[str]:
         for build in info.builds:
             if (where == "cpu") != ("cpu" in build.capabilities.platforms) and info.variants:
                 continue
-            records = records_of(build, where)
+            records = build.records(where)
             level = build.proof_at(where).value
             if records and declared is Proof.MEASURED:
                 level = f"[{level}: {records[0].text}](../{records[0].path})"

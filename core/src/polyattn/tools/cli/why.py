@@ -10,6 +10,9 @@ from polyattn.selection.running import Process, running
 from polyattn.tools.cli import stdout
 from polyattn.tools.cli.output import add_row, console, print_json, table
 
+COMMAND = 120
+"""How much of a command the list of processes shows."""
+
 NOBODY = (
     "no running process that you may look into has loaded a layer group; POLYATTN_WHY=0 keeps a "
     "process from writing its record"
@@ -17,14 +20,18 @@ NOBODY = (
 
 
 def show(pid: int | None, as_json: bool) -> int:
-    """Print a process's decisions, or the list of processes; 1 where there is none."""
+    """Print a process's decisions, or the list of processes; 1 where there is none.
+
+    A server's processes are those that it started.
+    """
     found = list(running())
     if pid is not None:
-        found = [process for process in found if process.pid == pid]
+        found = [process for process in found if pid in (process.pid, *process.ancestors)]
         if not found:
             raise SettingsError(
-                f"process {pid} has no record: it has ended, or it has loaded no layer group, or it "
-                "belongs to another user, or its POLYATTN_WHY is 0; `polyattn why` lists the others"
+                f"process {pid} has no record, nor has a process that it started: it has ended, or has "
+                "loaded no layer group, or belongs to another user, or its POLYATTN_WHY is 0; "
+                "`polyattn why` lists the others"
             )
     if as_json:
         print_json([asdict(process) for process in found])
@@ -38,10 +45,12 @@ def show(pid: int | None, as_json: bool) -> int:
 
 
 def _list(processes: Sequence[Process]) -> None:
-    rows = table(">process", ">decisions", ">fallbacks", "integrations", "command")
+    rows = table(">process", ">server", ">decisions", ">fallbacks", "integrations", "command")
     for one in processes:
+        ids = (str(one.pid), str(one.ancestors[-1]) if one.ancestors else "")
         counts = (str(len(one.decisions)), str(len(one.fallbacks)))
-        add_row(rows, str(one.pid), *counts, ", ".join(one.integrations), one.command)
+        command = one.server or one.command
+        add_row(rows, *ids, *counts, ", ".join(one.integrations), command[:COMMAND])
     console.print(rows)
     console.print("`polyattn why PROCESS` prints a process's decisions", markup=False)
 
@@ -49,6 +58,8 @@ def _list(processes: Sequence[Process]) -> None:
 def _print(process: Process) -> None:
     through = f" through {', '.join(process.integrations)}" if process.integrations else ""
     lines = [f"process {process.pid}, polyattn {process.version}{through}: {process.command}"]
+    if process.ancestors:
+        lines.append(f"started by process {process.ancestors[-1]}: {process.server}")
     for decision in process.decisions:
         lines += ["", decision["explain"]]
     if process.fallbacks:

@@ -16,13 +16,14 @@ from torch import Tensor
 from polyattn import (
     Attention,
     Batch,
+    Indexer,
+    IndexerSpec,
     KVCache,
     LatentAttention,
     LayerGroup,
     Recurrent,
     SelectedLayers,
     StepPlan,
-    choose_tokens,
 )
 from polyattn.families.attention.workload import widths
 from polyattn.families.mla.workload import latent_weights
@@ -200,7 +201,9 @@ class LatentRunner(Runner):
         self.latent, self.index_keys = latent, list[Tensor]()
         if latent.topk:
             dtype = STORAGE_DTYPES[self.spec.dtype]
-            shape = (num_blocks, self.caches[0].block_size, latent.index_head_size)
+            heads, size = latent.index_heads or 1, latent.index_head_size or 1  # 0: another layer's
+            self.indexer = Indexer(IndexerSpec(num_heads=heads, head_size=size, budget=latent.topk))
+            shape = (num_blocks, self.caches[0].block_size, size)
             self.index_keys = [
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
             ]
@@ -230,14 +233,14 @@ class LatentRunner(Runner):
 
     def _choose(self, index: int, batch: Batch) -> Tensor:
         """Store the step's index keys and choose what each token attends to."""
-        spec, tokens, keys = self.latent, batch.num_tokens, self.index_keys[index]
-        assert batch.slot_mapping is not None and spec.topk is not None
+        spec, tokens, keys = self.indexer.spec, batch.num_tokens, self.index_keys[index]
+        assert batch.slot_mapping is not None
         kept = batch.slot_mapping >= 0
-        new = self.draw(tokens, spec.index_head_size)
-        keys.view(-1, spec.index_head_size)[batch.slot_mapping[kept]] = new[kept]
-        query = self.draw(tokens, spec.index_heads, spec.index_head_size)
-        weights = self.draw(tokens, spec.index_heads)
-        return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
+        new = self.draw(tokens, spec.head_size)
+        keys.view(-1, spec.head_size)[batch.slot_mapping[kept]] = new[kept]
+        query = self.draw(tokens, spec.num_heads, spec.head_size)
+        weights = self.draw(tokens, spec.num_heads)
+        return self.indexer(query, keys, batch, weights)[:, 0]
 
 
 class RecurrentRunner(Runner):

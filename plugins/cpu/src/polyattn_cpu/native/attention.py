@@ -1,11 +1,11 @@
-"""Paged attention by the native kernels: a plan per step, a call per layer."""
+"""NATIVE_ATTN, NATIVE_MLA: attention by the native kernels, a plan per step, a call per layer."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,16 +13,24 @@ from numpy.typing import NDArray
 from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
+    AttentionBackend,
+    Batch,
     BatchError,
+    CacheFormat,
+    Device,
     Frame,
     Invariance,
     LayerParams,
     LayerSpec,
     Lie,
+    Plan,
+    Reads,
+    absorbed,
 )
 from torch import Tensor
 
 from polyattn_cpu.native.library import NativeError, isa, load
+from polyattn_cpu.native.reading import reads
 
 DTYPES = {
     "float32": 0,
@@ -75,26 +83,29 @@ class StepPlan:
         block_size: int = 0,
         key_starts: Sequence[int] | None = None,
         threads: int | None = None,
+        by: str | None = None,
     ):
         """Plan `query_starts` (num_seqs + 1), `lens` (num_seqs): keys of each sequence.
 
         `block_size` 0: keys and values are packed tensors, and sequence i's begin at token
         `key_starts[i]`. `threads`: at most so many; default torch's number.
+        `by`: an instruction set; default: the one that runs.
         """
         lib = load()
         starts = struct.pack(f"@{len(query_starts)}i", *query_starts)
         lengths = struct.pack(f"@{len(lens)}i", *lens)
-        keys = b"" if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
+        keys = None if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
         batch = _BATCH.pack(
             len(lens),
             block_size,
             torch.get_num_threads() if threads is None else threads,
-            _address(starts),
-            _address(lengths),
-            _address(keys) if key_starts is not None else 0,
+            *(
+                ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+                for data in (starts, lengths, keys)
+            ),
         )
         self._free = lib.pa_plan_free
-        self.handle = lib.pa_plan_new(isa().encode(), layer, batch)
+        self.handle = lib.pa_plan_new((by or isa()).encode(), layer, batch)
         if not self.handle:
             raise NativeError(lib.pa_error().decode())
 
@@ -114,10 +125,6 @@ class StepPlan:
         handle = getattr(self, "handle", None)
         if handle:
             self._free(handle)
-
-
-def _address(data: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]:
@@ -162,7 +169,7 @@ def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]
 
 
 def _failed(text: str, blocks: int) -> Exception:
-    if "block table" in text:
+    if "block_table" in text:
         return BatchError(
             f"block_table points outside the cache's {blocks} blocks; the sequences that do were left "
             "out, and their outputs are unwritten"
@@ -191,3 +198,58 @@ def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
             raise NativeError(lib.pa_error().decode())
 
     return run
+
+
+class NativePlan(Plan):
+    """The step's work items, balanced over torch's threads; the same for every layer."""
+
+    __slots__ = ("attend", "step")
+
+    def __init__(self, batch: Batch, step: StepPlan, paged: bool):
+        super().__init__(batch)
+        self.step = step
+        self.attend = bound(step, batch.block_table if paged else None)
+
+
+class NativeAttention(AttentionBackend):
+    """Decodes, short rows and prefills together. The same bits for any threads, in any batch."""
+
+    name: ClassVar[str] = "NATIVE_ATTN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.stored = spec.dtype if cache is None else cache.dtype
+        self.layer, self.by = layer_bytes(spec, self.stored), isa()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
+        layer = self.layer
+        if not batch.causal:
+            layer = layer_bytes(self.spec_of(batch), self.stored)
+        if self.cache is None:
+            step = StepPlan(
+                layer, batch.starts, batch.lens, key_starts=batch.key_starts, by=self.by
+            )
+        else:
+            step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size, by=self.by)
+        return NativePlan(batch, step, self.cache is not None)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, NativePlan)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads(self.spec, *plan.step.listed(), size)
+
+    def addressed(self, plan: Plan, lie: Lie) -> Addressed:
+        assert isinstance(plan, NativePlan) and self.cache is None
+        return addressed(plan.step, self.spec, lie)
+
+    def run(self, plan: NativePlan, frame: Frame) -> None:
+        plan.attend(frame)
+
+
+class NativeMLA(NativeAttention):
+    """MQA whose one key is latent and rope key, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "NATIVE_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)

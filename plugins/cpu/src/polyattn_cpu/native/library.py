@@ -27,7 +27,7 @@ REBUILD = "run python -m polyattn_cpu.native.build"
 
 
 class NativeError(RuntimeError):
-    """The native library isn't there, doesn't fit this package, or lacks what was asked for."""
+    """The native library is missing, doesn't fit this package, or lacks what the caller needs."""
 
 
 @cache
@@ -80,7 +80,7 @@ def isas() -> tuple[str, ...]:
 
 
 def runs() -> str:
-    """Return `isa()`, and what this processor has and the build's compiler failed at."""
+    """Return `isa()`, and the sets of this processor that the build's compiler failed at."""
     _, _, left_out = load().pa_isas().decode().partition(";")
     return f"{isa()} (built without {left_out.replace(',', ', ')})" if left_out else isa()
 

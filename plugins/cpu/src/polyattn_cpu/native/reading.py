@@ -1,18 +1,19 @@
-"""What does a native plan read? Its items, as `run_item` and `merge_parts` go through them."""
+"""What does a native plan read? Its items, in the way that `run_item` and `merge_parts` do."""
 
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from polyattn.kernel import Items, Keys, LayerSpec, Merges, Reads, no_merges
 
-from polyattn_cpu.native.attention import StepPlan
+Ints = NDArray[np.signedinteger[Any]]
 
 
-def reads(spec: LayerSpec, step: StepPlan, block_size: int) -> Reads:
-    """Return a step's items, their keys and what merges their parts."""
-    numbers, items, groups = step.listed()
+def reads(spec: LayerSpec, numbers: Ints, items: Ints, groups: Ints, block_size: int) -> Reads:
+    """Return a step's items, their keys and what merges their parts, of what `StepPlan.listed` says."""
     _, _, parts, floats, scratch, needed = (int(n) for n in numbers)
     fields = items.astype(np.int64).T
     seq, token, tokens, head, heads, kept, kept_end, near, _, start, stop, part, group = fields

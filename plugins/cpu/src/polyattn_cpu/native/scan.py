@@ -114,7 +114,9 @@ class NativeScan(RecurrentBackend):
                 f"{states.shape[0]} slots, and -1 is a padding row"
             )
         if failed:
-            raise NativeError(f"NATIVE_SCAN by {self.by}: out of memory for its scratch")
+            raise NativeError(
+                f"NATIVE_SCAN by {self.by}: there is no memory for its scratch; let other work end first"
+            )
 
 
 def _rows(tensor: Tensor) -> bytes:

@@ -47,13 +47,13 @@ class _Pickler(pickle.Pickler):
 
 
 def folder() -> Path:
-    """Return where generated modules are kept: beside Triton's own cache."""
+    """Return the folder of generated modules, beside Triton's own cache."""
     root = os.environ.get("TRITON_CACHE_DIR")
     return Path(root or Path.home() / ".triton" / "cache") / "polyattn"
 
 
 def job_of(asked: Mapping[str, Any]) -> bytes:
-    """Return what a worker takes, of what Triton was about to compile."""
+    """Return a worker's job from the kernel that Triton was about to compile."""
     job = io.BytesIO()
     options = asked["options"].__dict__
     _Pickler(job).dump(
@@ -63,7 +63,7 @@ def job_of(asked: Mapping[str, Any]) -> bytes:
 
 
 def is_cached(key: str, name: str) -> bool:
-    """Whether a kernel is in Triton's cache on disk."""
+    """Return whether a kernel is in Triton's cache on disk."""
     held = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     file = f"{name[:150]}.json"
     return file in (held.get_group(file) or {})

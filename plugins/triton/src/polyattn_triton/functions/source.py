@@ -1,4 +1,4 @@
-"""What is a trace's source in Triton's language?
+"""How is a trace written in Triton's language?
 
 Functions are written of a trace. `rows_of` computes once for a tile what depends on no key: places of
 its rows, and inputs that are read there. `change` computes the rest on a tile of scores: values of
@@ -248,7 +248,7 @@ class _Writer:
 
 
 def bounds(writer: _Writer, number: int) -> tuple[str, str] | None:
-    """Return the least and the greatest that an integer may be in a tile, where that can be told.
+    """Return the bounds of an integer in a tile, if they are known.
 
     By interval arithmetic (Moore, 1966) on the places of the tile's first and last rows and keys.
     """

@@ -113,6 +113,14 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
+@triton.jit
+def as_merged(acc, m, l):
+    """What `_gathered` makes of one part that `store_part` stores of these rows, bit for bit."""
+    safe = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe))
+    return acc / safe[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
+
+
 @triton.jit(do_not_specialize=["lse_t", "programs", "by_tile"])
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,

@@ -1,21 +1,19 @@
-"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, DeviceError, SpecError, shown
+from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
 from polyattn.families.attention.stateless.dense import CallOptions, attend_dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
-from polyattn.runtime.inputs import check_is_tensor
+from polyattn.runtime.inputs import check_is_real, check_is_tensor
 from polyattn.runtime.step.integers import integers
-from polyattn.spec.checks import flag
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
 """What a call with bad arguments may end with, deep within."""
@@ -28,7 +26,7 @@ def attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     query_lens: Sequence[int] | None = None, key_lens: Sequence[int] | None = None,
     first_positions: Sequence[int] | None = None, return_lse: bool = False,
-    backend: str | None = None,
+    backend: str | None = None, batch_invariant: bool | str = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to keys and values that are passed whole. Forward only: gradients are refused.
 
@@ -56,6 +54,8 @@ def attention(
         first_positions: the position in its text of each sequence's first key; default: 0.
         return_lse: return the LSE too.
         backend: a name; that backend is used or refused.
+        batch_invariant: what must not change a bit of a sequence's result, as in `LayerSpec`: True or
+            `"batch"`, `"steps"`, `"calls"`. Not beside `mask`.
 
     Returns:
         The output in the query's shape with the value's size, 0 for a query that sees nothing. With
@@ -66,7 +66,7 @@ def attention(
         BatchError: shapes, dtypes or lengths don't fit one another.
         SpecError, SelectionError, SettingsError: as `select`.
 
-    Example:
+    Examples:
         >>> query, key = torch.zeros(1, 3, 4, 64), torch.zeros(1, 5, 2, 64)
         >>> attention(query, key, key, causal=True).shape
         torch.Size([1, 3, 4, 64])
@@ -74,7 +74,7 @@ def attention(
     """
     asked = CallOptions(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
-        sink_tokens,
+        sink_tokens, batch_invariant,
     )  # fmt: skip
     try:
         firsts = None if first_positions is None else tuple(first_positions)
@@ -109,6 +109,11 @@ def _check_alone(asked: CallOptions, *beside: Sequence[int] | None) -> None:
         raise BatchError(
             "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
             "left out beside it"
+        )
+    if asked.batch_invariant:
+        raise BatchError(
+            f"batch_invariant={shown(asked.batch_invariant)} beside a mask: rows are attended to by what "
+            "the masks of a call have in common; leave one of them out"
         )
 
 
@@ -150,7 +155,7 @@ def _refuse(
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
     for name, given_ in zip(("query", "key", "value"), needed, strict=True):
         check_is_tensor(name, given_)
-        _check_is_real(name, given_)
+        check_is_real(name, given_)
     for name, given_ in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
         if given_ is not None:
             check_is_tensor(name, given_)
@@ -166,18 +171,4 @@ def _refuse(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
             "0 and the dtype's least value, and show each query one interval of keys. Other masks are a "
             "layer's: CustomMask, BlockSparseMask, or an AttentionVariant's mask_mod and score_mod"
-        )
-
-
-def _check_is_real(name: str, tensor: Tensor) -> None:
-    """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
-    if tensor.is_meta:
-        raise BatchError(
-            f"{name} is on the meta device and holds no numbers; move it to a real device"
-        )
-    if torch._C._get_tracing_state() is not None:
-        raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise BatchError(
-            f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"
         )

@@ -1,4 +1,4 @@
-"""Packed sequences whose keys are given whole: one look-up for a way of calling, as in `dense`."""
+"""Packed sequences with all their keys: one look-up for a way of calling, as in `dense`."""
 
 from __future__ import annotations
 

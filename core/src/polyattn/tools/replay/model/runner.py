@@ -22,7 +22,7 @@ def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> No
     change them there, and cached keys would have to be turned anew. Raises `SettingsError`.
     """
     ropes = {spec.rope for spec in specs if spec.rope is not None}
-    limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.scaling in BY_LENGTH]
+    limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.by_length]
     if not limits:
         return
     limit, scaling = min((length or 0, scaling) for length, scaling in limits)
@@ -33,10 +33,6 @@ def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> No
             f"beyond {limit} tokens, and cached keys would have to be rotated again; keep requests "
             "within them (--scale, --max-tokens)"
         )
-
-
-BY_LENGTH = ("dynamic", "longrope")
-"""Scalings whose frequencies depend on a sequence's length."""
 
 
 class ModelRunner:
