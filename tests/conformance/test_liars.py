@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from liars.declare import Plugin, classes, info
+from liars.unseen import WHOLE_KIT
 from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
@@ -30,7 +31,7 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
     """Return the id of the first case that finds something, None where none does."""
     name = info(kind).name
     for case in derive(discover().backends[name], DEVICE):
-        if {case.check, case.id} & {*checks} or not checks:
+        if {case.check, case.id, WHOLE_KIT} & {*checks} or not checks:
             try:
                 run_case(case, name, DEVICE, SEED, budget)
             except Exception as error:  # a backend that dies is caught as well
@@ -41,10 +42,16 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
     return None
 
 
+def marks(index: int, kind: type[Any]) -> list[pytest.MarkDecorator]:
+    if WHOLE_KIT in kind.by:
+        return [pytest.mark.sweep]
+    return [pytest.mark.slow] if index % QUICK else []
+
+
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, id=kind.__name__, marks=[pytest.mark.slow] if index % QUICK else [])
+        pytest.param(kind, id=kind.__name__, marks=marks(index, kind))
         for index, kind in enumerate(LIARS)
     ],
 )
@@ -65,5 +72,5 @@ def test_there_are_enough_liars() -> None:
     assert families == {
         "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations",
         "functions", "prefixes", "captures", "sizes", "lasting",
-        "variances",
+        "variances", "unseen",
     }  # fmt: skip

@@ -21,6 +21,7 @@ from liars import (
     shapes,
     sizes,
     steps,
+    unseen,
     variances,
 )  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
@@ -116,13 +117,13 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes, captures, sizes, lasting, variances,
+    prefixes, captures, sizes, lasting, variances, unseen,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
     functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
-    lasting.Meddler, variances.Same,
+    lasting.Meddler, variances.Same, *unseen.BASES,
 }  # fmt: skip
 
 
@@ -144,7 +145,8 @@ def name_of(kind: type[Any]) -> str:
 
 
 def info(kind: type[Any]) -> BackendInfo:
-    claims = next(claims for base, claims in CLAIMS if issubclass(kind, base))
+    found = (claims for base, claims in CLAIMS if issubclass(kind, base))
+    claims = getattr(kind, "claimed", None) or next(found)
     return BackendInfo(
         name=name_of(kind),
         summary="a liar, or what it would be if it were honest",

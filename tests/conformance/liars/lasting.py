@@ -304,7 +304,7 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "DefaultsToFloat64": (
         lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
     "OneThread": (
-        lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1), lambda: torch.set_num_threads(2)),
+        lambda: torch.set_num_threads(3), lambda: torch.set_num_threads(1)),
     "NoGradients": (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
     "FindsAnomalies": (
         lambda: torch.autograd.set_detect_anomaly(True),

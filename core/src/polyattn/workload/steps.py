@@ -69,7 +69,7 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "long context": [(1, 4099), (2, 8200), (1, 33_000), (130, 4500)],
         "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
         "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
-        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3)],
+        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (1, 4500)],
         "powers of two": [
             *((1, 1 << n) for n in range(5, 13)),
             *((1 << n, 1 << n) for n in range(5, 9)),
@@ -81,12 +81,14 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
 
 def reaching(spec: LayerSpec, block: int) -> list[tuple[int, int]]:
     """Return a step beyond a layer's window, chunk and kept tokens, some of it in several tiles."""
-    rows = [(1, 1), (1, 300), (37, 50), (70, 70)]
+    rows = [(1, 1), (1, 300), (37, 50), (133, 133)]
     seen = (spec.sliding_window or 0) + spec.sink_tokens
     far = max(seen, spec.chunk_size or 0)
     if far:
         rows += [
             (1, far + block + 3),
+            (1, far),
+            (1, far + 1),
             (5, far + 9),
             (min(far + 9, 300 if far < 300 else 65), far + 9),
         ]
@@ -98,8 +100,8 @@ RECURRENT = {
         (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (4, 0), (129, 140), (3, 80), (1, 2),
     ],
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
-    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
-    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
+    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4), (7, 70_002)],
+    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096), (1, 40_009), (1, (1 << 24) + 3)],
     "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
     "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
     "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],

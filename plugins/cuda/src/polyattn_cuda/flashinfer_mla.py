@@ -135,7 +135,8 @@ class FlashInferSparseMLA(SparseBackend):
 
         spec, cache, slots = self.spec, frame.cache, frame.choice
         assert spec.latent is not None and cache is not None and slots is not None
-        topk = slots.shape[1]
+        # The kernel takes a number of rows, and the first so many: -1 may stand anywhere.
+        slots, topk = slots.sort(1, descending=True).values, slots.shape[1]
         rank, rope = spec.latent.rank, spec.latent.rope_head_size
         buffer = self.workspaces.counters(frame.query.device, WORKSPACE_BYTES)
         trtllm_batch_decode_with_kv_cache_mla(

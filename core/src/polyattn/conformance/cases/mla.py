@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from polyattn.conformance.case import Case, caches, captures
 from polyattn.conformance.cases import invariance
@@ -54,6 +55,20 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         )
         cases += refusals(caps, base, device, "decode")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
+
+
+def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
+    """Yield other layers of which long decodes are looked at, in the case of a long step."""
+    latent = base.latent
+    assert latent is not None
+    for heads in caps.gqa_ratios.examples((40, 64)):
+        yield base.replace(num_heads=heads, num_kv_heads=heads)
+    for topk in caps.topks.examples(TOPKS) if latent.topk else ():
+        yield base.replace(latent=replace(latent, topk=topk))
+    for fields in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}):
+        spec = base.replace(**fields)
+        if not check(caps, spec, device, "decode"):
+            yield spec
 
 
 def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:

@@ -98,16 +98,19 @@ COMBINED: dict[str, dict[str, Any]] = {
 """Features together: each is right by itself, and every pair."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "head_size": (*range(8, 137, 8), 20, 100, 144, 160, 176, 192, 208, 224, 256, 320, 384, 512),
-    "num_kv_heads": (*range(1, 17), 20, 24, 32),
-    "group": (*range(1, 17), 20, 24, 32, 40, 64),
+    "head_size": (
+        *range(8, 137, 8), 20, 100, 144, 160, 176, 192, 208, 224, 256, 320, 384, 512,
+        *9 * (64, 80, 96, 112, 120, 128, 192, 256),
+    ),
+    "num_kv_heads": (*range(1, 17), 20, 24, 32, 40, *6 * (1, 2, 4, 5, 8, 10)),
+    "group": (*range(1, 17), 20, 24, 32, 40, 48, 64, 71, *6 * (1, 2, 4, 5, 6, 7, 8, 12, 16)),
     "scale": (0.0, 0.0, 0.0625, 0.0442, 0.015625, 0.25, 0.5, 1.0),
     "causal": (True, True, False),
     "sliding_window": (
         None, None, None, 1, 2, 3, 8, 16, 31, 32, 33, 64, 100, 127, 128, 129, 255, 256, 257, 511, 512,
-        1000, 1024, 2048, 4095, 8192,
+        1000, 1024, 2047, 2048, 4095, 4096, 8192, 32768,
     ),
-    "sink_tokens": (0, 0, 1, 2, 4, 5, 16, 17, 32, 100, 128, 256),
+    "sink_tokens": (0, 0, 1, 2, 4, 4, 5, 16, 17, 32, 64, 100, 128, 256),
     "chunk_size": (None, None, None, 1, 7, 16, 48, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192),
     "logit_soft_cap": (None, None, 1.5, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
     "alibi": (False, True),
@@ -116,16 +119,21 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "v_head_size": (0, 0, 16, 40, 64, 128, 256),
     "dtype": ("bfloat16", "float16", "float32"),
     "kv_cache_dtype": ("auto", "auto", "fp8_e4m3", "int8"),
-    "block_size": (*(1 << n for n in range(11)), 24, 40, 48, 80, 96, 112, 144, 160, 272, 528, 544, 784),
+    "block_size": (
+        *(1 << n for n in range(11)), 24, 40, 48, 80, 96, 112, 144, 160, 272, 528, 544, 784,
+        *9 * (1, 16, 32, 64, 128, 256),
+    ),
     "layout": ("NHD", "HND", "contiguous"),
     "lie": ("plain", "packed", "by heads"),
     "mode": ("gradients", "none", "inference"),
-    "query": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256),
+    "query": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384,
+              512, 513, 1024, 1025),
     "length": (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511,
-               512, 513, 640, 1000, 1023, 1024, 1025, 2048),
-    "rows": (1, 2, 3, 4, 5, 8, 9, 16, 17),
+               512, 513, 640, 1000, 1023, 1024, 1025, 2048, 4096, 4099, 8200, 16_500),
+    "rows": (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 129, 257),
 }  # fmt: skip
-"""Values of which every pair is met in some layer and step, as far as they are claimed.
+"""Values of which every pair is met in some layer and step, as far as they are claimed; what most models
+have is there several times.
 
 `group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `query`, `length`
 and `rows`: of the step.
@@ -136,6 +144,22 @@ LENGTHS = (
 )  # fmt: skip
 """Steps that are looked at of the plainest layer."""
 
+FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
+    "after context": ((CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK), "after context"),
+    "all full": (tuple({"block_size": size} for size in (64, 128, 256, 512)), "all full"),
+    "long context": (
+        (
+            {"sliding_window": 32768}, {"sliding_window": 2**31 - 1}, {"chunk_size": 1 << 20},
+            {"sliding_window": 40, "sink_tokens": 1 << 20},
+        ),
+        "decode",
+    ),
+}  # fmt: skip
+"""Of a step of the plainest layer: which other layers are looked at in its case, and in which step.
+
+Each feature by itself over a long context, larger blocks, and what is longer than every text.
+"""
+
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
     """Yield the cases of a decoder's layers; `base`: the plainest layer."""
@@ -145,7 +169,10 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     prefills = "prefill" in caps.phases
     for batch in LENGTHS if prefills else ():
         if base.cached or batch != "all full":
-            yield Case("published", f"{where} {batch}", base, batch)
+            few = (
+                {"num_heads": base.gqa_ratio, "num_kv_heads": 1} if batch == "long prompts" else {}
+            )
+            yield Case("published", f"{where} {batch}", base.replace(**few), batch)
     reaching = "reaching" if prefills else "reaching decodes"
     for index, (label, fields) in enumerate(PUBLISHED.items()):
         spec = _changed(base, fields)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.cases.mla import further
 from polyattn.conformance.checks.attention import with_stale_tables
 from polyattn.conformance.checks.captured import refilled
 from polyattn.conformance.harness.base import Harness
+from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import batches, pairs
@@ -17,6 +19,10 @@ def latent(case: Case, harness: Harness) -> None:
     """Expanded prefill, absorbed decode and merged context agree with the plain definition."""
     layer = harness.layer(case.spec)
     harness.step(layer, case.batch).check()
+    if case.batch == "long":
+        caps = discover().backend(harness.backend).capabilities
+        for spec in further(caps, case.spec, harness.device):
+            harness.step(harness.layer(spec), [(1, 2100), (1, 4099)]).check("another layer: ")
 
 
 def latent_absorbed(case: Case, harness: Harness) -> None:

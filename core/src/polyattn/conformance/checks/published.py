@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case, served_phases
-from polyattn.conformance.cases.published import VALUES
+from polyattn.conformance.cases.published import FURTHER, VALUES
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -20,14 +21,16 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 8, 400, 12, 3 << 19
+LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 10, 1000, 24, 1 << 21
 """Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
-with most new pairs; keys times query heads times the head size of a step, which the reference computes in
-some hundredths of a second."""
+with most new pairs; keys times query heads times the head size of a step, half of its scores, and half of
+its cache, which the reference computes in some hundredths of a second."""
 MODES = {
     "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
-OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows"})
+OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows", "others"})
+DECODES = 4
+"""So many more decodes, and as many prompts, has a step that has so many rows, and that fit."""
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
     "sliding_window": (None, 2, 40),
@@ -45,8 +48,37 @@ GRID_LENGTHS = {
 
 
 def published(case: Case, harness: Harness) -> None:
-    """A layer as a published model has it, beyond its window, its chunk and its kept tokens."""
+    """A layer as a published model has it, beyond its window, its chunk and its kept tokens.
+
+    The same with the LSE where it had none, or without it, in a few rows.
+    """
     harness.step(harness.layer(case.spec), case.batch).check()
+    for further, batch in _further(case, harness):
+        harness.step(harness.layer(further), batch).check("another layer: ")
+    other = case.spec.replace(needs_lse=not case.spec.needs_lse)
+    if case.spec.cached and case.batch.startswith("reaching") and _served(harness, other):
+        prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+        harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
+            "few rows: "
+        )
+
+
+def _further(
+    case: Case, harness: Harness
+) -> Iterator[tuple[LayerSpec, str | list[tuple[int, int]]]]:
+    """Yield the other layers of a case of the plainest layer's, as far as they are served."""
+    several, name = FURTHER.get(case.batch, ((), ""))
+    for fields in several:
+        spec = _layer_of(case.spec, fields)
+        if spec is None or not _served(harness, spec):
+            continue
+        batch: str | list[tuple[int, int]] = name
+        if not spec.cached and name == "decode":
+            batch = [(1, 9), (3, 70)]
+        if name == "all full" and spec.block_size:
+            size = spec.block_size
+            batch = [(1, 2 * size), (1, 4352 + 2 * size), (3, 2 * size), (1, size - 1)]
+        yield spec, batch
 
 
 def combined(case: Case, harness: Harness) -> None:
@@ -87,24 +119,36 @@ def pairs(case: Case, harness: Harness) -> None:
     for _ in range(MOST_LAYERS):
         if looked_at >= LEAST_PAIRS and time.monotonic() > end:
             return
-        some = [
-            {n: harness.dice.choice(each) for n, each in values.items()} for _ in range(CANDIDATES)
-        ]
-        known = [
-            (chosen, spec) for chosen in some if (spec := _drawn(case.spec, chosen)) is not None
-        ]
-        known = [pair for pair in known if _served(harness, pair[1])]
-        if not known:
+        some = [_any(harness, values) for _ in range(CANDIDATES)]
+        some.sort(key=lambda chosen: len(_pairs_of(chosen) - met), reverse=True)
+        known = ((chosen, _drawn(case.spec, chosen)) for chosen in some)
+        found = ((c, spec) for c, spec in known if spec is not None and _served(harness, spec))
+        chosen, spec = next(found, (None, None))
+        if chosen is None or spec is None:
             continue
-        chosen, spec = max(known, key=lambda pair: len({*combinations(pair[0].items(), 2)} - met))
         try:
             with MODES[chosen["mode"]]():
                 _pair(harness, spec, chosen)
         except SelectionError:  # claimed apart, excluded together
             continue
         looked_at += 1
-        met |= {*combinations(chosen.items(), 2)}
+        met |= _pairs_of(chosen)
     assert looked_at, "no layer of the values is served"
+
+
+def _any(harness: Harness, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a value of each, by names in order, and of queries and lengths several more."""
+    chosen = {name: harness.dice.choice(values[name]) for name in sorted(values)}
+    queries, lengths = values["query"], values["length"]
+    chosen["others"] = tuple(
+        (1 if row < DECODES else harness.dice.choice(queries), harness.dice.choice(lengths))
+        for row in range(2 * DECODES)
+    )
+    return chosen
+
+
+def _pairs_of(chosen: dict[str, Any]) -> set[tuple[Any, Any]]:
+    return {*combinations([(n, value) for n, value in chosen.items() if n != "others"], 2)}
 
 
 def _pair(harness: Harness, spec: LayerSpec, chosen: dict[str, Any]) -> None:
@@ -160,17 +204,29 @@ def _drawn(base: LayerSpec, chosen: dict[str, Any]) -> LayerSpec | None:
         spec.v_head_size != spec.head_size or chosen.get("layout") == "contiguous"
     ):
         return None
-    keys = sum(length for _, length in _rows(chosen, spec))
-    return spec if keys * heads * spec.head_size <= MOST_NUMBERS else None
+    rows, block, size = _rows(chosen, spec), spec.block_size or 1, spec.head_size
+    keys = sum(length for _, length in rows)
+    held = sum(-(-length // block) * block for _, length in rows) * spec.num_kv_heads * size
+    scores = sum(query * length for query, length in rows) * heads
+    return spec if max(keys * heads * size, held // 2, scores // 2) <= MOST_NUMBERS else None
 
 
 def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
     """Return a step of a size, a query and a length, which reaches beyond what the layer sees."""
     far = max((spec.sliding_window or 0) + spec.sink_tokens, spec.chunk_size or 0)
     query, length = chosen["query"], chosen["length"]
-    rows = [(min(query, length), length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
+    rows = [(min(query, length), length), (1, length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
+    if length == far:  # what ends just there is looked at, too
+        rows[2] = (1, far)
     rows += [(1, 1 + 5 * row % 23) for row in range(chosen["rows"])]
     rows = rows[: chosen["rows"]]
+    if len(rows) > DECODES:
+        left = MOST_NUMBERS // (spec.num_heads * spec.head_size) - sum(length for _, length in rows)
+        for query, length in chosen["others"]:
+            query = min(query, length)
+            if length <= left // 2 and query * length * spec.num_heads <= MOST_NUMBERS // 4:
+                rows.append((query, length))
+                left -= length
     first = length % len(rows)
     return rows[first:] + rows[:first]
 
@@ -197,3 +253,7 @@ def twins(case: Case, harness: Harness) -> None:
     for tensor in step.tensors().values():
         tensor[2] = tensor[0]
     step.check("two rows alike in all: ")
+    step = harness.step(layer, [(1, 2 * block + 5), (1, 9), (1, 2 * block + 5)])
+    for tensor in step.tensors().values():
+        tensor[1:] = tensor[0]
+    step.check("rows alike in all but their context: ")

@@ -19,7 +19,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import rows_of
 from polyattn.workload.pages import bits, copied, poison, put, unchanged
 
-COUNTS = {"some": 37, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
+COUNTS = {"some": 97, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
 
 
 @dataclass

@@ -161,12 +161,12 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
 
 
 def chosen_positions(lens: list[int], queries: list[int], topk: int, dice: Dice) -> Tensor:
-    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 past them."""
+    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 between them."""
     rows = []
     for length, count in zip(lens, queries, strict=True):
         for at in range(length - count, length):
             row = torch.full((topk,), -1, dtype=torch.int32)
-            seen = dice.order(max(at + 1, 0))[:topk]
-            row[: len(seen)] = seen.int()
+            seen = dice.order(max(at + 1, 0))[: topk - 1 if at % 3 == 2 else topk]
+            row[dice.order(topk)[: len(seen)]] = seen.int()
             rows.append(row)
     return torch.stack(rows) if rows else torch.empty(0, topk, dtype=torch.int32)
