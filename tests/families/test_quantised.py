@@ -238,7 +238,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         ("number", "k_scale", torch.tensor(1.0), "the spec has scales='number'"),
         ("tensor", "k_scale", torch.ones(2), r"k_scale has shape (2,); with scales='tensor'"),
         ("head", "k_scale", torch.ones(3), r"must be (2,), one a KV head"),
-        ("head", "out_scale", torch.ones(1), "nothing of this layer is scaled by it"),
+        ("head", "out_scale", torch.ones(1), "scales nothing of this layer"),
         ("tensor", "q_scale", torch.tensor(1), "must be a floating-point tensor"),
     ):
         with pytest.raises(SpecError) as caught:

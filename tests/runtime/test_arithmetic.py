@@ -198,7 +198,7 @@ def latents(topk: int | None) -> Any:
 
 KINDS = (
     "NATIVE_ATTN", "NATIVE_MLA", "TRITON_ATTN", "TRITON_ATTN, captured",
-    "TRITON_ATTN, shared prefixes", "TRITON_MLA",
+    "TRITON_ATTN, shared prefixes", "TRITON_MLA", "PALLAS_ATTN", "HPU_ATTN",
 )  # fmt: skip
 
 
@@ -208,6 +208,8 @@ def test_plans_at_lengths_where_sources_turn(kind: str, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(BENCHMARKS)
     if kind.startswith("NATIVE") and library.why_not() is not None:
         pytest.skip("no native kernels")
+    if kind == "PALLAS_ATTN":
+        pytest.importorskip("jax")
     random_plans = importlib.import_module("random_plans")
     assert tuple(random_plans.KINDS) == KINDS
     for seed in range(3):

@@ -54,7 +54,7 @@ def check_is_tensor(
 
 def check_is_real(name: str, tensor: Tensor) -> None:
     """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
-    if tensor.is_meta:
+    if tensor.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
         raise BatchError(
             f"{name} is on the meta device and holds no numbers; move it to a real device"
         )

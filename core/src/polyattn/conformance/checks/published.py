@@ -72,6 +72,13 @@ def _further(
         spec = _layer_of(case.spec, fields)
         if spec is None or not _served(harness, spec):
             continue
+        caps = discover().backend(harness.backend).capabilities
+        if (
+            spec.block_size
+            and spec.block_size not in caps.block_sizes
+            and "NHD" not in caps.layouts
+        ):
+            continue  # blocks of another layout can't be cut into smaller ones
         batch: str | list[tuple[int, int]] = name
         if not spec.cached and name == "decode":
             batch = [(1, 9), (3, 70)]
