@@ -15,6 +15,7 @@ from polyattn.kernel import Batch, Items, Keys, LayerSpec, Reads, no_merges
 
 from polyattn_hpu.buckets import SLICE
 from polyattn_hpu.metadata import Metadata
+from polyattn_hpu.unified import positions
 
 Ints = NDArray[np.int64]
 SEEN_AT_A_TIME = 1 << 24
@@ -88,7 +89,7 @@ def _shared(meta: Metadata, seq: Ints, table: Any, faults: list[str]) -> Iterato
     each = max(1, SEEN_AT_A_TIME // (size * meta.bucket.query))
     for first in range(0, len(blocks), each):
         some = slice(first, first + each)
-        position = (meta.shared_starts[some, None] + _offsets(meta)).flatten()
+        position = positions(meta.shared_starts[some], size).flatten()
         mask = meta.tokens.sees_cached(position).cpu().numpy()
         using = member[:, some][meta.tokens.sequence.cpu().numpy()]
         seen = mask.reshape(len(mask), -1, size) & using[:, :, None]
@@ -124,11 +125,6 @@ def _unique(meta: Metadata, seq: Ints, table: Any, faults: list[str]) -> Iterato
             )
     there = row < len(seq)
     yield np.stack([row, low + begin, low + end])[:, there]
-
-
-def _offsets(meta: Metadata) -> Any:
-    starts = meta.shared_starts
-    return starts.new_tensor(range(meta.block_size))
 
 
 def _hold(table: Any, seq: int, start: int, block: int, size: int, faults: list[str]) -> None:
