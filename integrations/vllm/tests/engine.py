@@ -39,7 +39,7 @@ class Engine:
         selector._cached_get_attn_backend.cache_clear()
         self.llm = LLM(
             str(path), **{
-                "dtype": "float32", "enforce_eager": True,
+                "dtype": "float32", "enforce_eager": True, "disable_log_stats": False,
                 "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options,
             },
         )  # fmt: skip
@@ -61,6 +61,11 @@ class Engine:
         options = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate(prompts(), options, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def drafted(self) -> int:
+        """Tokens that were drafted since the engine was made."""
+        counted = {metric.name: metric for metric in self.llm.get_metrics()}
+        return int(counted["vllm:spec_decode_num_draft_tokens"].value)
 
     def embeddings(self) -> torch.Tensor:
         """One row for each prompt."""
