@@ -56,7 +56,13 @@ class SparseSpec:
             )
 
     def choices(self, num_heads: int, num_kv_heads: int) -> int:
-        """Return how many choices a token has: the second size of the tensor."""
+        """Return how many choices a token has: the second size of the tensor.
+
+        Args:
+            num_heads: the layer's.
+            num_kv_heads: the layer's.
+
+        """
         return {"all": 1, "kv_head": num_kv_heads, "head": num_heads}[self.scope]
 
     def __str__(self) -> str:
