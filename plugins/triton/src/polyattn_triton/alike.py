@@ -60,7 +60,7 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
         count, lens = tiles[some, None], keys[some, None]
         pieces, rest = np.divmod(lens, SIZES)
         rounds = -(-count * pieces // slots)
-        idle = rounds * slots - count * pieces  # in the last round, where the shorter pieces fit in turn
+        idle = rounds * slots - count * pieces  # of the last round: there shorter ones fit in turn
         turns = -(-count // np.maximum(idle, 1)) * (rest + START) - (SIZES + START)
         last = np.where(rest > 0, np.clip(turns, 0, rest + START), 0)
         parts = count * (pieces + (rest > 0))
