@@ -49,10 +49,10 @@ of the decode kernel."""
 
 
 def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
-    """Return how many keys a piece of each prefill has, so that it ends first alone on a chip; or `WHOLE`.
+    """Return how many keys a piece of each prefill has, so that it ends first alone on a chip.
 
-    `tiles`: of all KV heads, (requests,); where they fill the chip's `slots`, or wouldn't end sooner, they
-    stay whole. `keys`: of a tile, the most.
+    `WHOLE`: of those whose tiles fill the chip's `slots`, or wouldn't end sooner in pieces. `tiles`: of
+    all KV heads, (requests,). `keys`: of a tile, the most.
     """
     found: Ints = np.full(len(tiles), WHOLE)
     some = np.flatnonzero((tiles < slots) & (keys > PIECE))
@@ -66,7 +66,7 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
         parts = count * (pieces + (rest > 0))
         costs = rounds * (SIZES + START) + last + MERGE + PART * parts
         coarse = (4 * count <= slots) & (SIZES & (SIZES - 1) > 0)
-        costs = np.where(coarse | (SIZES >= lens), np.inf, costs)
+        costs = np.where(coarse | (lens <= SIZES), np.inf, costs)
         best = costs.argmin(1)
         sooner = costs.min(1) < lens[:, 0] + START
         found[some[sooner]] = SIZES[best[sooner]]
