@@ -70,7 +70,7 @@ def _gathered(
 ):  # fmt: skip
     """Merge any number of parts, `APART` rows from one another; one load asks for all merged at once.
 
-    Where parts are loaded one by one, ptxas leaves few in flight. A launch of merges alone has the registers.
+    Where parts are loaded one by one, ptxas leaves few in flight. A launch of merges alone has room.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
