@@ -49,7 +49,7 @@ class Registry:
 
     @property
     def torch_importers(self) -> dict[str, str]:
-        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
+        """The name of the one that imported torch; those after it find torch loaded."""
         return {
             p.name: f"{p.origin}: {p.note}"
             for p in self.plugins

@@ -93,7 +93,7 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         ranking = _by_one(ranking)
     if spec.batch_invariant >= Invariance.CALLS and not spec.cached and ranking["prefill"]:
         ranking["prefill"] = _by_the_cached(spec, device, ranking["prefill"], facts, settings)
-    trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
+    trace = (*steps, Step("Which backends can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
         raise SelectionError(_nobody(spec, device, trace, facts))
     if spec.recurrent is not None or not spec.cached:  # any two backends share a state, or nothing
@@ -218,7 +218,7 @@ def _named(
     if override is None:
         return None
     if phase in SERVICES and phase not in override.scope:
-        return None  # a name for the attention says nothing of who stores and merges
+        return None  # a name for the attention says nothing of stores and merges
     kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"

@@ -1,6 +1,6 @@
 """Is every field of a config understood? One that somebody reads, and the reader doesn't, is refused.
 
-`config_classes.json` says who reads what: it is generated from the sources of transformers.
+`config_classes.json` says which code reads which field: it is generated from the sources of transformers.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class TorchSDPA(AttentionBackend):
     def _bias(
         self, query: Tensor, span: Span, first: int, call: Call
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
+        """Return the scores' bias, (1 or heads, queries, keys), and the queries that see nothing.
 
         None for nothing to add, and where every query sees something.
         """

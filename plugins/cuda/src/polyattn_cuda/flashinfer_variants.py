@@ -111,7 +111,7 @@ class StepMasks:
         return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
 
     def bits(self, batch: Batch, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Return what the step's queries see, bool (pairs,), and who sees nothing (tokens,).
+        """Return what the step's queries see, bool (pairs,), and which tokens see nothing (tokens,).
 
         Raises `BatchError`.
         """

@@ -84,7 +84,7 @@ class Merge(NamedTuple):
         return self.tiles < self.programs
 
     def of_each_variant(self) -> Iterator[Merge]:
-        """Yield one for each compiled kernel, for those who compile them all."""
+        """Yield one for each compiled kernel, for callers that compile them all."""
         for parts in (FEW_PARTS, FEW_PARTS + 1):
             yield self._replace(parts=parts)
 

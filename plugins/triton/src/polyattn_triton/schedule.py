@@ -153,7 +153,7 @@ class Stretches(NamedTuple):
         work = np.empty(self.size(tiles), np.int32) if into is None else into
         work[:HEADER] = self.share, self.total, self.item, count
         columns = work[HEADER:begin].reshape(-1, programs)
-        # Who begins behind the end of the line finds the last tile.
+        # A program that begins past the end of the line gets the last tile.
         tile = line[:-1].searchsorted(_upto(programs) * self.share, "right")
         columns[2] = line[tile]
         tile -= 1

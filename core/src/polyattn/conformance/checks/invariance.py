@@ -65,7 +65,7 @@ def regrouped(case: Case, harness: Harness) -> None:
 
 
 def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
-    """Yield who is in a batch: each request alone, then some of them, in any order and repeated."""
+    """Yield the requests of a batch: each one alone, then some of them, in any order and repeated."""
     yield from ([request] for request in range(min(count, draws // 2)))
     for _ in range(draws - min(count, draws // 2)):
         yield dice.integers(0, count, dice.choice((2, 3, 5, 9, 2 * count)))

@@ -30,7 +30,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import row_widths
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, bundled_models, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, progress, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
@@ -69,6 +69,9 @@ def show(
             raise SettingsError(f"--{name}={value} must be positive, {LONGEST} at most")
     if plot:
         check_plot(plot)
+    for text in texts:
+        if text in bundled_models() or Path(text).exists():
+            raise SettingsError(f"batch {text!r} is a model's name; pass --model {text}")
     batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
     if lengths is not None:
         batches = {
@@ -218,7 +221,7 @@ class Bench:
     def _limit(self, cost: Cost) -> float:
         """The larger of the times that moving the bytes and doing the operations take.
 
-        The bytes move as fast as a copy of at most as many does: in a cache, or in memory.
+        The bytes move as fast as a copy or a read of at most as many: in a cache, or in memory.
         """
         levels: dict[int, float] = self.limits["copies_gb_per_s"]
         within = [size for size in levels if size <= cost.bytes] or [min(levels)]
@@ -276,21 +279,26 @@ def sharing(step: AttentionWorkload) -> dict[str, int]:
 
 
 def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
-    """Return this machine's copy bandwidths and its matmul rate in the spec's dtype, measured.
+    """Return this machine's bandwidths and its matmul rate in the spec's dtype, measured.
 
-    `copies_gb_per_s` is by the bytes that a copy reads and writes: each level of the memory has its own;
-    `copy_gb_per_s` is the largest copy's, the memory's own.
-    A larger copy is never the faster one: what slows small copies down is their launch.
+    `copies_gb_per_s`: by the bytes that a copy moves, for each level of the memory: the faster of a copy
+    and a sum, which only reads, on all threads or on one, which is faster where others use the processor.
+    `copy_gb_per_s`: the largest one's, the memory's. A larger copy is never the faster one: launches slow
+    the small ones down.
     """
     big = device.type != "cpu"
     source = torch.randn(1 << (29 if big else 25), device=device)
     target = torch.empty_like(source)
     rates: dict[int, float] = {}
-    part = source.numel()
+    part, threads = source.numel(), torch.get_num_threads()
     while 8 * part >= SMALLEST_COPY:
         to, of = target[:part], source[:part]
-        seconds = min(repeat(partial(to.copy_, of), device, 0.05))
-        rates[8 * part] = max(8 * part / seconds / 1e9, *rates.values(), 0.0)
+        for used in {threads} if big else {threads, 1}:
+            torch.set_num_threads(used)
+            copied = 8 * part / min(repeat(partial(to.copy_, of), device, 0.05))
+            read = 4 * part / min(repeat(of.sum, device, 0.05))
+            rates[8 * part] = max(copied / 1e9, read / 1e9, *rates.values(), 0.0)
+        torch.set_num_threads(threads)
         part //= 4
     size = 8192 if big else 1024
     left, right = (
@@ -334,8 +342,8 @@ def _print(
         for size, rate in sorted(limits["copies_gb_per_s"].items())
     )
     console.print(
-        f"limits measured now: {spec.dtype} matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy, in "
-        f"GB/s, of {copies}\n",
+        f"limits measured now: {spec.dtype} matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy or "
+        f"read, in GB/s, of {copies}\n",
         highlight=False,
     )
     made = table(

@@ -189,10 +189,10 @@ def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -
 def _timings(
     settings: Settings, devices: dict[str, Device], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Return each timing table and whom it is for; what is ignored of those for devices here.
+    """Return each timing table and its device; what is ignored of those for devices here.
 
-    A table of another device is no problem, and neither is one that is out of date: who runs is
-    chosen by priority then. A file that is no table is.
+    A table of another device is no problem, and neither is one that is out of date: priorities
+    choose then. A file that isn't a table is a problem.
     """
     found = timings(settings)
     problems += found.broken

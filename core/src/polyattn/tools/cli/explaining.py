@@ -121,7 +121,7 @@ def _plot(
     }
     if not panels:
         raise SettingsError(f"--plot={path}: {UNMEASURED}, so there are no times to plot")
-    plot_values(panels, path, f"predicted on {device}", "us")
+    plot_values(panels, path, f"predicted on {device}", "microseconds")
 
 
 _Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]

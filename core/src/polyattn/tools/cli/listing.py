@@ -1,4 +1,4 @@
-"""`polyattn list`: who is installed, and what is missing? Imports neither torch nor a vendor library."""
+"""`polyattn list`: what is installed, and what is missing? Imports neither torch nor a vendor library."""
 
 from __future__ import annotations
 

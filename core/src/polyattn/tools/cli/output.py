@@ -57,7 +57,9 @@ def table(*columns: str, title: str | None = None) -> Table:
     made = _Narrow(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.startswith(">")
-        made.add_column(column.removeprefix(">"), justify="right" if right else "left")
+        made.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
     return made
 
 

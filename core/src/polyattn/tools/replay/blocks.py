@@ -1,4 +1,4 @@
-"""Who uses which cache block? Counts users; what is kept for later goes when the room is needed."""
+"""Which requests use which cache block? Counts users, and evicts unused blocks when room is needed."""
 
 from __future__ import annotations
 

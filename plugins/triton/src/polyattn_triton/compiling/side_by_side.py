@@ -147,7 +147,7 @@ def _end_group(leader: int) -> None:
 
 
 def _deliver(connection: Connection, waiting: dict[int, Future[str | None]]) -> None:
-    """Hand answers to those who wait for them, until the process ends."""
+    """Hand answers to the callers that wait for them, until the process ends."""
     with suppress(EOFError, OSError):
         while True:
             number, problem = connection.recv()
