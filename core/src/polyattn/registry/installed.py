@@ -44,7 +44,7 @@ class Registry:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
+        """A line for each plugin that serves but is slow to load."""
         return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
 
     @property

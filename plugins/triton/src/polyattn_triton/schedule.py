@@ -124,7 +124,7 @@ class Stretches(NamedTuple):
 
     A tile's first `item` units are its queries', the others one key tile each; a tile may have more
     units than keys. Pieces of a tile are numbered by program (see `part_of`), in the order of its
-    keys: merged in that order, results are the same bits whoever ends first. `parts`: of a tile at
+    keys: merged in that order, results are the same bits in any order of ends. `parts`: of a tile at
     most, or one more.
     """
 
@@ -261,7 +261,7 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item
     rows = dealt.reshape(rounds, slots)
-    rows[1::2] = rows[1::2, ::-1]  # there and back: nobody gets the longest of each round
+    rows[1::2] = rows[1::2, ::-1]  # there and back: no program gets the longest of each round
     return order if int(rows.sum(0).max()) <= most else None
 
 

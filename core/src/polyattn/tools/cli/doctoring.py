@@ -96,13 +96,13 @@ def _torch(problems: list[str]) -> str:
 
 
 def _requirements() -> list[str]:
-    """Return what polyattn itself requires and doesn't find: pip lets others replace a package."""
+    """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
     return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
-    """Return the notes on plugins that import torch behind the first, which had imported it for all.
+    """Return the notes on plugins that import torch after the first one, which imported it for all.
 
     They are asked in a process of their own, without those that are known, until there is no more.
     """

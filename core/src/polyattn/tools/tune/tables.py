@@ -1,4 +1,4 @@
-"""What is written? One JSON table: models by layer class, with what they were measured with."""
+"""What does a tune write? One JSON table: models by layer class, with what they were measured with."""
 
 from __future__ import annotations
 

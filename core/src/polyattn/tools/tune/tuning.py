@@ -47,7 +47,7 @@ def left_out(named: Collection[str]) -> tuple[str, ...]:
 
 @dataclass
 class Tally:
-    """How a backend fared at one kind of step."""
+    """A backend's results at one kind of step."""
 
     failed: int = 0
     measured: int = 0
@@ -55,7 +55,7 @@ class Tally:
 
 
 class Tuning:
-    """Measures layers' candidates in turns, so that whoever stops early has some of everything."""
+    """Measures layers' candidates in turns, so that an early stop leaves some of everything."""
 
     def __init__(
         self,

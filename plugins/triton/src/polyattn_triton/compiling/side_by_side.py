@@ -105,7 +105,7 @@ class Compilers:
             self._answers.start()
 
     def compile(self, asked: Mapping[str, Any]) -> None:
-        """Compile what Triton was asked for; where that fails a warning says so, and it isn't."""
+        """Compile Triton's kernel in the worker; warn if that fails."""
         problem: str | None
         try:
             job = job_of(asked)
