@@ -60,7 +60,7 @@ def _of(rows: Ints, some: Rows) -> Ints:
 
 
 def _calls(op: Op, rows: Ints) -> Iterator[tuple[Ints, Call, Any]]:
-    """Yield each call of an op with its tokens of the step, and the slots that its keys come from, if any."""
+    """Yield each call of an op, with its tokens of the step and the slots that its keys come from."""
     rows = _of(rows, op.rows)
     if isinstance(op, Merged):
         for some, part in op.parts:
