@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.errors import PluginError, shown
 from polyattn.runtime.backend import AttentionBackend
@@ -11,9 +11,6 @@ from polyattn.runtime.portions import unevenly_called
 from polyattn.runtime.reads import problems
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
-
-if TYPE_CHECKING:
-    from polyattn.runtime.group import StepPlan
 
 SHARE = 0.2
 """Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
@@ -30,8 +27,8 @@ class PlanChecks:
         self.share, self.planned, self.spent = share, 0.0, 0.0
         self.plans = self.checked = 0
 
-    def __call__(self, step: StepPlan, captured: StepPlan | None, seconds: float) -> None:
-        """Check a step that took `seconds` to plan. Raises `PluginError`.
+    def __call__(self, step: Any, captured: Any, seconds: float) -> None:
+        """Check a `StepPlan` that took `seconds` to plan. Raises `PluginError`.
 
         `captured`: the captured step in whose buffers it lies; None where it isn't replayed.
         """
@@ -48,8 +45,8 @@ class PlanChecks:
         self.spent += time.perf_counter() - began
 
 
-def check_calls(step: StepPlan) -> None:
-    """Check that a step's calls together attend to each key once. Raises `PluginError`."""
+def check_calls(step: Any) -> None:
+    """Check that the calls of a `StepPlan` together attend to each key once. Raises `PluginError`."""
     spec, form = step.group.spec, step.group.cache_format
     if (
         spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE
