@@ -6,7 +6,6 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import polyattn_transformers
 import pytest
@@ -86,20 +85,12 @@ def tokens_of(
     return [found[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    ("count", "batchings"), [(6, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
-)
-def test_logits_have_the_same_bits_in_any_batching(
-    count: int, batchings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts alone, then in random orders and chunks of random sizes; other operators by the row."""
+def _by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every projection multiply a row by itself; skips where no backend gives the level."""
 
     def by_row(self: nn.Linear, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         return torch.stack([self.weight @ row for row in flat]).view(*rows.shape[:-1], -1)
-
-    def seen(module: nn.Module, args: Any, out: Tensor) -> None:
-        logits.update(row.numpy().tobytes() for row in out.reshape(-1, out.shape[-1]))
 
     try:
         select(LayerSpec(num_heads=4, head_size=16, batch_invariant="calls"), "cpu")
@@ -108,8 +99,24 @@ def test_logits_have_the_same_bits_in_any_batching(
     torch.set_num_threads(1)
     polyattn_transformers.reset()
     monkeypatch.setattr(nn.Linear, "forward", by_row)
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.detach().float().numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("count", "batchings"), [(6, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
+)
+def test_logits_have_the_same_bits_in_any_batching(
+    count: int, batchings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts alone, then in random orders and chunks of random sizes; other operators by the row."""
+    _by_row(monkeypatch)
     model, logits = decoder("llama"), set[bytes]()
-    model.lm_head.register_forward_hook(seen)
+    model.lm_head.register_forward_hook(
+        lambda module, args, out: logits.update(_bytes(row) for row in out.flatten(0, -2))
+    )
     torch.manual_seed(3)
     lengths = [3, 37, 61, 20, 1, 16, *torch.randint(1, 40, (count - 6,)).tolist()]
     prompts = [torch.randint(3, 96, (n,)).tolist() for n in lengths]
@@ -121,6 +128,31 @@ def test_logits_have_the_same_bits_in_any_batching(
         found = tokens_of(model, prompts, [torch.randperm(count).tolist()], size)
         assert found == alone and expected <= logits, f"in steps of {size} tokens"
     assert not polyattn_transformers.report().fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trainer_s_logits_have_the_engine_s_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sampled tokens: by a forward of whole texts without a cache, and by continuous batching."""
+    _by_row(monkeypatch)
+    model, logits = decoder("llama").to(dtype), set[bytes]()
+    hook = model.lm_head.register_forward_hook(
+        lambda module, args, out: logits.update(_bytes(row) for row in out.flatten(0, -2))
+    )
+    torch.manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,)).tolist() for n in (70, 16, 1)]
+    sampled = tokens_of(model, prompts, [[2, 0, 1]], 33)
+    hook.remove()
+    with torch.no_grad():
+        for prompt, tokens in zip(prompts, sampled, strict=True):
+            rows = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            assert rows.argmax(-1).tolist() == tokens
+            assert {_bytes(row) for row in rows} <= logits
+        with pytest.raises(PolyattnError, match="a mask, or keys of earlier steps; pass whole seq"):
+            model.generate(torch.tensor([prompts[1]]), max_new_tokens=2)
+    model(torch.tensor([prompts[1]])).logits.sum().backward()
+    assert "gradients" in str(polyattn_transformers.report())
 
 
 def test_a_window_s_keys_that_move_are_refused_beyond_a_batch() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.host import sdpa
+from polyattn.host import CallOptions, attend_dense, sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
@@ -60,6 +60,21 @@ def attention(
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
+    level = getattr(module, "_polyattn_invariance", False)
+    if level and why not in TRAINING:
+        if why is None and (attention_mask is not None or query.shape[2] != key.shape[2]):
+            why = "a mask, or keys of earlier steps"
+        if why is not None or torch.compiler.is_compiling():
+            raise PolyattnError(
+                f"batch_invariant={level!r}: {type(module).__name__} was called with "
+                f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
+                "continuous_batching_manager"
+            )
+        asked = CallOptions(is_causal, scaling, logit_soft_cap=softcap, batch_invariant=level)
+        out, _ = attend_dense(
+            query, key, value, asked, heads_first=True, sinks=sinks, count=LEDGER.count
+        )
+        return out, None
     if why is None and torch.compiler.is_compiling():
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
