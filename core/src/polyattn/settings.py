@@ -194,7 +194,7 @@ class Settings:
         return replace(self, notes=(*self.notes, *notes))
 
     def without_timings(self) -> Settings:
-        """Return the settings with every timing table ignored: who runs is chosen by priority."""
+        """Return the settings with every timing table ignored: priorities choose the backends."""
         return replace(self, timings=NO_TIMINGS)
 
     def with_backend(self, text: str | None, source: str) -> Settings:

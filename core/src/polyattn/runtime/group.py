@@ -141,7 +141,7 @@ class StepPlan:
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
 
     def explain(self) -> str:
-        """Return who runs which of the step's sequences, a line each.
+        """Return which backend runs which of the step's sequences, a line each.
 
         Of decodes it says which shared prefixes are read once, or why none is.
         """

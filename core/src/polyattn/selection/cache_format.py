@@ -147,7 +147,7 @@ def share_cache(
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
-    if layout is None:  # a contiguous cache is the engine's wish, nobody's choice
+    if layout is None:  # only the engine chooses a contiguous cache
         common = [name for name in common if name != "contiguous"]
     else:
         if layout not in common:

@@ -93,12 +93,12 @@ class Decision:
 
     @property
     def prefill(self) -> str:
-        """Who attends for sequences of several query tokens."""
+        """The backend for sequences of several query tokens."""
         return dict(self.chosen)["prefill"]
 
     @property
     def decode(self) -> str | None:
-        """Who attends for sequences of one query token; None for layers without a cache."""
+        """The backend for sequences of one query token; None for layers without a cache."""
         return self.backend("decode")
 
     def verdicts(self) -> Iterator[Verdict]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polyattn.errors import SpecError, choice, flag, integer, number
 
 SCOPES = ("all", "kv_head", "head")
-"""For whom one choice counts: all heads, a KV head's query heads, or one query head."""
+"""Which heads share one choice: all heads, a KV head's query heads, or one query head."""
 
 
 @dataclass(frozen=True, kw_only=True)
