@@ -60,21 +60,9 @@ def attention(
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
-    level = getattr(module, "_polyattn_invariance", False)
-    if level and why not in TRAINING:
-        if why is None and (attention_mask is not None or query.shape[2] != key.shape[2]):
-            why = "a mask, or keys of earlier steps"
-        if why is not None or torch.compiler.is_compiling():
-            raise PolyattnError(
-                f"batch_invariant={level!r}: {type(module).__name__} was called with "
-                f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
-                "continuous_batching_manager"
-            )
-        asked = CallOptions(is_causal, scaling, logit_soft_cap=softcap, batch_invariant=level)
-        out, _ = attend_dense(
-            query, key, value, asked, heads_first=True, sinks=sinks, count=LEDGER.count
-        )
-        return out, None
+    if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
+        asked = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
+        return _invariant(module, query, key, value, attention_mask, asked, sinks, why), None
     if why is None and torch.compiler.is_compiling():
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
@@ -99,6 +87,26 @@ def attention(
         options["softcap"] = softcap
     mask = _as_added(attention_mask, query, key, is_causal)
     return own(module, query, key, value, mask, **options, **kwargs)  # type: ignore[no-any-return]
+
+
+def _invariant(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    asked: CallOptions, sinks: Tensor | None, why: str | None,
+) -> Tensor:  # fmt: skip
+    """Attend at the model's level of `batch_invariant`. Raises `PolyattnError` for all but whole rows."""
+    level: Any = module._polyattn_invariance
+    if why is None and (mask is not None or query.shape[2] != key.shape[2]):
+        why = "a mask, or keys of earlier steps"
+    if why is not None or torch.compiler.is_compiling():
+        raise PolyattnError(
+            f"batch_invariant={level!r}: {type(module).__name__} was called with "
+            f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
+            "continuous_batching_manager"
+        )
+    asked = asked._replace(batch_invariant=level)
+    return attend_dense(
+        query, key, value, asked, heads_first=True, sinks=sinks, count=LEDGER.count
+    )[0]
 
 
 def _sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
