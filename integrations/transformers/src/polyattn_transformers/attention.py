@@ -25,17 +25,10 @@ Found = tuple[Tensor, Tensor | None]
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> Found:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    softcap: float | None = None, **kwargs: Any,
+) -> Found:  # fmt: skip
     """Attend as the model's eager attention does.
 
     `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size). Returns the
