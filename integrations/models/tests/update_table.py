@@ -51,8 +51,8 @@ HEAD = """# Which models are read
 
 `polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
 group polyattn.models. A config becomes layers by its `model_type`. The reader knows {count} types. For
-{refused} of them polyattn serves no layer, and the reader says what the layers need. The reader refuses any
-other type, and names the type that it resembles.
+{refused} of them polyattn serves no layer, and the reader says what the layers need. The reader
+refuses any other type, and names the type that it resembles.
 
 The column "read" says how the reading is proven:
 
