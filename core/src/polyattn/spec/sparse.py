@@ -181,7 +181,7 @@ class IndexerSpec:
     def __str__(self) -> str:
         """How it chooses, in a few words, for `explain`."""
         share = self.budget if isinstance(self.budget, int) else f"{self.budget:.0%}"
-        words = [f"{self.num_heads} heads of {self.head_size}, {share}"]
+        words = [f"{self.num_heads} heads of {self.head_size} for {share}"]
         words += [f"of {self.pool}"] if self.pool > 1 else []
         words += ["by head"] if self.fold == "none" else []
         words += [f"entries of {self.tokens_per_entry}"] if self.tokens_per_entry > 1 else []
