@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate
@@ -324,31 +326,54 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", help="kinds, by semicolons")
     parser.add_argument("--out", type=Path, default=Path("random_plans.json"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
-    end, kinds = time.monotonic() + args.seconds, list(kinds_of(args.only))
     rows = json.loads(args.out.read_text())["kinds"] if args.out.exists() else {}
+    for kind in kinds_of(args.only):
+        rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
     saved = time.monotonic()
-    while time.monotonic() < end and sum(r["plans"] for r in rows.values()) < args.plans:
-        kind = min(kinds, key=lambda name: rows.get(name, {"plans": 0})["plans"])
-        row = rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
-        checked, failed = piece(kind, row["layers"])
+    for kind, checked, failed in pieces(rows, [*kinds_of(args.only)], args):
+        row = rows[kind]
         row["plans"] += checked
         row["layers"] += 1
         row["wrong"] += len(failed)
         row["examples"] = (row["examples"] + failed)[:5]
-        if time.monotonic() > saved + 10 or time.monotonic() >= end:
+        if time.monotonic() > saved + 10:
             saved = time.monotonic()
-            save(args.out, rows)
-    save(args.out, rows)
+            save(args.out, rows, args.commit)
+    save(args.out, rows, args.commit)
     for kind, row in rows.items():
         print(kind, {name: value for name, value in row.items() if name != "examples"})
     sys.exit(any(row["wrong"] for row in rows.values()))
 
 
-def save(out: Path, rows: dict[str, Any]) -> None:
+def pieces(
+    rows: dict[str, Any], kinds: list[str], args: argparse.Namespace
+) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield what each piece of plans came to, of the kind next that has the fewest."""
+    end, flying = time.monotonic() + args.seconds, deque[tuple[str, Any]]()
+    seeds = {kind: rows[kind]["layers"] for kind in kinds}
+    with multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,)) as pool:
+        while True:
+            waiting = Counter(kind for kind, _ in flying)
+            plans = {kind: rows[kind]["plans"] + PIECE * waiting[kind] for kind in kinds}
+            more = time.monotonic() < end and sum(plans.values()) < args.plans
+            if more and len(flying) < 2 * args.jobs:
+                kind = min(kinds, key=plans.__getitem__)
+                flying.append((kind, pool.apply_async(piece, (kind, seeds[kind]))))
+                seeds[kind] += 1
+            elif flying:
+                kind, result = flying.popleft()
+                yield kind, *result.get()
+            else:
+                return
+
+
+def save(out: Path, rows: dict[str, Any], commit: str | None) -> None:
     found = {
         "command": "python benchmarks/random_plans.py", "machine": platform.machine(),
-        "revision": revision(), "polyattn": __version__, "torch": torch.__version__,
+        "revision": commit or revision(), "polyattn": __version__, "torch": torch.__version__,
         "python": platform.python_version(), "kinds": rows,
     }  # fmt: skip
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -2,7 +2,7 @@
 
     import polyattn_transformers                                    # registers the name
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="polyattn")
-    print(polyattn_transformers.report())                           # who served, and what did not
+    print(polyattn_transformers.report())                           # what served, what fell back
 
 What can't be served falls back to the model's own eager attention: warned of once, counted, named.
 """
