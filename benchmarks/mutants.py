@@ -40,6 +40,8 @@ HPU = "plugins/hpu/src/polyattn_hpu/"
 TESTS = "tests/plugins/triton/"
 CPU = "tests/plugins/cpu/"
 SHAPES = ".py::test_every_shape_and_storage_agrees_with_float64"
+FAMILIES = "tests/families/test_"
+RANKS = "test_each_key_and_each_token_is_one_rank_s"
 SOURCES = ("core/src", "plugins/*/src", "integrations/*/src", "examples/*/src")
 PLANS = ("tests/runtime/test_arithmetic.py", "tests/runtime/test_reads.py")
 
@@ -105,6 +107,19 @@ TARGETS = {
     "prefixes": Target(
         (TRITON + "prefix_schedule.py",), (tests(*PLANS, TESTS + "test_prefix_schedule.py"),)
     ),
+    "apart": Target(
+        ("core/src/polyattn/runtime/decompositions.py", "core/src/polyattn/families/mla/planning.py",
+         "core/src/polyattn/families/attention/text_positions.py",
+         "core/src/polyattn/runtime/step/block_tables.py",
+         "integrations/context_parallel/src/polyattn_context_parallel/shards.py"),
+        (
+            tests(
+                PLANS[1], FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
+                FAMILIES + "dense_context.py", "tests/runtime/test_plans.py",
+            ),
+            tests("integrations/context_parallel/tests/test_context_parallel.py::" + RANKS),
+        ),
+    ),
     "native": Target(
         sources("api.cpp", "kernels.cpp", *(
             f"{n}.h" for n in ("item", "softmax", "dot_path", "matrix_path", "float_engine")
@@ -139,7 +154,7 @@ TARGETS = {
         (TPU + "kernel.py", TPU + "planning.py"),
         (
             tests(PLANS[1], "tests/plugins/tpu/test_tpu_masks.py"),
-            kit("PALLAS_ATTN", f"({MIXED}) or ({LISTED})", PALLAS_INTERPRET="1"),
+            kit("PALLAS_ATTN", f"({MIXED}) or stale", PALLAS_INTERPRET="1"),
         ),
     ),
     "hpu": Target(

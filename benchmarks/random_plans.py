@@ -23,11 +23,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from polyattn import Batch, Device, LayerSpec, __version__
+from polyattn import Batch, Device, LayerGroup, LayerSpec, __version__, select
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.kernel import CacheFormat, LatentSpec
-from polyattn.runtime.plan_checks import check_plan
+from polyattn.runtime.plan_checks import check_calls, check_plan
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.workload.dice import Dice
 from random_batches import revision
@@ -179,6 +179,14 @@ def captured(dice: Dice) -> Drawn:
     return backend, step
 
 
+def invariant(dice: Dice) -> Drawn:
+    """Steps of several launches, which are planned whatever else is in the step."""
+    backend, step = triton(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+    if not dice.integer(0, 3):  # so little room that a class has launches of its own
+        backend.room = 1 << 20
+    return backend, step
+
+
 def forest(dice: Dice, count: int) -> tuple[Levels, list[int]]:
     """Draw a forest over rows of the batch, and the blocks that each row's runs end with."""
     levels: list[tuple[SharedRun, ...]] = []
@@ -281,15 +289,36 @@ def hpu(dice: Dice) -> Drawn:
     return backend, step
 
 
+def by_phase(dice: Dice) -> Drawn:
+    """Steps that a group takes apart: decodes and prefills, and over latents the pieces of contexts."""
+    from polyattn.families.mla import planning
+
+    if latent := dice.integer(0, 2):
+        spec = latents(dice).replace(dtype="float32", block_size=16)
+        width = spec.num_heads * (spec.head_size + spec.v_head_size)
+        planning.EXPANDED_BYTES = 4 * width * dice.choice((2000, 9000, 50000))
+    else:
+        spec = layer(dice, dtype="float32", block_size=16)
+    group = LayerGroup(select(spec, CPU, backend=None if latent else "TORCH_SDPA", verify=False))
+
+    def step(dice: Dice) -> Batch:
+        rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
+        return distinct(rows, 16, dice)
+
+    return group, step
+
+
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
     "NATIVE_MLA": native_mla,
     "TRITON_ATTN": triton,
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
+    "TRITON_ATTN, invariant": invariant,
     "TRITON_MLA": triton_mla,
     "PALLAS_ATTN": pallas,
     "HPU_ATTN": hpu,
+    "steps taken apart": by_phase,
 }
 
 
@@ -306,7 +335,11 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
             if kind.endswith("captured") and first is None:
                 first = plan
             try:
-                checked += check_plan(backend, first or plan, batch)
+                if isinstance(backend, LayerGroup):
+                    check_calls(plan)
+                    checked += 1
+                else:
+                    checked += check_plan(backend, first or plan, batch)
             except PluginError as error:
                 failed.append(f"seed {seed}: {error}")
     finally:

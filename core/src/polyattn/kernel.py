@@ -41,7 +41,7 @@ from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
-from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -126,6 +126,7 @@ __all__ = [
     "decoded",
     "empty_rows",
     "encoded",
+    "in_turn",
     "inv_freq",
     "key_ranges",
     "merge_states",

@@ -277,7 +277,7 @@ class LayerGroup:
         began = time.perf_counter()
         step = self.planner.plan(batch, reuse)
         seconds = time.perf_counter() - began
-        self.plan_checks(step.calls, reuse.calls if reuse else (), seconds)
+        self.plan_checks(step, reuse, seconds)
         return step
 
     def finish_builds(self) -> None:
