@@ -290,7 +290,13 @@ class IndexBackend(Backend, ABC):
 
     @abstractmethod
     def run(self, plan: Any, frame: IndexFrame) -> None:
-        """Write each token's ids to `frame.out`; of equal scores the smaller id wins."""
+        """Choose each token's keys; of equal scores the smaller id wins.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: the call's tensors; `out` is written.
+
+        """
 
 
 class StoreBackend(ABC):
