@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
 
 
-class Lie(NamedTuple):
+class PackedStrides(NamedTuple):
     """Strides in memory of tensors (tokens, heads, size), in elements.
 
     Two of each tensor: from token to token, and from head to head.
@@ -40,7 +40,7 @@ class Lie(NamedTuple):
         keys: tokens of keys and values.
 
     Examples:
-        >>> Lie(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
+        >>> PackedStrides(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
         256
 
     """
@@ -51,7 +51,7 @@ class Lie(NamedTuple):
     keys: int
 
 
-class PagesLie(NamedTuple):
+class PageStrides(NamedTuple):
     """Strides of a query and of a cache's pages (pages, page size, heads, size) in memory, in elements.
 
     Attributes:
@@ -60,7 +60,7 @@ class PagesLie(NamedTuple):
         value: alike.
 
     Examples:
-        >>> PagesLie(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
+        >>> PageStrides(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
         2048
 
     """
@@ -173,7 +173,7 @@ class AttentionBackend(Backend, ABC):
         """
         return None
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return `run` for tensors of any shape, for a layer without a cache; None if it needs views.
 
         A kernel that takes addresses and strides spares its caller the views (tokens, heads, size), which
@@ -181,7 +181,7 @@ class AttentionBackend(Backend, ABC):
 
         Args:
             plan: the return value of `plan`.
-            lie: where the elements of the tensors are.
+            strides: the tensors', in elements.
 
         Returns:
             A function of (query, key, value, params, out, lse), `out` and `lse` contiguous; or None.
@@ -189,12 +189,12 @@ class AttentionBackend(Backend, ABC):
         """
         return None
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
         """Return `addressed` for a plan by bounds over a cache; None if the kernel needs views.
 
         Args:
             plan: the return value of `plan`.
-            lie: where the elements of the pages are.
+            strides: the query's and the pages', in elements.
 
         Returns:
             A function as in `addressed`; keys and values are pages, the parameters have no scales.
