@@ -232,6 +232,11 @@ class CompressorSpec:
         integer("compressor.drafts", self.drafts, 0)
         choice("compressor.reduction", self.reduction, REDUCTIONS)
         flag("compressor.overlap", self.overlap)
+        if self.overlap and self.reduction == "mean":
+            raise SpecError(
+                "compressor.overlap=True: the group before the first has no rows, which only a softmax "
+                "leaves out; use reduction='softmax'"
+            )
 
     @property
     def groups(self) -> int:

@@ -166,17 +166,16 @@ class Compressor:
     def _pooled(self, members: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
         spec, m, size = self.spec, self.spec.tokens_per_entry, self.spec.size
         gone = (at < 0)[..., None]
-        parts = members.unflatten(
-            2, (-1, spec.groups, size)
-        )  # rows, and gates; of the next entry, its own
+        # Rows, and gates; of each the part of the next entry, then that of its own.
+        parts = members.unflatten(2, (-1, spec.groups, size))
         if spec.overlap:
             parts = torch.cat([parts[:, :m, :, 0], parts[:, m:, :, 1]], 1)
         else:
             parts = parts[:, :, :, 0]
-        rows = parts[:, :, 0].masked_fill(gone, 0.0)
+        rows: Tensor = parts[:, :, 0].masked_fill(gone, 0.0)
         if spec.reduction == "mean":
-            return (rows.sum(1) / (m * spec.groups)).to(dtype).to(rows.dtype)
-        weights = parts[:, :, 1].masked_fill(gone, -torch.inf).softmax(1)
+            return (rows.sum(1) / m).to(dtype).to(rows.dtype)
+        weights: Tensor = parts[:, :, 1].masked_fill(gone, -torch.inf).softmax(1)
         return (rows * weights).sum(1)
 
     def _check(self, rows: Tensor, gates: Tensor | None, states: Tensor, batch: Batch) -> None:
