@@ -33,6 +33,7 @@ from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
+from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
 Strides = tuple[int, ...]
@@ -186,6 +187,7 @@ class TritonAttention(PlannedAttention):
         constants = prefill_constants(
             self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
+            NO_ROWS if packed else self._rows(strides, False),
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
@@ -310,9 +312,15 @@ class TritonAttention(PlannedAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
+                self._rows(strides, True),
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
+
+    def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
+        """Return how a cache of rows is read; strides are those of query, key, value and output."""
+        rows = Rows.of(self.cache, strides[1:3])
+        return NO_ROWS if rows is None else rows.constants(apart)
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.

@@ -44,6 +44,7 @@ TRITON_ATTN = BackendInfo(
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     path="polyattn_triton.attention:TritonAttention",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",
+    rows_check="polyattn_triton.functions.rows:rows_problem",
     probe="polyattn_triton.probes:ready",
     requires=("triton>=3.5,<3.9",),
     install='pip install "polyattn[triton]"',
@@ -52,7 +53,7 @@ TRITON_ATTN = BackendInfo(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
+        kv_cache_dtypes=frozenset({"auto", "int8", ANY_ROWS})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         head_sizes=multiples(8, high=256),
