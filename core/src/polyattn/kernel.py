@@ -23,8 +23,8 @@ from polyattn.runtime.cache.kv_cache import (
     raw,
     storage_dtype,
 )
-from polyattn.runtime.cache.rows import decoded, encoded, turned
-from polyattn.runtime.cache.scales import write_output
+from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
+from polyattn.runtime.cache.scales import dequantized, write_output
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -36,7 +36,13 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
-from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
+from polyattn.runtime.functions.tracing import (
+    Trace,
+    UntraceableError,
+    trace,
+    trace_rows,
+    untraceable,
+)
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
@@ -118,6 +124,7 @@ __all__ = [
     "current_settings",
     "decode_window_sizes",
     "decoded",
+    "dequantized",
     "empty_rows",
     "encoded",
     "inv_freq",
@@ -131,8 +138,10 @@ __all__ = [
     "reciprocal",
     "rotation_at",
     "storage_dtype",
+    "sizes_of",
     "store_lse",
     "trace",
+    "trace_rows",
     "turned",
     "untraceable",
     "window_sizes",

@@ -29,6 +29,7 @@ from polyattn_triton.prefix_schedule import (
     tiles_of,
     work_of,
 )
+from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.variants import (
     parts_constants,
     prefix_bytes,
@@ -133,9 +134,11 @@ class PrefixLauncher:
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()
             config = plan.config
+            rows = Rows.of(cache.format, (key, value), spec.dtype)
             constants = prefix_constants(
-                spec, config, cache.block_size, self.device.arch, key == value
-            )
+                spec, config, cache.block_size, self.device.arch, key == value,
+                NO_ROWS if rows is None else rows.constants(apart=False),
+            )  # fmt: skip
             site = self._sites[which] = Site(
                 prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
