@@ -25,10 +25,17 @@ def caches(name: str) -> list[Contender]:
     return [*(Other(f"{name} {c}", name, {"kv_cache_dtype": c}) for c in CACHES), f"{name}"]
 
 
-def four_bits(name: str, lens: list[int], bar: Bar = Bar(0.75, "TRITON_ATTN e4m3")) -> Row:
+SHORTER = Bar(0.75, "TRITON_ATTN e4m3")
+"""What four bits are to be beside eight."""
+
+
+def four_bits(name: str, lens: list[int], bar: Bar = SHORTER) -> Row:
     """Rows of four bits beside e4m3 and bf16: fewer bytes are to be less time."""
     by = [
-        *(Other(f"TRITON_ATTN {c}", "TRITON_ATTN", {"kv_cache_dtype": c}) for c in ("nvfp4", "int4")),
+        *(
+            Other(f"TRITON_ATTN {c}", "TRITON_ATTN", {"kv_cache_dtype": c})
+            for c in ("nvfp4", "int4")
+        ),
         *of("TRITON_ATTN", "e4m3", E4M3),
     ]
     spec = LLAMA.replace(block_size=16)

@@ -2,8 +2,8 @@
 
     python tests/plugins/triton/rows_on_gpu.py [--formats int4,nvfp4] [--seconds 200]
 
-Prints a line a case: how far off the output and the LSE are, of what is allowed, and whether the decode of
-packed rows ran (`hopper.packed`). Unused slots hold 0xFF, which is NaN in many formats.
+Prints a line a case: how far off the output and the LSE are, of what is allowed, and whether the decode
+of packed rows ran (`hopper.packed`). Unused slots hold 0xFF, which is NaN in many formats.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def off(spec: LayerSpec, step: list[tuple[int, int]]) -> tuple[float, float, boo
         )
         found = layer(query, key, value, cache, batch)
         out, lse = found if isinstance(found, tuple) else (found, None)
-    calls = [call for call in layer.group.plan(now).calls if isinstance(call.backend, TritonAttention)]
+    calls = [
+        call for call in layer.group.plan(now).calls if isinstance(call.backend, TritonAttention)
+    ]
     packed = any(call.plan.config == call.backend.packed for call in calls)
     held = KVCache(cache.key.cpu(), cache.value.cpu(), cache.format)
     there = Batch.from_lens([q for q, _ in step], lens, table, size)
@@ -93,7 +95,9 @@ def off(spec: LayerSpec, step: list[tuple[int, int]]) -> tuple[float, float, boo
         number = getattr(params, name)
         if isinstance(number, torch.Tensor):
             setattr(params, name, number.cpu())
-    wanted, wanted_lse = reference.forward(spec, query.cpu(), key.cpu(), value.cpu(), held, there, params)
+    wanted, wanted_lse = reference.forward(
+        spec, query.cpu(), key.cpu(), value.cpu(), held, there, params
+    )
     error = output_error(out.cpu(), wanted) / tolerance_of(spec).output
     lse_off = 0.0 if lse is None else float((lse.cpu() - wanted_lse).abs().max())
     return error, lse_off, packed
@@ -107,7 +111,9 @@ def main() -> None:
     asked = parser.parse_args()
     names = [n for n in known_formats() if known_formats()[n].row_bytes(128)]
     wrong, end = 0, time.monotonic() + asked.seconds
-    for spec, step in cases(asked.formats.split(",") if asked.formats else [*names, "int8_rows/int4"]):
+    for spec, step in cases(
+        asked.formats.split(",") if asked.formats else [*names, "int8_rows/int4"]
+    ):
         if time.monotonic() > end:
             print("the time was up")
             break

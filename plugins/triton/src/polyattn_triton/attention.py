@@ -32,7 +32,7 @@ from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
-from polyattn_triton.hopper.packing import REGISTERS, WORD, packed_constants, packed_kernel
+from polyattn_triton.hopper.packing import in_words, packed_constants, packed_site
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, compiling_only, load
@@ -41,7 +41,7 @@ from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
-from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
+from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
 Strides = tuple[int, ...]
 
@@ -329,7 +329,7 @@ class TritonAttention(AlikeAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        packed = plan.config == self.packed and not self._odd(strides, cache)
+        packed = plan.config == self.packed and in_words(cache)
         site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, packed)
         site(
             plan.grid,
@@ -361,11 +361,8 @@ class TritonAttention(AlikeAttention):
         site = self._sites.get(which)
         if site is None and packed:
             assert self.cache is not None
-            by = SCALES[self.spec.scales]
-            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows, by)
-            site = _site(packed_kernel, strides, constants, plan.config, False)
-            site.options["maxnreg"] = REGISTERS
-            self._sites[which] = site
+            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None
@@ -377,13 +374,6 @@ class TritonAttention(AlikeAttention):
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
-
-    def _odd(self, strides: tuple[Strides, ...], cache: KVCache) -> bool:
-        """Whether a cache's rows begin elsewhere than at whole words."""
-        found = cache.key.data_ptr() | cache.value.data_ptr()
-        for stride in (*strides[1][:3], *strides[2][:3]):
-            found |= stride
-        return found % WORD != 0
 
     def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
         """Return how a cache of rows is read; strides are those of query, key, value and output."""

@@ -10,6 +10,7 @@ from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.launch import (
     Kept,
@@ -29,7 +30,6 @@ from polyattn_triton.prefix_schedule import (
     tiles_of,
     work_of,
 )
-from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.variants import (
     parts_constants,
     prefix_bytes,
@@ -134,10 +134,10 @@ class PrefixLauncher:
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()
             config = plan.config
-            rows = Rows.of(cache.format, (key, value), spec.dtype)
+            read = Rows.of(cache.format, (key, value), spec.dtype)
             constants = prefix_constants(
                 spec, config, cache.block_size, self.device.arch, key == value,
-                NO_ROWS if rows is None else rows.constants(apart=False),
+                NO_ROWS if read is None else read.constants(apart=False),
             )  # fmt: skip
             site = self._sites[which] = Site(
                 prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,

@@ -1,10 +1,10 @@
 """How do Triton's kernels read a format's rows? Its `decode`, traced, as source for a tile of rows.
 
-A tile's columns are the elements, or (`BOTH`) those of even and of odd places apart, where neighbours
-share bytes: so each byte is loaded once, its bits are taken apart in registers, and no tile is put together
-again before its product. What an operation needs of a column alone is worked out here: a load whose place
-goes up by one for each so many columns is a tile that is so much narrower, and broadcasts; a shift is a
-number. Bytes that make a float of 16 or 32 bits are one load.
+A tile's columns are the elements, or (`both`) those of even and of odd places apart, where neighbours
+share bytes: each byte is loaded once, and no tile is put together again before its product. What an
+operation needs of a column alone is worked out here: a load whose place goes up by one for each so many
+columns is a tile that is so much narrower, and broadcasts; a shift is a number. Bytes that make a float
+of 16 or 32 bits are one load.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class _Writer:
         return self.shared[text]
 
     def top(self, number: int) -> int | None:
-        """Return the largest integer that a node of bytes may be, where it is at most 1023, not negative."""
+        """Return the largest that an integer of bytes may be, if at most 1023 and never negative."""
         node = self.nodes[number]
         if self.values[number] is not None:
             value = self.values[number]
@@ -322,7 +322,7 @@ class _Writer:
         return [self._widened(text, w, each) for text, w in parts], each
 
     def _as(self, number: int, kind: str) -> tuple[str, int]:
-        """Write a node as an operand of a kind; few bits become a float's mantissa, with no conversion."""
+        """Write a node as an operand of a kind; few bits become a float's mantissa unconverted."""
         node = self.nodes[number]
         if (literal := self._literal(number)) is not None:
             return _literal(literal, kind), 0
@@ -413,7 +413,7 @@ class _Writer:
         return f"{text}.to(tl.int32)" if item < 4 else text
 
     def _index(self, places: Any, item: int) -> str:
-        """Write places that go up by steps of their own: base + by * (column // each), or piece by piece."""
+        """Write places that go up by their own steps: base + by * (column // each), or in pieces."""
         scaled = places // item
         changes = np.flatnonzero(np.diff(scaled)) + 1
         starts = [0, *changes.tolist()]

@@ -172,7 +172,11 @@ def _attend(
     slot = 0
     for tile in range(begin, last, step):
         async_copy.wait_group(STAGES - 2)
-        k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS)).load(A)
+        k = (
+            k_codes.index(slot)
+            ._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS))
+            .load(A)
+        )
         v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS))
         v = v.permute((1, 0)).load(A)
         k = k.reshape((BLOCK_N, GROUPS, EACH))
@@ -298,7 +302,9 @@ def packed_kernel(
     k_t = k_t // 8
     v_b = v_b // 8
     v_t = v_t // 8
-    head = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
+    head = gl.arange(
+        0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+    )
     ok = head < G
     if LISTED:
         share = gl.load(WORK)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from polyattn.kernel import CacheFormat, LayerSpec, arch_matches
+from polyattn.kernel import CacheFormat, KVCache, LayerSpec, arch_matches
 
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import is_plain
+from polyattn_triton.launch import Site
+from polyattn_triton.variants import SCALES
 
 try:
     from polyattn_triton.hopper.packed import packed_kernel
@@ -25,8 +27,8 @@ FLOATS = {"int4": False, "nvfp4": True}
 """Formats whose bytes the kernel knows, and whether their numbers are floats."""
 PLACES = 4
 """Programs of one warp in a usual program's place."""
-REGISTERS = 168
-"""Of a thread, so that twelve programs are on a multiprocessor at once."""
+OPTIONS = {"num_warps": PACKED.num_warps, "maxnreg": 168}
+"""Of a launch: with so many registers a thread, twelve programs are on a multiprocessor at once."""
 WORD = 8
 """Bytes that are copied at once."""
 
@@ -52,13 +54,27 @@ def packed_config(
     return PACKED if fits else None
 
 
+def in_words(cache: KVCache) -> bool:
+    """Whether each row of a cache begins at a multiple of `WORD` bytes."""
+    found = cache.key.data_ptr() | cache.value.data_ptr()
+    for stride in (*cache.strides[0][:3], *cache.strides[1][:3]):
+        found |= stride
+    return found % WORD == 0
+
+
 def packed_constants(
-    spec: LayerSpec, cache: CacheFormat, way: str, lse: bool, rows: int, scales: int
+    spec: LayerSpec, cache: CacheFormat, way: str, lse: bool, rows: int
 ) -> tuple[Any, ...]:
     """Return `packed_kernel`'s constants, in its order. `rows`: of a part."""
     assert cache.rows is not None
     return (
         spec.gqa_ratio, spec.head_size, max(8, triton.next_power_of_2(spec.gqa_ratio)),
         PACKED.block_n, cache.block_size, PACKED.num_stages, FLOATS[cache.rows[0].name], rows, lse,
-        way == "many", way == "listed", scales,
+        way == "many", way == "listed", SCALES[spec.scales],
     )  # fmt: skip
+
+
+def packed_site(strides: tuple[tuple[int, ...], ...], constants: tuple[Any, ...]) -> Site:
+    """Specialise the kernel for query, key, value and output of these strides."""
+    q, k, v, out = strides
+    return Site(packed_kernel, (*q[:2], *k[:3], *v[:3], *out[:2]), constants, OPTIONS)

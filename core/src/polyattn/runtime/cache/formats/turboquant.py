@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.runtime.cache.bits import HALF_MAX, codebook, divided, half_at, level, nibble, packed, written
+from polyattn.runtime.cache.bits import (
+    HALF_MAX,
+    codebook,
+    divided,
+    half_at,
+    level,
+    nibble,
+    packed,
+    written,
+)
 
 LEVELS = (0.12839, 0.38805, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259)
 """Max's levels above 0 of a normal number (IRE Transactions on Information Theory, 1960, table 1)."""
