@@ -14,13 +14,16 @@ import time
 from collections.abc import Iterator
 from functools import cache
 
+import polyattn
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.families.attention import reference
+from polyattn.kernel import SharedRun
 from polyattn.spec.row_format import known_formats
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
+from unseen_format import LOGS6
 
 DECODES = ([1, 17, 32, 33, 64, 700, 1024, 5], [4096] * 3, [20000], [300] * 40, [9, 9000, 1, 2500])
 CHUNKS = ([(20, 20), (1, 700), (3, 43)], [(600, 1600)])
@@ -103,12 +106,44 @@ def off(spec: LayerSpec, step: list[tuple[int, int]]) -> tuple[float, float, boo
     return error, lse_off, packed
 
 
+def captured(spec: LayerSpec) -> float:
+    """Capture a decode of rows that share a prefix, replay it over other queries; returns its error."""
+    chance, count, lens = torch.Generator().manual_seed(1), 6, [300, 290, 257, 320, 258, 300]
+    group = group_of(spec.replace(graph_capture="single_token_decode", needs_lse=False))
+    layer, cache = Attention(group), group.allocate_cache(17 + 5 * count)
+    table = torch.arange(5 * count).view(count, 5) + 17
+    table = torch.cat([torch.arange(16).repeat(count, 1), table], 1).int()
+
+    def drawn(tokens: int) -> list[torch.Tensor]:
+        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+        return [torch.randn(tokens, h, 128, generator=chance).bfloat16().cuda() for h in heads]
+
+    before = [n - 1 for n in lens]
+    layer(*drawn(sum(before)), cache, Batch.from_lens(before, before, table.cuda(), 16))
+    levels = ((SharedRun(tuple(range(count)), 0, 16),),)
+    batch = Batch.from_lens([1] * count, lens, table.cuda(), 16, shared_prefix=levels)
+    plan, new = group.plan(batch), drawn(count)
+    layer(*new, cache, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*new, cache, plan)
+    for tensor, other in zip(new, drawn(count), strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    held = KVCache(cache.key.cpu(), cache.value.cpu(), cache.format)
+    here = Batch.from_lens([1] * count, lens, table, 16)
+    wanted, _ = reference.forward(spec, *(t.cpu() for t in new), held, here, layer.params)
+    return output_error(out.cpu(), wanted) / tolerance_of(spec).output  # type: ignore[arg-type]
+
+
 def main() -> None:
     """Run the cases and print what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default="")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no case begins")
     asked = parser.parse_args()
+    polyattn.register_row_format(LOGS6)
     names = [n for n in known_formats() if known_formats()[n].row_bytes(128)]
     wrong, end = 0, time.monotonic() + asked.seconds
     for spec, step in cases(
@@ -128,6 +163,10 @@ def main() -> None:
         wrong += not right
         print(f"{'right' if right else 'WRONG'} {error:.2f} of the tolerance, lse {lse:.1e}, "
               f"{'packed' if packed else 'portable'}: {text}", flush=True)  # fmt: skip
+    for name in ("logs6", "int4"):
+        error = captured(BASE.replace(kv_cache_dtype=name))
+        print(f"{name}, captured over a shared prefix: {error:.2f} of the tolerance", flush=True)
+        wrong += error > 1.0
     print(f"wrong: {wrong}")
 
 

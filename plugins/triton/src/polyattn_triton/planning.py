@@ -232,8 +232,9 @@ class PlannedAttention(AttentionBackend):
             return 1
         longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        # To merge many splits takes longer than a second program on a multiprocessor gains.
-        wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, self.places // programs))
+        # To merge many splits takes longer than a second program in a place gains, but for small ones.
+        each = self.places * (2 if self.packed else 1) // programs
+        wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
         most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
         keys = -(-longest // self.few_config.block_n)
         return self.chip.splits(most, keys, batch.num_seqs, self.by_one)

@@ -35,6 +35,8 @@ import triton.language as tl
 from polyattn_triton.functions.ops import floor_div, floor_mod, sigmoid, tanh
 '''
 HALF_MAX = 65504.0
+IN_HALF = frozenset({"constant", "half", "load", "to_float", "add", "sub", "mul", "where", "neg"})
+"""Operations that may be computed in float16."""
 TABLE = 16
 """Entries of a table that is looked up by bits."""
 WHOLE = 1 << 30
@@ -136,7 +138,8 @@ def _halves(format: RowFormat, size: int) -> bool:
         if trace.nodes[i].kind == "int" and writer.values[i] is None
     ]  # fmt: skip
     exact = all(writer.top(i) is not None or writer.ranged(i) for i in ints)
-    return format.largest <= HALF_MAX and exact and all(n.op != "single" for n in trace.nodes)
+    plain = all(n.kind != "float" or n.op in IN_HALF for n in trace.nodes)
+    return format.largest <= HALF_MAX and exact and plain
 
 
 def source(format: RowFormat, size: int, align: int, half: bool) -> str:
@@ -221,7 +224,8 @@ class _Writer:
         if each != 1 or not self._finite():
             text = f"tl.broadcast_to({text}, (N, {self.block}))"
         if not self._finite():
-            text = f"tl.where(held[:, None], {text}, 0.0)"
+            inside = "" if len(self.columns) == self.block else f" & (cols < {len(self.columns)})"
+            text = f"tl.where(held[:, None]{inside}, {text}, 0.0)"
         return self._put(f"({text}).to({self.float})" if each == 0 else text, "e")
 
     def _finite(self) -> bool:
@@ -233,6 +237,8 @@ class _Writer:
             elif node.op in _NUMBERS:
                 with np.errstate(all="ignore"):
                     zeros[number] = _NUMBERS[node.op](*(zeros[i] for i in node.args))
+            elif node.op not in ("load", "half", "single"):
+                zeros[number] = np.nan  # nobody knows
         assert self.trace.score is not None
         found = zeros[self.trace.score]
         return bool(np.isfinite(np.asarray(found, dtype=np.float64)).all())
@@ -295,7 +301,7 @@ class _Writer:
         if node.op == "load":
             if node.what != "row":
                 return self._looked_up(number)
-            return self._loaded(self.values[node.args[0]], 1)
+            return self._loaded(self.values[node.args[0]], 1, node.args[0])
         if node.op in ("half", "single"):
             return self._float_of_bytes(number)
         texts, each = self._alike(node)
@@ -380,8 +386,11 @@ class _Writer:
             return texts[0]
         return self._put(_computed(node.op, node.kind, texts))
 
-    def _loaded(self, places: Any, item: int) -> tuple[str, int]:
-        """Load what lies at each column's place, `item` bytes of it: 1, or 2 or 4 as one integer."""
+    def _loaded(self, places: Any, item: int, number: int) -> tuple[str, int]:
+        """Load what lies at each column's place, `item` bytes of it: 1, or 2 or 4 as one integer.
+
+        `number`: of the node that the places are.
+        """
         if places is None:
             raise UntraceableError("a byte at a place that another byte says")
         pointers, count = "ROWS", len(places)
@@ -401,7 +410,9 @@ class _Writer:
             at = self._at(pointers, first, item)
             text = f"tl.load(({at})[:, None] + {there}, mask=held[:, None]{inside}, other=0)"
             return self._put(self._wide(text, item)), each
-        index = self._index(places, item)
+        index = self._index(places // item)
+        if not index:
+            index = self._put(f"{self._of_columns(number)} // {item}")
         inside = "" if count == self.block else f" & (cols < {count})"
         text = f"tl.load({pointers}[:, None] + {index}, mask=held[:, None]{inside}, other=0)"
         return self._put(self._wide(text, item)), 1
@@ -412,9 +423,11 @@ class _Writer:
     def _wide(self, text: str, item: int) -> str:
         return f"{text}.to(tl.int32)" if item < 4 else text
 
-    def _index(self, places: Any, item: int) -> str:
-        """Write places that go up by their own steps: base + by * (column // each), or in pieces."""
-        scaled = places // item
+    def _index(self, scaled: Any) -> str:
+        """Write places that go up by their own steps: base + by * (column // each), or in pieces.
+
+        Empty where they are neither, nor in few pieces.
+        """
         changes = np.flatnonzero(np.diff(scaled)) + 1
         starts = [0, *changes.tolist()]
         if len(starts) > 1:
@@ -423,7 +436,7 @@ class _Writer:
                 return f"{int(scaled[0])} + {by} * (cols // {each})"
         bends = np.flatnonzero(np.diff(np.diff(scaled), prepend=np.diff(scaled)[:1])) + 1
         if len(bends) > 4:
-            raise UntraceableError("bytes in an order that is no few straight lines")
+            return ""
         text, begin = "", 0
         pieces = []
         for end in [*bends.tolist(), len(scaled)]:
@@ -439,9 +452,10 @@ class _Writer:
     def _float_of_bytes(self, number: int) -> tuple[str, int]:
         node = self.nodes[number]
         item = 2 if node.op == "half" else 4
-        places = self._joined(node.args[0], item)
-        if places is not None and self.align % item == 0 and not (places % item).any():
-            text, each = self._loaded(places, item)
+        first = self._joined(node.args[0], item)
+        places = None if first is None else self.values[first]
+        if first is not None and self.align % item == 0 and not (places % item).any():
+            text, each = self._loaded(places, item, first)
             text = text if item == 4 else f"{text}.to(tl.uint16)"
         else:
             text, each = self._tile(node.args[0])
@@ -451,9 +465,9 @@ class _Writer:
             read += ".to(tl.float32)"
         return self._put(read), each
 
-    def _joined(self, number: int, item: int) -> Any:
-        """Return the places of bytes that are one integer of `item` bytes, or None."""
-        parts: dict[int, Any] = {}
+    def _joined(self, number: int, item: int) -> int | None:
+        """Return the place of the first of bytes that are one integer of `item` bytes, or None."""
+        parts: dict[int, int] = {}
         stack = [number]
         while stack:
             node = self.nodes[stack.pop()]
@@ -466,10 +480,11 @@ class _Writer:
                 node = self.nodes[node.args[0]]
             if node.op != "load" or node.what != "row" or by % 8:
                 return None
-            parts[by // 8] = self.values[node.args[0]]
-        if sorted(parts) != list(range(item)) or any(p is None for p in parts.values()):
+            parts[by // 8] = node.args[0]
+        places = {at: self.values[number] for at, number in parts.items()}
+        if sorted(parts) != list(range(item)) or any(p is None for p in places.values()):
             return None
-        in_order = all((parts[i] == parts[0] + i).all() for i in range(item))
+        in_order = all((places[i] == places[0] + i).all() for i in range(item))
         return parts[0] if in_order else None
 
     def _looked_up(self, number: int) -> tuple[str, int]:
