@@ -453,7 +453,7 @@ class _Writer:
         node = self.nodes[number]
         item = 2 if node.op == "half" else 4
         first = self._joined(node.args[0], item)
-        places = None if first is None else self.values[first]
+        places: Any = None if first is None else self.values[first]
         if first is not None and self.align % item == 0 and not (places % item).any():
             text, each = self._loaded(places, item, first)
             text = text if item == 4 else f"{text}.to(tl.uint16)"
