@@ -230,7 +230,7 @@ class _Writer:
 
     def _finite(self) -> bool:
         """Whether bytes that aren't loaded, zeros, are a number."""
-        zeros = [0] * len(self.nodes)
+        zeros: list[Any] = [0] * len(self.nodes)
         for number, node in enumerate(self.nodes):
             if self.values[number] is not None:
                 zeros[number] = self.values[number]

@@ -241,17 +241,20 @@ def k_units_layout(units):
 
 
 @gluon.jit
-def _store(acc0, acc1, acc2, acc3, AT, by, ok):
-    """Store a head's outputs, each fourth from one operand. `AT`: where heads begin."""
+def _store(
+    acc0, acc1, acc2, acc3, lse, OUT, LSE, at, lse_at, by, lse_by, ok, HAS_LSE: gl.constexpr
+):
+    """Store the heads' outputs, each fourth number from one operand, and their LSE."""
     LAYOUT: gl.constexpr = acc0.type.layout
     unit = gl.arange(0, acc0.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    TO = AT[None, :] + 4 * unit[:, None]
+    TO = OUT + at[None, :] + 4 * unit[:, None]
     mine = ok[None, :]
-    KIND: gl.constexpr = AT.dtype.element_ty
-    gl.store(TO, (acc0 * by).to(KIND), mask=mine)
-    gl.store(TO + 1, (acc1 * by).to(KIND), mask=mine)
-    gl.store(TO + 2, (acc2 * by).to(KIND), mask=mine)
-    gl.store(TO + 3, (acc3 * by).to(KIND), mask=mine)
+    gl.store(TO, (acc0 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 1, (acc1 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 2, (acc2 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 3, (acc3 * by).to(OUT.dtype.element_ty), mask=mine)
+    if HAS_LSE:
+        gl.store(LSE + lse_at, lse * lse_by, mask=ok)
 
 
 @gluon.jit
@@ -306,6 +309,7 @@ def packed_kernel(
         0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
     )
     ok = head < G
+    heads = kv_head * G + head
     if LISTED:
         share = gl.load(WORK)
         item = gl.load(WORK + 2)
@@ -331,13 +335,11 @@ def packed_kernel(
             if (high - 1) // share > first:
                 part = kv_head * 2 * programs + 2 * program + (first == program).to(gl.int32)
                 place = part * ROWS + head
-                _store(acc0, acc1, acc2, acc3, PARTS + place * D, 1.0, ok)
-                gl.store(PART_LSE + place, lse, mask=ok)
+                _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
+                       1.0, 1.0, ok, True)  # fmt: skip
             else:
-                at_head = token * o_t + (kv_head * G + head) * o_h
-                _store(acc0, acc1, acc2, acc3, OUT + at_head, v_scale, ok)
-                if HAS_LSE:
-                    gl.store(LSE + token * lse_t + kv_head * G + head, lse * LN2, mask=ok)
+                _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
+                       token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip
             gl.thread_barrier()  # the next one's copies go where this one's products read
             at = high
             low = high
@@ -359,10 +361,8 @@ def packed_kernel(
         if SPLIT:
             part = (program * gl.num_programs(1) + kv_head) * splits + begin
             place = part * ROWS + head
-            _store(acc0, acc1, acc2, acc3, PARTS + place * D, 1.0, ok)
-            gl.store(PART_LSE + place, lse, mask=ok)
+            _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
+                   1.0, 1.0, ok, True)  # fmt: skip
         else:
-            at_head = token * o_t + (kv_head * G + head) * o_h
-            _store(acc0, acc1, acc2, acc3, OUT + at_head, v_scale, ok)
-            if HAS_LSE:
-                gl.store(LSE + token * lse_t + kv_head * G + head, lse * LN2, mask=ok)
+            _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
+                   token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip
