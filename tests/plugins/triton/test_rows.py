@@ -27,6 +27,18 @@ def test_compiles_to_machine_code(phase: str) -> None:
     assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
 
 
+@pytest.mark.parametrize("name", ["int4", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_path: Path) -> None:
+    from polyattn_triton.hopper.packing import PLACES
+    from polyattn_triton.variants import FEW_ON_ONE
+    from test_triton import programs_on_one
+    from triton_ahead import compile_packed
+
+    for way in ("decode", "many", "listed"):
+        kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way)
+        assert programs_on_one(kernel, tmp_path, 160) == FEW_ON_ONE * PLACES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
 def test_needs_no_small_types_of_the_device(arch: str) -> None:

@@ -12,6 +12,8 @@ from polyattn.spec.row_format import is_rows
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.hopper.packed import packed_kernel
+from polyattn_triton.hopper.packing import OPTIONS, PACKED, packed_config, packed_constants
 from polyattn_triton.hopper.widening import copy_constants
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.four_bit_store import four_bit_constants, write_four_kernel
@@ -211,6 +213,15 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )
+
+
+def compile_packed(spec: LayerSpec, way: str, block_size: int = 16) -> Any:
+    """Compile the decode over packed rows for Hopper, as `TRITON_ATTN` runs it."""
+    form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
+    assert packed_config(spec, form, "sm_90", None) == PACKED
+    constants = packed_constants(spec, form, way, spec.needs_lse, part_rows(spec, PACKED, False))
+    pointers = {"Q": ELEMENT[spec.dtype], "OUT": ELEMENT[spec.dtype], "K": "u8", "V": "u8"}
+    return compile_kernel(packed_kernel, pointers, constants, "sm_90", OPTIONS)
 
 
 def compile_widening(spec: LayerSpec, block_size: int) -> Any:
