@@ -45,7 +45,7 @@ from polyattn.runtime.functions.tracing import (
 )
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
-from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -127,6 +127,7 @@ __all__ = [
     "dequantized",
     "empty_rows",
     "encoded",
+    "in_turn",
     "inv_freq",
     "key_ranges",
     "merge_states",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,27 @@ class Engine:
         options = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate(prompts(), options, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def log_probabilities(self, which: Iterable[int], alone: bool) -> list[list[list[float]]]:
+        """Return for each token of a prompt, and each greedy one after it, those of all words.
+
+        Each prompt is served `alone`, or all of them together, in that order.
+        """
+        options = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=-1,
+            prompt_logprobs=-1,
+        )  # fmt: skip
+        asked = [prompts()[i] for i in which]
+        outputs: list[Any] = []
+        for some in [[prompt] for prompt in asked] if alone else [asked]:
+            outputs += self.llm.generate(some, options, use_tqdm=False)
+        return [
+            [
+                [word.logprob for _, word in sorted(words.items())]
+                for words in [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            ]
+            for output in outputs
+        ]
 
     def embeddings(self) -> torch.Tensor:
         """One row for each prompt."""

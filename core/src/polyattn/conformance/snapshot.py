@@ -1,4 +1,4 @@
-"""Is the process as a case found it? What is torch's, Python's and NumPy's, and nobody's to change."""
+"""Did a case change the process? Settings of torch, Python and NumPy that must stay as they were."""
 
 from __future__ import annotations
 

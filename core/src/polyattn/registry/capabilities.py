@@ -75,12 +75,22 @@ class Sizes:
         return self.low <= size <= (self.high or size) and size % self.multiple == 0
 
     def divisor_of(self, size: int) -> int | None:
-        """Return the largest allowed size that divides `size`, or None."""
+        """Return the largest allowed size that divides another, or None.
+
+        Args:
+            size: the other.
+
+        """
         divisors = (d for d in range(size, 0, -1) if size % d == 0)
         return next((d for d in divisors if d in self), None)
 
     def examples(self, wanted: Iterable[int]) -> list[int]:
-        """Return the listed values, or those of `wanted` that the range allows."""
+        """Return the listed values; of a range, the wanted ones that it allows.
+
+        Args:
+            wanted: sizes to try.
+
+        """
         return sorted(self.values) if self.values else [size for size in wanted if size in self]
 
     def __str__(self) -> str:

@@ -98,16 +98,23 @@ class Frame:
         self.lse, self.choice = lse, choice
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy with these fields changed."""
+        """Return a copy with these fields changed.
+
+        Args:
+            changes: fields by name.
+
+        """
         other = copy.copy(self)
         for name, value in changes.items():
             setattr(other, name, value)
         return other
 
     def part(self, rows: slice | Tensor) -> Frame:
-        """Return the frame of some tokens: views of neighbours, copies of tokens that lie apart.
+        """Return the frame of some tokens; keys that aren't cached stay whole.
 
-        Keys that are given whole stay whole: a plan says where its sequences' keys are.
+        Args:
+            rows: a slice gives views; indices, int64, give copies.
+
         """
         key, value = self.key, self.value
         if self.cache is not None:
@@ -120,7 +127,13 @@ class Frame:
         return Frame(query, key, value, self.cache, self.params, out, lse, choice)
 
     def put(self, rows: Tensor, part: Frame) -> None:
-        """Write the results of tokens that lie apart to their places."""
+        """Write a part's results to their places.
+
+        Args:
+            rows: int64, the part's tokens.
+            part: the frame that `part(rows)` returned, after its call.
+
+        """
         put_rows(self.out, rows, part.out)
         if self.lse is not None and part.lse is not None:
             put_rows(self.lse, rows, part.lse)
@@ -158,12 +171,23 @@ class RecurrentFrame:
     but = Frame.but
 
     def part(self, rows: slice | Tensor) -> RecurrentFrame:
-        """Return the frame of some tokens, as `Frame.part` does."""
+        """Return the frame of some tokens.
+
+        Args:
+            rows: a slice gives views; indices, int64, give copies.
+
+        """
         inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
         return RecurrentFrame(inputs, self.params, self.states, space(self.out, rows))
 
     def put(self, rows: Tensor, part: RecurrentFrame) -> None:
-        """Write the results of tokens that lie apart to their places."""
+        """Write a part's results to their places.
+
+        Args:
+            rows: int64, the part's tokens.
+            part: the frame that `part(rows)` returned, after its call.
+
+        """
         put_rows(self.out, rows, part.out)
 
 

@@ -83,21 +83,26 @@ class Decision:
     notes: tuple[str, ...] = ()
 
     def backend(self, phase: str) -> str | None:
-        """Return who serves `phase`; None where the layer has no such phase."""
+        """Return the name of the backend for a phase; None if the layer has no such phase.
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return dict(self.chosen).get(phase)
 
     @property
     def prefill(self) -> str:
-        """Who attends for sequences of several query tokens."""
+        """The backend for sequences of several query tokens."""
         return dict(self.chosen)["prefill"]
 
     @property
     def decode(self) -> str | None:
-        """Who attends for sequences of one query token; None for layers without a cache."""
+        """The backend for sequences of one query token; None for layers without a cache."""
         return self.backend("decode")
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Every candidate's verdict, in the order they were asked."""
+        """Yield every candidate's verdict, in the order of the tree."""
         for step in self.steps:
             yield from step.verdicts
 
@@ -217,11 +222,21 @@ class Selection:
         return self.decision.cache
 
     def backend(self, phase: str) -> BackendInfo | None:
-        """Return what was declared of the backend for `phase`; None where there is no such phase."""
+        """Return the declaration of the backend for a phase; None if there is no such phase.
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return dict(self.backends).get(phase)
 
     def alone(self, name: str) -> Selection:
-        """Return the selection with one candidate for all the steps that it can serve."""
+        """Return the selection with one backend for all the steps that it can serve.
+
+        Args:
+            name: a candidate's.
+
+        """
         serves = {p: {i.name: i for i in infos} for p, infos in self.candidates}
         attending = ("prefill", "decode")
         backends = tuple(
@@ -263,7 +278,12 @@ class SelectedLayers:
     kv_source: tuple[int, ...]
 
     def num_caches(self, count: int) -> int:
-        """Return how many caches the first `count` layers need."""
+        """Return how many caches the first layers need.
+
+        Args:
+            count: how many layers.
+
+        """
         return len(set(self.kv_source[:count]))
 
 

@@ -93,9 +93,9 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         ranking = _by_one(ranking)
     if spec.batch_invariant >= Invariance.CALLS and not spec.cached and ranking["prefill"]:
         ranking["prefill"] = _by_the_cached(spec, device, ranking["prefill"], facts, settings)
-    trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
+    trace = (*steps, Step("Which backends can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
-        raise SelectionError(_nobody(spec, device, trace, facts))
+        raise SelectionError(_none_can(spec, device, trace, facts))
     if spec.recurrent is not None or not spec.cached:  # any two backends share a state, or nothing
         chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
         return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
@@ -218,7 +218,7 @@ def _named(
     if override is None:
         return None
     if phase in SERVICES and phase not in override.scope:
-        return None  # a name for the attention says nothing of who stores and merges
+        return None  # a name for the attention says nothing of stores and merges
     kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"
@@ -362,8 +362,7 @@ def _best_pair(
 
 def _answer(ranking: Mapping[str, list[BackendInfo]]) -> str:
     return "; ".join(
-        f"{phase}: {', '.join(b.name for b in infos) or 'nobody'}"
-        for phase, infos in ranking.items()
+        f"{phase}: {', '.join(b.name for b in infos) or 'none'}" for phase, infos in ranking.items()
     )
 
 
@@ -384,7 +383,7 @@ def _named_failure(
 
 
 def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> list[str]:
-    """Return who, where named, serves every phase that nobody else does; nobody where one is left."""
+    """Return the by-name-only backends that serve the phases no other does; [] if a phase is left."""
     served = {v.phase for step in trace for v in step.verdicts if v.accepted}
     found: list[str] = []
     for phase in (p for p in phases_of(spec) if p not in served):
@@ -399,7 +398,7 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
     return found
 
 
-def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
+def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
     for verdict in verdicts:

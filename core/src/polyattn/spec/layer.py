@@ -257,7 +257,19 @@ class LayerSpec:
         return self.kv_cache_dtype not in KV_CACHE_DTYPES
 
     def replace(self, **changes: Any) -> LayerSpec:
-        """Return a copy with `changes`; sizes that were defaults follow what they derive from."""
+        """Return a copy with changes; sizes that were defaults follow the fields they derive from.
+
+        Args:
+            changes: fields of `LayerSpec` by name.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        Examples:
+            >>> LayerSpec(num_heads=32, num_kv_heads=8, head_size=128).replace(head_size=64).v_head_size
+            64
+
+        """
         values = self._values()
         for name, default in self._derived().items():
             if getattr(self, name) == default:
@@ -276,7 +288,15 @@ class LayerSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
-        """Build a spec from `to_dict`'s form. Raises `SpecError` on an unknown field."""
+        """Return the spec that `to_dict` wrote.
+
+        Args:
+            values: fields by name; those that are left out have their defaults.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        """
         parts = {
             name: from_fields(name, part, values[name])
             for name, part in _PARTS.items()
@@ -286,7 +306,15 @@ class LayerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> LayerSpec:
-        """Build a spec from `to_json`'s text. Raises `SpecError`."""
+        """Return the spec that `to_json` wrote.
+
+        Args:
+            text: a JSON object.
+
+        Raises:
+            SpecError: the text isn't JSON, a field is unknown or its value isn't valid.
+
+        """
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -307,12 +335,24 @@ class LayerSpec:
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
-        `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
-        a directory that holds one. `assume` names the type to read it as; `ignore` the fields
-        that don't change attention; `strict=False` warns of those that aren't understood instead
-        of refusing them; `kv_cache_dtype` what the caches hold. By default, and for `"auto"`, it is
-        what the checkpoint asks for, else the model's dtype. `polyattn-models` reads the config.
-        Raises `ConfigError`, also where that isn't installed.
+        The distribution `polyattn-models` reads the config.
+
+        Args:
+            config: a mapping, a config object, or the path of a `config.json` or of its directory.
+            assume: the `model_type` to read it as.
+            ignore: fields that don't change attention.
+            strict: False: warn of fields that aren't understood instead of refusing them.
+            kv_cache_dtype: the dtype of the caches; None or `"auto"`: the checkpoint's, else the model's.
+
+        Raises:
+            ConfigError: the config isn't understood, or `polyattn-models` isn't installed.
+
+        Examples:
+            >>> config = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 14,
+            ...           "num_key_value_heads": 2, "hidden_size": 896, "torch_dtype": "bfloat16"}
+            >>> [spec.head_size for spec in LayerSpec.from_hf_config(config)]
+            [64, 64]
+
         """
         return model_reader().layer_specs(
             config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype

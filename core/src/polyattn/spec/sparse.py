@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polyattn.errors import SpecError, choice, flag, integer, number
 
 SCOPES = ("all", "kv_head", "head")
-"""For whom one choice counts: all heads, a KV head's query heads, or one query head."""
+"""Which heads share one choice: all heads, a KV head's query heads, or one query head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,13 @@ class SparseSpec:
             )
 
     def choices(self, num_heads: int, num_kv_heads: int) -> int:
-        """Return how many choices a token has: the second size of the tensor."""
+        """Return how many choices a token has: the second size of the tensor.
+
+        Args:
+            num_heads: the layer's.
+            num_kv_heads: the layer's.
+
+        """
         return {"all": 1, "kv_head": num_kv_heads, "head": num_heads}[self.scope]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who talks to whom, and for how long? `ContextParallel`: the ranks that share sequences.
+"""Which ranks exchange data, and for how long? `ContextParallel`: the ranks that share sequences.
 
 Everything that moves goes through `torch.distributed`, over a process group of its own: so no other
 traffic of the model's comes between, and what waits for a rank waits no longer than `timeout`.

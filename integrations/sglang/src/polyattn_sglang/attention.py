@@ -50,10 +50,14 @@ class Step:
 
 
 class ServedAttention:
-    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself."""
+    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself.
 
-    def __init__(self, runner: Any):
+    `deterministic`: a token has the same bits in any batch, and however its prompt was divided.
+    """
+
+    def __init__(self, runner: Any, deterministic: bool = False):
         super().__init__()
+        self.deterministic = deterministic
         if runner.use_mla_backend:
             raise PolyattnError(
                 "MLA models: this backend serves attention; use SGLang's own for them"
@@ -105,9 +109,11 @@ class ServedAttention:
         out = query.new_zeros(query.shape[0], heads * layer.v_head_dim)
         window = layer.sliding_window_size
         sliding = window is not None and window > -1
+        decoder = layer.attn_type.value == "decoder"
+        level: bool | str = self.deterministic and ("steps" if decoder else "batch")
         asked = CallOptions(
-            layer.attn_type.value == "decoder", float(layer.scaling),
-            window + 1 if sliding else None, logit_soft_cap=layer.logit_cap or None,
+            decoder, float(layer.scaling), window + 1 if sliding else None,
+            logit_soft_cap=layer.logit_cap or None, batch_invariant=level,
         )  # fmt: skip
         if k is not None and v is not None:
             k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]

@@ -139,7 +139,11 @@ def varlen_forward(
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """`aten::_flash_attention_forward`: packed sequences, or dense (batch, seqlen, heads, size)."""
+    """`aten::_flash_attention_forward`: packed sequences, or dense (batch, seqlen, heads, size).
+
+    `num_splits`: 1 asks for the bits that a sequence has in any batch, as torch documents it; other
+    numbers ask for nothing here.
+    """
     if dropout_p or return_debug_mask:
         raise PolyattnError(
             f"dropout_p={dropout_p}, return_debug_mask={return_debug_mask}: leave both out"
@@ -162,6 +166,7 @@ def varlen_forward(
         else:
             raise PolyattnError("cum_seq_k is None; pass it, or seqused_k with a block_table")
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
+    asked = asked._replace(batch_invariant=num_splits == 1)
     keys = PackedKeys(
         key, value, key_lens, None if block_table is not None else starts, block_table
     )

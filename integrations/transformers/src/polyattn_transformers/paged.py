@@ -14,6 +14,18 @@ from transformers import GenerationConfig, PreTrainedModel
 from polyattn_transformers.ledger import LEDGER
 
 
+def set_batch_invariant(model: PreTrainedModel, level: bool | str) -> None:
+    """Set what must not change a bit of the attention of a model on polyattn: a level of `LayerSpec`.
+
+    `"calls"` gives a whole sequence that is passed without a cache the bits that continuous batching
+    gives its tokens. Other calls without a paged cache are refused, but for those that ask for gradients,
+    which are torch's. The model's other operators are torch's as well.
+    """
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module._polyattn_invariance = level  # type: ignore[assignment]
+
+
 def continuous_batching_manager(
     model: PreTrainedModel,
     generation_config: GenerationConfig | None = None,
@@ -24,8 +36,8 @@ def continuous_batching_manager(
     """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
-    one of those and the model's name set afterwards. `batch_invariant`: as in `LayerSpec`, of the
-    model's attention from now on; its other operators are torch's. Raises `PolyattnError` where CUDA
+    one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
+    Raises `PolyattnError` where CUDA
     graphs are asked for, since a step's lengths are read on the host, and for a model that doesn't pass
     the cache on.
     """
@@ -41,9 +53,7 @@ def continuous_batching_manager(
             f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
             "generate()"
         )
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module._polyattn_invariance = batch_invariant  # type: ignore[assignment]
+    set_batch_invariant(model, batch_invariant)
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")

@@ -24,16 +24,21 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import Ints, Stretches, Tiles
+from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
 from polyattn_triton.variants import MOST_FEW_ROWS, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
-FULL = 128
-"""Programs that fill a chip, whichever it is: a prefill that has as many tiles isn't cut."""
-SHARES = 4
-"""Pieces that a prefill of fewer has for each of those, at most: they are of `PIECE` keys or twice as
-many, and so on, so that few classes are in a step."""
+DRAFT_PIECE = 1024
+"""Keys of a piece of a tile of more than `LOW` rows: its parts are larger. Of 32 rows that share 512 keys
+on four KV heads they were 11 % of the bytes, and 34 us of 222 at 64 x 4 after 4,096 on an H100."""
+LOW = 16
+START, MERGE, PART = 128, 768, 3
+"""What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
+merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
+SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e) % 128 == 0])
+"""Keys of a prefill's pieces, in eighths of powers of two. A request of which the chip could hold four
+takes powers of two alone, so that few classes are in a step."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 ROOM = 256 << 20
@@ -43,12 +48,38 @@ WHOLE = 0
 of the decode kernel."""
 
 
+def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
+    """Return how many keys a piece of each prefill has, so that it ends first alone on a chip.
+
+    `WHOLE`: of those whose tiles fill the chip's `slots`, or wouldn't end sooner in pieces. `tiles`: of
+    all KV heads, (requests,). `keys`: of a tile, the most.
+    """
+    found: Ints = np.full(len(tiles), WHOLE)
+    some = np.flatnonzero((tiles < slots) & (keys > PIECE))
+    if len(some):
+        count, lens = tiles[some, None], keys[some, None]
+        pieces, rest = np.divmod(lens, SIZES)
+        rounds = -(-count * pieces // slots)
+        idle = rounds * slots - count * pieces  # of the last round: there shorter ones fit in turn
+        turns = -(-count // np.maximum(idle, 1)) * (rest + START) - (SIZES + START)
+        last = np.where(rest > 0, np.clip(turns, 0, rest + START), 0)
+        parts = count * (pieces + (rest > 0))
+        costs = rounds * (SIZES + START) + last + MERGE + PART * parts
+        coarse = (4 * count <= slots) & (SIZES & (SIZES - 1) > 0)
+        costs = np.where(coarse | (lens <= SIZES), np.inf, costs)
+        best = costs.argmin(1)
+        sooner = costs.min(1) < lens[:, 0] + START
+        found[some[sooner]] = SIZES[best[sooner]]
+    return found
+
+
 class AlikeAttention(PlannedAttention):
     """Plans of layers with `batch_invariant`."""
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.piece, self.steps_piece, self.room = PIECE, STEPS_PIECE, ROOM
+        self.piece, self.draft_piece, self.steps_piece = PIECE, DRAFT_PIECE, STEPS_PIECE
+        self.room = ROOM
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -85,17 +116,16 @@ class AlikeAttention(PlannedAttention):
         """Return each request's class, (sequences,)."""
         queries, lens, group = batch.host_query_lens, batch.host_lens, self.spec.gqa_ratio
         rows = queries * group
-        tiles = -(-rows // self.prefill_config.block_m) * self.spec.num_kv_heads
-        pieces = np.maximum(SHARES * FULL // np.maximum(tiles, 1), 1)
-        keys = np.full(len(lens), self.piece)
-        while (short := keys * pieces < lens).any():
-            keys[short] *= 2
-        found: Ints = np.where((tiles >= FULL) | (keys >= lens), WHOLE, -keys)
-        if batch.block_table is not None:
-            few = (rows <= MOST_FEW_ROWS) | (queries == 1)
-            least = tile_config(self.spec, self.device.arch, "few").block_m
-            heights = 1 << np.ceil(np.log2(np.maximum(rows, least))).astype(np.int64)
-            found = np.where(few, heights, found)
+        few = (rows <= MOST_FEW_ROWS) | (queries == 1)
+        if batch.block_table is None:
+            few &= False
+        least = tile_config(self.spec, self.device.arch, "few").block_m
+        found: Ints = 1 << np.ceil(np.log2(np.maximum(rows, least))).astype(np.int64)
+        if not few.all():
+            tall, config = ~few, self.prefill_config
+            tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
+            seen = most_keys(self.spec, lens[tall], queries[tall])
+            found[tall] = -pieces_of(tiles, seen, self.num_sms)
         return found
 
     def _plan_class(
@@ -111,7 +141,8 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            return self._in_pieces(plan, self._tiles(plan), self.piece)
+            keys = self.piece if kind <= LOW else self.draft_piece
+            return self._in_pieces(plan, self._tiles(plan), keys)
         plan.fresh = table is None
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper

@@ -21,6 +21,7 @@ from polyattn.kernel import (
     Reads,
     RopeSpec,
     dequantized,
+    in_turn,
     turned,
     write_output,
 )
@@ -86,12 +87,12 @@ class TritonAttention(AlikeAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
-    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
         if isinstance(plan, PrefixPlan):
             assert self.prefixes is not None
             return prefix_reads(self.prefixes, plan, batch)
         assert isinstance(plan, AttentionPlan)
-        return None if plan.others else reads_of(self, plan, batch)
+        return in_turn([reads_of(self, launch, batch) for launch in (plan, *plan.others)])
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""

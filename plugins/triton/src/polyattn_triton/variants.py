@@ -296,7 +296,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     while not found or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
-        small = 18 if height > 16 else 22  # as Hopper's, until somebody measures others
+        small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
         found.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2

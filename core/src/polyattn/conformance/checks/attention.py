@@ -1,4 +1,4 @@
-"""What is looked at of an attention backend? Each check takes a case and a harness, and asserts."""
+"""What must an attention backend do? Each check takes a case and a harness, and asserts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numeric(case: Case, harness: Harness) -> None:
 
 
 def functions(case: Case, harness: Harness) -> None:
-    """So they do where a variant's functions or a step's mask change or hide scores."""
+    """Output and LSE also agree where a variant or a step's mask changes or hides scores."""
     numeric(case, harness)
 
 
@@ -128,7 +128,7 @@ def strided(case: Case, harness: Harness) -> None:
 
 
 def plans(case: Case, harness: Harness) -> None:
-    """Any number of plans are alive at once: made first, run in turn, and the first again.
+    """Several plans are alive at once: all are built, each runs in turn, then the first again.
 
     Some have equal lengths and other tables, or other lengths in the same table.
     """
@@ -174,7 +174,7 @@ def context(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     group, form = layer.group, layer.group.cache_format
     lengths = batches(case.batch, form.block_size if form else 16)
-    if form is not None:  # rows of one token are decodes, which may be somebody else's
+    if form is not None:  # rows of one token are decodes, which another backend may serve
         lengths = [pair for pair in lengths if pair[0] > 1]
     inputs = harness.step(layer, lengths)
     like = inputs.check()  # the cache holds the new tokens now

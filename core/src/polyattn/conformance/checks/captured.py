@@ -93,7 +93,7 @@ def graph(case: Case, harness: Harness) -> None:
     """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
 
     So it does after a larger batch was captured too, for which a backend may have grown its
-    workspace: the first graph must not go on writing to memory that is somebody else's by now.
+    workspace: the first graph must not write to memory that has another owner by now.
     """
     layer = harness.layer(case.spec)
     form = layer.group.cache_format

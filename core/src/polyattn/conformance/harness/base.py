@@ -46,7 +46,7 @@ class Harness:
             named = f"{service}={self.backend}"
         if spec.cached and named == self.backend:
             served = served_phases(caps, spec, self.device)
-            if len(served) == 1:  # the other phase is somebody else's
+            if len(served) == 1:  # another backend serves the other phase
                 named = f"{served[0]}={self.backend}"
         selection = select(
             spec, self.device, backend=named, settings=replace(current(), layout=layout)

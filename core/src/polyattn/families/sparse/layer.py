@@ -148,7 +148,23 @@ class SparseAttention(Layer):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check what was given and run the step. Writes `out` and `lse`."""
+        """Check the tensors and run the step. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
+            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
+            cache: the keys and values.
+            choice: int32 (num_tokens, choices, topk): the rows that each token attends to; -1 for none.
+            out: (num_tokens, num_heads, v_head_size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
         sparse = self.spec.sparse
         assert sparse is not None
         if sparse.value_in_key and key is not None and value is None:

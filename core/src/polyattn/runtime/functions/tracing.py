@@ -103,7 +103,15 @@ class Trace:
     _known: dict[Any, int] = field(default_factory=dict)
 
     def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:
-        """Return the number of an operation's result; equal operations are one."""
+        """Return the number of an operation's result; equal operations share one.
+
+        Args:
+            op: the operation's name.
+            args: the numbers of its operands.
+            what: a constant, a name or a dtype that it needs.
+            kind: of the result: `"float"`, `"int"` or `"bool"`; `""`: it follows from the operands.
+
+        """
         kind = kind or self._kind(op, args)
         key = (op, args, type(what), what, kind)
         if key not in self._known:
@@ -127,9 +135,14 @@ class Trace:
         return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
 
     def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
-        """Return where inputs lie: of each its address, then the size and stride of each dimension.
+        """Return each input's address, then the size and stride of each of its dimensions.
 
-        Raises `BatchError`.
+        Args:
+            given: the inputs by name.
+
+        Raises:
+            BatchError: an input is empty.
+
         """
         rows = []
         for name, declared in self.inputs.items():
@@ -144,14 +157,26 @@ class Trace:
         return rows
 
     def captured(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the functions' own surroundings, as their inputs are declared."""
+        """Return the tensors that the functions close over, in their declared dtypes.
+
+        Args:
+            device: where they go.
+
+        """
         return {
             name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
             for name, tensor in self.constants.items()
         }
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
-        """Add a function, the last `places` of `PLACES` being its arguments; return its result."""
+        """Return the number of a function's result, whose operations are added.
+
+        Args:
+            function: the function.
+            inputs: the variant's inputs by name.
+            places: how many of `PLACES`, from the last, are its arguments.
+
+        """
         wanted = PLACES[len(PLACES) - places :]
         if function.source is None:
             return _Reader(self, inputs).read(function, wanted)

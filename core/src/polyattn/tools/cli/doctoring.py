@@ -96,13 +96,13 @@ def _torch(problems: list[str]) -> str:
 
 
 def _requirements() -> list[str]:
-    """Return what polyattn itself requires and doesn't find: pip lets others replace a package."""
+    """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
     return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
-    """Return the notes on plugins that import torch behind the first, which had imported it for all.
+    """Return the notes on plugins that import torch after the first one, which imported it for all.
 
     They are asked in a process of their own, without those that are known, until there is no more.
     """
@@ -189,10 +189,10 @@ def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -
 def _timings(
     settings: Settings, devices: dict[str, Device], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Return each timing table and whom it is for; what is ignored of those for devices here.
+    """Return each timing table and its device; what is ignored of those for devices here.
 
-    A table of another device is no problem, and neither is one that is out of date: who runs is
-    chosen by priority then. A file that is no table is.
+    A table of another device is no problem, and neither is one that is out of date: priorities
+    choose then. A file that isn't a table is a problem.
     """
     found = timings(settings)
     problems += found.broken

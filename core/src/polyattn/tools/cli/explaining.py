@@ -91,7 +91,7 @@ def _predicted(
     steps: Mapping[str, list[tuple[int, int]]],
     settings: Settings,
 ) -> dict[str, dict[str, Any]]:
-    """Return what each step takes; without steps the usual two, where a timing table speaks of them.
+    """Return each step's times; without steps those of the usual two, if a timing table has them.
 
     A choice that the user forced is compared with every backend that can serve.
     """
@@ -121,7 +121,7 @@ def _plot(
     }
     if not panels:
         raise SettingsError(f"--plot={path}: {UNMEASURED}, so there are no times to plot")
-    plot_values(panels, path, f"predicted on {device}", "us")
+    plot_values(panels, path, f"predicted on {device}", "microseconds")
 
 
 _Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]

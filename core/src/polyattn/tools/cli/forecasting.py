@@ -1,4 +1,4 @@
-"""What would a step take on each backend? `explain --batch`: predicted times, and what they are of."""
+"""How long would a step take on each backend? `explain --batch`: predicted times by term."""
 
 from __future__ import annotations
 

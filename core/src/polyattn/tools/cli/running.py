@@ -41,7 +41,7 @@ PRETENDED = "interpreted on this machine's CPU: results are checked, times aren'
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line gave."""
+    """The command line's values."""
 
     model: str | None
     trace: Path | None

@@ -1,8 +1,8 @@
 """Which blocks hold a prompt's leading tokens? A radix tree of token runs, as SGLang's RadixAttention.
 
 An edge is a run of tokens and the blocks that hold them (Zheng et al., arXiv 2312.07104). Runs part
-between blocks, so that each block has one place; inside a block a prompt is matched token by token: what
-agrees is copied by whoever goes on differently. The last run of a prompt may end inside a block.
+between blocks, so that each block has one place; inside a block a prompt is matched token by token: a
+sequence that continues differently copies what agrees. The last run of a prompt may end inside a block.
 """
 
 from __future__ import annotations

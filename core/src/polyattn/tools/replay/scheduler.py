@@ -1,4 +1,4 @@
-"""Continuous batching: who runs in the next step, within a token budget and the cache's room."""
+"""Continuous batching: which requests run next, within a token budget and the cache's room."""
 
 from __future__ import annotations
 

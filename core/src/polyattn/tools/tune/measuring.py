@@ -109,7 +109,7 @@ class Measured:
     def us(self, step: AttentionWorkload) -> float:
         """Return a layer's microseconds for a step.
 
-        The new tokens are given, as engines give them: storing costs the same whoever attends.
+        The new tokens are given, as engines give them: storing costs the same with every backend.
         """
         assert step.plan
         return self.clock.us(step.call)

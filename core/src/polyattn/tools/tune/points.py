@@ -66,7 +66,7 @@ class PointsFile:
             ) from error
 
     def start(self, spec: LayerSpec, step: int, sample: StepSample, backend: str) -> None:
-        """Note what is about to be measured: should the process end in it, it isn't tried again."""
+        """Note what is about to be measured: if the process ends in it, it isn't tried again."""
         self.add(Measurement(spec, step, sample, backend, None, "the process ended in it"))
 
     def add(self, made: Measurement) -> None:

@@ -38,7 +38,7 @@ COUNTS = {"decode": 48, "short": 20, "prefill": 20, "chunked": 20, "mixed": 20}
 def samples(
     size: Size, seed: int, traces: Mapping[str, Lengths], counts: Mapping[str, int] = COUNTS
 ) -> Iterator[StepSample]:
-    """Yield steps of all kinds in turn, so that whoever stops early has some of each."""
+    """Yield steps of all kinds in turn, so that an early stop leaves some of each."""
     source = random.Random(seed)
     made = {
         "decode": _decode, "short": _short, "prefill": _prefill, "chunked": _chunked, "mixed": _mixed,

@@ -1,4 +1,4 @@
-"""What is written? One JSON table: models by layer class, with what they were measured with."""
+"""What does a tune write? One JSON table: models by layer class, with what they were measured with."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _cost(step: Step, favourite: str, margin: float) -> float:
 
 
 def _favourite(steps: Sequence[Step]) -> str:
-    """Return who was least over the best; one that wasn't measured lost the step."""
+    """Return the candidate that was least over the best; one that wasn't measured lost the step."""
     names = {name for step in steps for name in step}
 
     def loss(name: str) -> float:
@@ -164,7 +164,7 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """Write a table whole or not at all: who reads it meanwhile sees the old one."""
+    """Write a table whole or not at all; a reader meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

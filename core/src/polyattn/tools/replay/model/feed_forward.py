@@ -1,4 +1,4 @@
-"""What follows attention in a layer: norms, MLPs, and experts with their routers."""
+"""The feed-forward part of a layer: norms, MLPs, and experts with their routers."""
 
 from __future__ import annotations
 

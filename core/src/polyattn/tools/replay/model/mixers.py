@@ -20,7 +20,7 @@ LATENT_EPS = 1e-6
 
 
 class Mixer(nn.Module):
-    """What has layers of polyattn: `bind` gives it its groups, caches and states."""
+    """A part of a model with polyattn's layers: `bind` sets its groups, caches and states."""
 
     spec: LayerSpec
 
