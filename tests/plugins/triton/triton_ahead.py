@@ -126,17 +126,9 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
         constants = decode_constants(
-            spec,
-            config,
-            block_size,
-            way,
-            spec.needs_lse,
-            arch,
-            alike,
-            cached in CACHE.values(),
-            functions,
-            read=rows_constants(spec, block_size, True),
-        )
+            spec, config, block_size, way, spec.needs_lse, arch, alike,
+            cached in CACHE.values(), functions, read=rows_constants(spec, block_size, True),
+        )  # fmt: skip
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
