@@ -5,12 +5,14 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
+from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    Lie,
+    IndexBackend,
     MergeBackend,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     RecurrentBackend,
     SparseBackend,
     StoreBackend,
@@ -44,7 +46,7 @@ from polyattn.runtime.functions.tracing import (
     untraceable,
 )
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -62,6 +64,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
+from polyattn.spec.sparse import IndexerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -82,6 +85,9 @@ __all__ = [
     "Frame",
     "Function",
     "GraphCapture",
+    "IndexBackend",
+    "IndexFrame",
+    "IndexerSpec",
     "Invariance",
     "Items",
     "KVCache",
@@ -91,11 +97,11 @@ __all__ = [
     "LayerParams",
     "LayerSpec",
     "Levels",
-    "Lie",
     "MergeBackend",
     "Merges",
     "NewTokens",
-    "PagesLie",
+    "PackedStrides",
+    "PageStrides",
     "Plan",
     "Pointwise",
     "Reads",
@@ -141,10 +147,12 @@ __all__ = [
     "sizes_of",
     "storage_dtype",
     "store_lse",
+    "token_places",
     "trace",
     "trace_rows",
     "turned",
     "untraceable",
+    "visible_entries",
     "window_sizes",
     "write_output",
 ]

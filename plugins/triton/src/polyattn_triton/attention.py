@@ -15,8 +15,8 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
     LayerSpec,
-    Lie,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     Plan,
     Reads,
     RopeSpec,
@@ -242,8 +242,8 @@ class TritonAttention(AlikeAttention):
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return the portable prefill's one launch over packed tensors that lie so.
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
+        """Return the portable prefill's one launch over packed tensors of these strides.
 
         Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
         """
@@ -260,18 +260,18 @@ class TritonAttention(AlikeAttention):
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
         width = spec.num_heads * spec.v_head_size
-        strides = (*((*s, 1) for s in lie[:3]), (width, spec.v_head_size, 1))
+        each = (*((*s, 1) for s in strides[:3]), (width, spec.v_head_size, 1))
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = []
         for lse in (False, True):
-            which = (plan.variant, *strides, dtype, dtype, True, not lse)
+            which = (plan.variant, *each, dtype, dtype, True, not lse)
             if which not in self._sites:
-                self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
+                self._sites[which] = self._prefill_site(plan, each, 1, True, lse, self._none)
             sites.append(self._sites[which])
         return self._by_address(plan, sites, (plan.table[0],))
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return the decode over pages that lie so: its launch, and that of what merges its parts."""
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        """Return the decode over pages of these strides: its launch, and its merge's."""
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
         decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
@@ -279,14 +279,13 @@ class TritonAttention(AlikeAttention):
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
-        strides = (
-            (*lie.query, 1), (*lie.key, 1), (*lie.value, 1),
+        each = (
+            (*strides.query, 1), (*strides.key, 1), (*strides.value, 1),
             (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
         )  # fmt: skip
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = [
-            self._decode_site(plan, strides, (dtype, dtype), lse, self._none)
-            for lse in (False, True)
+            self._decode_site(plan, each, (dtype, dtype), lse, self._none) for lse in (False, True)
         ]
         return self._by_address(plan, sites, (*plan.table, plan.splits))
 
