@@ -5,9 +5,11 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
+from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
+    IndexBackend,
     MergeBackend,
     PackedStrides,
     PageStrides,
@@ -38,7 +40,7 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwi
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -56,6 +58,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
+from polyattn.spec.sparse import IndexerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -76,6 +79,9 @@ __all__ = [
     "Frame",
     "Function",
     "GraphCapture",
+    "IndexBackend",
+    "IndexFrame",
+    "IndexerSpec",
     "Invariance",
     "Items",
     "KVCache",
@@ -133,9 +139,11 @@ __all__ = [
     "rotation_at",
     "storage_dtype",
     "store_lse",
+    "token_places",
     "trace",
     "turned",
     "untraceable",
+    "visible_entries",
     "window_sizes",
     "write_output",
 ]

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from polyattn import Batch, Indexer, IndexerSpec, KVCache, LayerSpec, SparseAttention, SparseSpec
+from polyattn.conformance.cases.index import layer_for
 from test_indexers import Products
 from tiny import build, tiny_config
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def choice_of(
     cache = torch.full((4, BLOCK, keys.shape[1]), torch.nan)  # what isn't written isn't read
     for place, key in enumerate(keys):
         cache[int(TABLE[0, place // BLOCK]), place % BLOCK] = key
-    return Indexer(spec)(query, cache, batch, weights)
+    return Indexer(layer_for(spec, "float32"))(query, cache, batch, weights)
 
 
 class Ours:

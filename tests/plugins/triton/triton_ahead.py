@@ -261,6 +261,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
     "programs", "by_tile", "piece_tokens", "bounds", "part_rows", "parts", "listed", "seqs", "halvings",
+    "tokens", "ids_n", "out_n", "each",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE", "FIRSTS", "ORIGINS"}

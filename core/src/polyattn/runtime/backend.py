@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -263,6 +263,38 @@ class RecurrentBackend(Backend, ABC):
         Args:
             plan: the return value of `plan`.
             frame: one layer's inputs, parameters, states and output.
+
+        """
+
+
+class IndexBackend(Backend, ABC):
+    """Chooses each token's keys by scores over a paged cache of index keys: phase `"index"`.
+
+    `spec.indexer` says how. A plan's batch has the table of the index keys' blocks. `run` never waits for
+    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`).
+
+    Args:
+        spec: the layer that attends to the choice.
+        cache: None: the keys come with each call.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyIndexer(IndexBackend):
+        ...     def run(self, plan: Plan, frame: IndexFrame) -> None:
+        ...         frame.out.fill_(-1)  # a kernel's launches, over plan.batch.block_table
+
+    """
+
+    @abstractmethod
+    def run(self, plan: Any, frame: IndexFrame) -> None:
+        """Choose each token's keys; of equal scores the smaller id wins.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: the call's tensors; `out` is written.
 
         """
 

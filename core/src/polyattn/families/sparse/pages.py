@@ -14,9 +14,24 @@ from polyattn.spec.layer import LayerSpec
 
 
 def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's sequence, its position in it, and the sequence's length, int64 (num_tokens,).
+    """Return each token's sequence, its position in it, and the sequence's length.
 
     They come from the device's lengths, which change between replays of a captured graph.
+
+    Args:
+        batch: the step.
+
+    Returns:
+        Three tensors, int64 (num_tokens,).
+
+    Raises:
+        Nothing: every step has them.
+
+    Examples:
+        >>> batch = Batch.from_lens([2, 1], [5, 9], torch.tensor([[0], [1]]).int(), 16)
+        >>> [each.tolist() for each in token_places(batch)]
+        [[0, 0, 1], [3, 4, 8], [5, 5, 9]]
+
     """
     tokens = torch.arange(batch.num_tokens, device=batch.device)
     if not batch.num_tokens:
@@ -36,9 +51,24 @@ NONE = torch.iinfo(torch.int32).max
 def visible_entries(
     tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
 ) -> Tensor:
-    """Return how many of a sequence's entries each token sees, int64 (num_tokens,).
+    """Return how many of its sequence's entries each token sees.
 
-    `positions`, `lens` (num_tokens,): as `token_places` gives them.
+    Args:
+        tokens_per_entry: that an entry stands for.
+        positions: (num_tokens,), as `token_places` returns them.
+        lens: likewise.
+        causal: False: a token sees its whole sequence.
+
+    Returns:
+        int64 (num_tokens,).
+
+    Raises:
+        Nothing: any lengths do.
+
+    Examples:
+        >>> visible_entries(4, torch.tensor([2, 3, 8]), torch.tensor([9, 9, 9])).tolist()
+        [0, 1, 2]
+
     """
     tokens = torch.minimum(positions + 1, lens) if causal else lens
     return tokens.clamp(min=0) // tokens_per_entry
