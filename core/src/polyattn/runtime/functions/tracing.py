@@ -222,9 +222,25 @@ def trace(
 
 
 def trace_rows(format: RowFormat, size: int) -> Trace:
-    """Trace a format's `decode` of rows of `size` elements: `score` is the element, place `d` which one.
+    """Return the operations of a format's `decode`, traced by torch.fx.
 
-    `load` of `"row"` is a byte, an integer. Raises `UntraceableError`.
+    Args:
+        format: the format.
+        size: elements of a row.
+
+    Returns:
+        The operations: `score` is the element, the place `"d"` which one, and a `load` of `"row"` a
+        byte, an integer.
+
+    Raises:
+        UntraceableError: `decode` does what no operation is for, or decides by a traced value.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> found = trace_rows(row_formats()["int4"], 32)
+        >>> sorted({node.what for node in found.nodes if node.op == "load"})
+        ['row']
+
     """
     decode = function_of(format, "decode")
     function = Function(lambda d, *, row: decode(row, d, size), ("row",))
