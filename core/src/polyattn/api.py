@@ -22,7 +22,7 @@ from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.invariance import costs, described
 from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
 from polyattn.selection.tree import Facts, as_built, decide
-from polyattn.settings import Settings, current
+from polyattn.settings import PHASE_SCOPES, Settings, current
 from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
@@ -264,11 +264,7 @@ def unmatched_overrides(specs: Sequence[LayerSpec], settings: Settings) -> list[
         f"{o.source}: {o} matched no layer of this model"
         for source in settings.sources
         for o in source
-        if not any(
-            o.applies(spec, phase)
-            for spec in specs
-            for phase in ("prefill", "decode", "store", "merge")
-        )
+        if not any(o.applies(spec, phase) for spec in specs for phase in PHASE_SCOPES)
     ]
 
 

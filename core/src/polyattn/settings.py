@@ -51,7 +51,7 @@ FILE_KEYS = (
 )  # fmt: skip
 LONGEST_WAIT = 3600
 NO_TIMINGS = "0"
-PHASE_SCOPES = ("prefill", "decode", "store", "merge")
+PHASE_SCOPES = ("prefill", "decode", "store", "merge", "index")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from polyattn import Batch, Indexer, IndexerSpec, KVCache, LayerSpec, SparseAttention, SparseSpec
+from polyattn.conformance.cases.index import layer_for
 from test_indexers import Products
 from tiny import build, tiny_config
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def choice_of(
     cache = torch.full((4, BLOCK, keys.shape[1]), torch.nan)  # what isn't written isn't read
     for place, key in enumerate(keys):
         cache[int(TABLE[0, place // BLOCK]), place % BLOCK] = key
-    return Indexer(spec)(query, cache, batch, weights)
+    return Indexer(layer_for(spec, "float32"))(query, cache, batch, weights)
 
 
 class Ours:
@@ -147,12 +148,15 @@ class Ours:
 
 
 def model_of(model_type: str) -> Any:
-    """Return a tiny model, none of whose weights is at its neutral start."""
-    config = tiny_config(model_type, **MODELS[model_type])
-    model = build(config)
+    """Return a tiny model of the type."""
+    return stirred(build(tiny_config(model_type, **MODELS[model_type])))
+
+
+def stirred(model: Any) -> Any:
+    """Return a model none of whose weights is at its neutral start."""
     generator = torch.Generator().manual_seed(5)
     for name, weight in model.named_parameters():
-        if weight.ndim == 1 and "A_log" not in name:
+        if (weight.ndim == 1 and "A_log" not in name) or not weight.any():
             weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
     model.set_attn_implementation("eager")
     return model

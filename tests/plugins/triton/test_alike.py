@@ -104,15 +104,16 @@ def test_a_request_is_attended_to_alike_in_any_batch(
 
 def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """At and around what decides it: keys of a piece, rows of the decode kernel, a full chip."""
-    from polyattn_triton.alike import DRAFT_PIECE, LOW, PIECE
+    from polyattn_triton.alike import LOW, PIECE
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    for queries, piece in ((1, PIECE), (LOW // 4, PIECE), (LOW // 4 + 1, DRAFT_PIECE)):
-        for count in (queries, piece - 1, piece, piece + 1, 2 * piece, 2 * piece + 1):
+    for queries, height in ((1, 16), (LOW // 4, 16), (LOW // 4 + 1, 64)):
+        for count in (queries, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1):
             (plan,) = plans_of(backend, [(queries, count)])
-            assert plan.way == "few" and plan.grid == (-(-count // piece), 8, 1)
-            assert (plan.merging is not None) == (count > piece)
+            assert plan.way == "few" and plan.grid == (-(-count // PIECE), 8, 1)
+            assert plan.config.block_m == height
+            assert (plan.merging is not None) == (count > PIECE)
     full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
     of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
     ways = [plan.way for plan in of.values()]
@@ -123,6 +124,11 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert plans_of(backend, [(17, PIECE)])[0].way == "prefill"
     mixed = plans_of(backend, [(1, 5000), (full, 9000), (3, 70), (17, 9000), (1, 3)])
     assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
+    prompts = plans_of(backend, [(300, 300), (full, 9000), (301, 302), (900, 900)])
+    assert [plan.fresh for plan in prompts] == [False, True]
+    assert [plan.requests[1].tolist() for plan in prompts] == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    paged, _ = pretended(monkeypatch, SPECS["gpt-oss 20B"].replace(batch_invariant="batch"))
+    assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
 
 
 def test_prefills_are_cut_where_they_end_sooner() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
 
 
-class Lie(NamedTuple):
+class PackedStrides(NamedTuple):
     """Strides in memory of tensors (tokens, heads, size), in elements.
 
     Two of each tensor: from token to token, and from head to head.
@@ -40,7 +40,7 @@ class Lie(NamedTuple):
         keys: tokens of keys and values.
 
     Examples:
-        >>> Lie(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
+        >>> PackedStrides(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
         256
 
     """
@@ -51,7 +51,7 @@ class Lie(NamedTuple):
     keys: int
 
 
-class PagesLie(NamedTuple):
+class PageStrides(NamedTuple):
     """Strides of a query and of a cache's pages (pages, page size, heads, size) in memory, in elements.
 
     Attributes:
@@ -60,7 +60,7 @@ class PagesLie(NamedTuple):
         value: alike.
 
     Examples:
-        >>> PagesLie(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
+        >>> PageStrides(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
         2048
 
     """
@@ -173,7 +173,7 @@ class AttentionBackend(Backend, ABC):
         """
         return None
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return `run` for tensors of any shape, for a layer without a cache; None if it needs views.
 
         A kernel that takes addresses and strides spares its caller the views (tokens, heads, size), which
@@ -181,7 +181,7 @@ class AttentionBackend(Backend, ABC):
 
         Args:
             plan: the return value of `plan`.
-            lie: where the elements of the tensors are.
+            strides: the tensors', in elements.
 
         Returns:
             A function of (query, key, value, params, out, lse), `out` and `lse` contiguous; or None.
@@ -189,12 +189,12 @@ class AttentionBackend(Backend, ABC):
         """
         return None
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
         """Return `addressed` for a plan by bounds over a cache; None if the kernel needs views.
 
         Args:
             plan: the return value of `plan`.
-            lie: where the elements of the pages are.
+            strides: the query's and the pages', in elements.
 
         Returns:
             A function as in `addressed`; keys and values are pages, the parameters have no scales.
@@ -263,6 +263,38 @@ class RecurrentBackend(Backend, ABC):
         Args:
             plan: the return value of `plan`.
             frame: one layer's inputs, parameters, states and output.
+
+        """
+
+
+class IndexBackend(Backend, ABC):
+    """Chooses each token's keys by scores over a paged cache of index keys: phase `"index"`.
+
+    `spec.indexer` says how. A plan's batch has the table of the index keys' blocks. `run` never waits for
+    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`).
+
+    Args:
+        spec: the layer that attends to the choice.
+        cache: None: the keys come with each call.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyIndexer(IndexBackend):
+        ...     def run(self, plan: Plan, frame: IndexFrame) -> None:
+        ...         frame.out.fill_(-1)  # a kernel's launches, over plan.batch.block_table
+
+    """
+
+    @abstractmethod
+    def run(self, plan: Any, frame: IndexFrame) -> None:
+        """Choose each token's keys; of equal scores the smaller id wins.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: the call's tensors; `out` is written.
 
         """
 

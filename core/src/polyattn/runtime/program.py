@@ -139,6 +139,38 @@ class Frame:
             put_rows(self.lse, rows, part.lse)
 
 
+class IndexFrame:
+    """An indexer's tensors of a call as one value.
+
+    Attributes:
+        query: (num_tokens, index heads, index size).
+        keys: the whole cache of index keys, as `IndexerSpec.cache_dtype` says.
+        weights: (num_tokens, index heads), or None.
+        within: int32 (num_tokens, choices or 1, n), or None.
+        out: int32 (num_tokens, choices, K), written: ascending ids, -1 behind them.
+
+    Examples:
+        >>> query, keys = torch.zeros(3, 4, 64), torch.zeros(8, 16, 64)
+        >>> frame = IndexFrame(query, keys, torch.ones(3, 4), None, torch.empty(3, 1, 5).int())
+        >>> frame.out.shape[2]
+        5
+
+    """
+
+    __slots__ = ("keys", "out", "query", "weights", "within")
+
+    def __init__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        weights: Tensor | None,
+        within: Tensor | None,
+        out: Tensor,
+    ):
+        self.query, self.keys, self.weights, self.within = query, keys, weights, within
+        self.out = out
+
+
 class RecurrentFrame:
     """A recurrence's tensors of a call as one value.
 

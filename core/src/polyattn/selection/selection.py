@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.registry.capabilities import Rejection, rotates
+from polyattn.registry.capabilities import SERVICES, Rejection, rotates
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
@@ -130,7 +130,7 @@ class Decision:
             for phase, name in self.chosen
             if sizes.get(name, self.cache.block_size) != self.cache.block_size
         ]
-        others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
+        others = [f"{phase} {name}" for phase, name in self.chosen if phase in SERVICES]
         return ", ".join([*words, *others])
 
     def to_dict(self) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def phases_of(spec: LayerSpec) -> tuple[str, ...]:
     """Return the phases of a layer, each of which needs a backend."""
     if spec.recurrent is not None:
         return ("prefill", "decode")
-    return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
+    index = ("index",) if spec.indexer is not None else ()
+    return ("prefill", "decode", "store", "merge", *index) if spec.cached else ("prefill",)
 
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
@@ -167,7 +168,7 @@ def _over_one_cache(
         ("prefill", prefill.name),
         ("decode", decode.name),
         ("store", fitting["store"][0].name),
-        ("merge", ranking["merge"][0].name),
+        *((phase, ranking[phase][0].name) for phase in ("merge", "index") if phase in ranking),
     )
     cache = format_of(spec, device, shared.layout, shared.block_size)
     return Decision(
@@ -177,7 +178,7 @@ def _over_one_cache(
 
 def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -> bool:
     """Whether a backend can work on the cache that was settled."""
-    if phase == "merge" or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+    if phase in ("merge", "index") or (phase == "prefill" and spec.kind is AttentionKind.MLA):
         return True
     if spec.sparse is not None and phase != "store":
         return True

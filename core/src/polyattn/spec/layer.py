@@ -36,7 +36,7 @@ from polyattn.spec.models import model_reader
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import check_widths, rows_of
-from polyattn.spec.sparse import SparseSpec
+from polyattn.spec.sparse import IndexerSpec, SparseSpec
 from polyattn.spec.variant import MASKS, NAME
 
 
@@ -96,6 +96,7 @@ class LayerSpec:
         rope: the rotation of queries and keys. The layer's `rotate=` says whether the layer applies it;
             kernels do only if `rope.positions` is `"cache"`.
         sparse: of kind `"sparse"`, the meaning of the ids that choose a token's keys.
+        indexer: of a sparse layer, what chooses; None: another layer's indexer, or the caller.
         variant: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
             after all of the above.
         mask: a mask that each step brings (`Batch.mask`), beside the above: `"custom"` (packed
@@ -148,6 +149,7 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
     sparse: SparseSpec | None = None
+    indexer: IndexerSpec | None = None
     variant: str | None = None
     mask: str | None = None
 
@@ -375,6 +377,8 @@ class LayerSpec:
             words.append("cached" if self.cached else "uncached")
         if self.sparse is not None:
             words.append(str(self.sparse))
+        if self.indexer is not None:
+            words.append(f"indexer {self.indexer}")
         if self.kv_source is not None:
             words.append(f"keys of layer {self.kv_source}")
         words += sorted(self.features - {"causal", "gqa"})
@@ -387,6 +391,7 @@ class LayerSpec:
 
 _PARTS: dict[str, type[Any]] = {
     "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec, "sparse": SparseSpec,
+    "indexer": IndexerSpec,
 }  # fmt: skip
 _ENUMS: dict[str, type[Enum]] = {
     "kind": AttentionKind, "role": Role, "graph_capture": GraphCapture, "batch_invariant": Invariance,
@@ -604,6 +609,8 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.sparse is not None:
         _check_sparse(spec, spec.sparse)
+    if spec.indexer is not None:
+        _check_indexer(spec, spec.indexer)
     if spec.recurrent is not None:
         spec.recurrent.check_within(kind, spec.num_heads, spec.dtype)
     if not kind.is_grouped and spec.num_kv_heads != spec.num_heads:
@@ -633,3 +640,25 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
             f"head_size={spec.head_size}"
         )
+
+
+def _check_indexer(spec: LayerSpec, indexer: IndexerSpec) -> None:
+    """What an indexer chooses is what the layer's choice means. Raises `SpecError`."""
+    if spec.sparse is not None:
+        if spec.sparse.physical:
+            raise SpecError("sparse.physical=True: an indexer's ids are places in the sequence")
+        most, group = spec.sparse.budget, spec.sparse.granularity * spec.sparse.tokens_per_entry
+        choices = spec.sparse.choices(spec.num_heads, spec.num_kv_heads)
+    elif spec.latent is not None and spec.latent.topk:
+        most, group, choices = spec.latent.topk, 1, 1
+    else:
+        raise SpecError(f"kind={spec.kind.value!r} attends to no choice of keys; leave indexer out")
+    own = indexer.pool * indexer.tokens_per_entry
+    budget = indexer.budget if isinstance(indexer.budget, int) else 0
+    for wrong, name, value, wanted in (
+        (own != group, "pool * tokens_per_entry", own, f"{group}, the tokens that an id names"),
+        (indexer.choices != choices, "choices", indexer.choices, f"{choices}, the layer's"),
+        (budget + indexer.tail > most, "budget", indexer.budget, f"{most - indexer.tail} at most"),
+    ):
+        if wrong:
+            raise SpecError(f"indexer.{name}={value}: it must be {wanted}")

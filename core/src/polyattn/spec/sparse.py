@@ -73,6 +73,16 @@ class SparseSpec:
         return f"choice {words}{whom}{', physical' * self.physical}{entries}"
 
 
+INDEX_FORMS = {
+    "index_heads": "a choice for each index head",
+    "index_pool": "candidates of several entries",
+    "index_within": "candidates that another indexer chose",
+    "index_part": "a budget that is a part of the candidates",
+    "index_fp8_e4m3": "index keys in e4m3",
+    "index_fp8_scaled": "index keys in e4m3 with a scale each",
+}
+"""What an indexer's backend must claim, with what it means; every one has all else."""
+INDEX_CACHES = ("auto", "fp8_e4m3", "fp8_scaled")
 ACTIVATIONS = ("relu", "none")
 FOLDS = ("weighted", "sum", "none")
 
@@ -100,6 +110,8 @@ class IndexerSpec:
         forced_last: newest ones, alike.
         tail: the incomplete last group of tokens is chosen beside the budget, as id (t + 1) // m.
         within: b: only entries in the blocks of b entries that the call gives count.
+        cache_dtype: of the index keys: `"auto"`, the layer's; `"fp8_e4m3"`; or `"fp8_scaled"`, e4m3 with
+            a float32 scale for each key, behind all keys of a page (DeepGEMM, 2025).
 
     Raises:
         SpecError: a value or a combination describes no indexer.
@@ -122,6 +134,7 @@ class IndexerSpec:
     forced_last: int = 0
     tail: bool = False
     within: int | None = None
+    cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_size", "tokens_per_entry", "pool"):
@@ -137,6 +150,7 @@ class IndexerSpec:
             integer("indexer.budget", self.budget, 1)
         choice("indexer.activation", self.activation, ACTIVATIONS)
         choice("indexer.fold", self.fold, FOLDS)
+        choice("indexer.cache_dtype", self.cache_dtype, INDEX_CACHES)
         flag("indexer.tail", self.tail)
         if self.within is not None:
             integer("indexer.within", self.within, 1, hint="; use None for all entries")
@@ -152,3 +166,89 @@ class IndexerSpec:
     def choices(self) -> int:
         """How many choices a token has: the second size of the tensor."""
         return self.num_heads if self.fold == "none" else 1
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """The names in `INDEX_FORMS` that a backend must claim."""
+        asks = {
+            "index_heads": self.fold == "none",
+            "index_pool": self.pool > 1,
+            "index_within": self.within is not None,
+            "index_part": isinstance(self.budget, float),
+            f"index_{self.cache_dtype}": self.cache_dtype != "auto",
+        }
+        return frozenset(name for name, asked in asks.items() if asked)
+
+    @property
+    def key_bytes(self) -> int:
+        """The bytes of a key in a cache of `fp8_scaled`: its elements and its scale."""
+        return self.head_size + 4
+
+    def __str__(self) -> str:
+        """How it chooses, in a few words, for `explain`."""
+        share = self.budget if isinstance(self.budget, int) else f"{self.budget:.0%}"
+        words = [f"{self.num_heads} heads of {self.head_size} for {share}"]
+        words += [f"of {self.pool}"] if self.pool > 1 else []
+        words += ["by head"] if self.fold == "none" else []
+        words += [f"entries of {self.tokens_per_entry}"] if self.tokens_per_entry > 1 else []
+        words += [self.cache_dtype] if self.cache_dtype != "auto" else []
+        return " ".join(words)
+
+
+REDUCTIONS = ("softmax", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """How the tokens of a group become one entry of a cache (DeepSeek-V4, 2026).
+
+    Attributes:
+        size: elements of an entry.
+        tokens_per_entry: m: entry e is of tokens e * m to e * m + m - 1.
+        reduction: of a group's rows, element by element: `"softmax"`, weighted by a softmax of the rows'
+            gates; or `"mean"`.
+        overlap: an entry pools the group before its own as well. A token's row then has twice the size:
+            first its part of the next entry, then that of its own.
+        drafts: tokens of a step that may be rejected; the states keep so many rows more.
+
+    Raises:
+        SpecError: a value or a combination describes no compressor.
+
+    Examples:
+        >>> CompressorSpec(size=512, tokens_per_entry=4, overlap=True).capacity
+        8
+
+    """
+
+    size: int
+    tokens_per_entry: int
+    reduction: str = "softmax"
+    overlap: bool = False
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        integer("compressor.size", self.size, 1)
+        integer("compressor.tokens_per_entry", self.tokens_per_entry, 1)
+        integer("compressor.drafts", self.drafts, 0)
+        choice("compressor.reduction", self.reduction, REDUCTIONS)
+        flag("compressor.overlap", self.overlap)
+        if self.overlap and self.reduction == "mean":
+            raise SpecError(
+                "compressor.overlap=True: the group before the first has no rows, which only a softmax "
+                "leaves out; use reduction='softmax'"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many groups of tokens an entry pools."""
+        return 2 if self.overlap else 1
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's row, and of its gates."""
+        return self.size * self.groups
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence's state holds."""
+        return self.tokens_per_entry * self.groups + self.drafts

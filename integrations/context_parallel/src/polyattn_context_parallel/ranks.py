@@ -30,7 +30,8 @@ WATCH = 1.25
 
 LETTING_GO = 0.05
 """Seconds that an ending process leaves to gloo's threads, which let go of a collective's tensors after
-it has returned: where the interpreter is gone by then, the process aborts (torch 2.13)."""
+it has returned: where the interpreter is gone by then, the process aborts (torch 2.13,
+pytorch/pytorch#179291)."""
 
 # The later name, where torch has it (2.13); the earlier one warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

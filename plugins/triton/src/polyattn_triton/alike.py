@@ -25,14 +25,13 @@ from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
-from polyattn_triton.variants import MOST_FEW_ROWS, steps_config, tile_config
+from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
-DRAFT_PIECE = 1024
-"""Keys of a piece of a tile of more than `LOW` rows: its parts are larger. Of 32 rows that share 512 keys
-on four KV heads they were 11 % of the bytes, and 34 us of 222 at 64 x 4 after 4,096 on an H100."""
 LOW = 16
+"""Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
+beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
 START, MERGE, PART = 128, 768, 3
 """What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
 merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
@@ -43,9 +42,9 @@ STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 ROOM = 256 << 20
 """Bytes of the parts of a launch: more tiles are in launches of their own."""
-WHOLE = 0
-"""The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
-of the decode kernel."""
+WHOLE, FRESH = 0, 1
+"""The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
+are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
 
 
 def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
@@ -78,8 +77,7 @@ class AlikeAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.piece, self.draft_piece, self.steps_piece = PIECE, DRAFT_PIECE, STEPS_PIECE
-        self.room = ROOM
+        self.piece, self.steps_piece, self.room = PIECE, STEPS_PIECE, ROOM
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -120,12 +118,15 @@ class AlikeAttention(PlannedAttention):
         if batch.block_table is None:
             few &= False
         least = tile_config(self.spec, self.device.arch, "few").block_m
-        found: Ints = 1 << np.ceil(np.log2(np.maximum(rows, least))).astype(np.int64)
+        height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
+        found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
         if not few.all():
             tall, config = ~few, self.prefill_config
             tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
             seen = most_keys(self.spec, lens[tall], queries[tall])
             found[tall] = -pieces_of(tiles, seen, self.num_sms)
+            if self.hopper is None or self.hopper.by_token:
+                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
         return found
 
     def _plan_class(
@@ -137,19 +138,18 @@ class AlikeAttention(PlannedAttention):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if kind > 0:
+        if kind > FRESH:
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            keys = self.piece if kind <= LOW else self.draft_piece
-            return self._in_pieces(plan, self._tiles(plan), keys)
-        plan.fresh = table is None
+            return self._in_pieces(plan, self._tiles(plan), self.piece)
+        plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
         if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
             plan.config, plan.at_once = hopper.config, hopper.heads
         tiles = self._tiles(plan)
-        if kind == WHOLE:
+        if kind in (WHOLE, FRESH):
             order = np.argsort(-tiles.keys, kind="stable")
             if plan.at_once and hopper is not None:
                 costs = tiles.keys[order] + self.rates.item

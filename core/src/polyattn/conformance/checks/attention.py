@@ -9,7 +9,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.runtime.backend import AttentionBackend, Lie
+from polyattn.runtime.backend import AttentionBackend, PackedStrides
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.program import Frame
@@ -272,8 +272,8 @@ def addressed(case: Case, harness: Harness) -> None:
     tensors = given.query, given.key, given.value
     of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
     (call,) = step.calls
-    lie = Lie(of_query, of_key, of_value, given.key.shape[0])
-    run = call.backend.addressed(call.plan, lie)
+    strides = PackedStrides(of_query, of_key, of_value, given.key.shape[0])
+    run = call.backend.addressed(call.plan, strides)
     if run is None:
         assert given.batch.max_seq_len > 64, (
             "it claims by_address, and a short step has no such way"

@@ -11,6 +11,7 @@ import torch
 from polyattn.api import select
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan_checks import PlanChecks
@@ -42,7 +43,7 @@ class Harness:
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
         caps, named = discover().backend(self.backend).capabilities, self.backend
-        for service in caps.phases & {"store", "merge"}:
+        for service in caps.phases & SERVICES:
             named = f"{service}={self.backend}"
         if spec.cached and named == self.backend:
             served = served_phases(caps, spec, self.device)

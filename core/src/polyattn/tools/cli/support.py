@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
 
@@ -38,7 +39,7 @@ def _row(info: BackendInfo) -> list[str]:
     caps = info.capabilities
     roles = sorted(role.value for role in caps.roles)
     serves = [", ".join(sorted(kind.value for kind in caps.kinds)), ", ".join(sorted(caps.phases))]
-    if not caps.phases & {"store", "merge"}:
+    if not caps.phases & SERVICES:
         serves.append(", ".join(roles))
         given = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
         serves.append(given.get(caps.cached, "over a cache and given keys"))
