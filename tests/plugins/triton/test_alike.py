@@ -124,6 +124,11 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert plans_of(backend, [(17, PIECE)])[0].way == "prefill"
     mixed = plans_of(backend, [(1, 5000), (full, 9000), (3, 70), (17, 9000), (1, 3)])
     assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
+    prompts = plans_of(backend, [(300, 300), (full, 9000), (301, 302), (900, 900)])
+    assert [plan.fresh for plan in prompts] == [False, True]
+    assert [plan.requests[1].tolist() for plan in prompts] == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    paged, _ = pretended(monkeypatch, SPECS["gpt-oss 20B"].replace(batch_invariant="batch"))
+    assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
 
 
 def test_prefills_are_cut_where_they_end_sooner() -> None:

@@ -42,9 +42,9 @@ STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 ROOM = 256 << 20
 """Bytes of the parts of a launch: more tiles are in launches of their own."""
-WHOLE = 0
-"""The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
-of the decode kernel."""
+WHOLE, FRESH = 0, 1
+"""The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
+are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
 
 
 def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
@@ -125,6 +125,8 @@ class AlikeAttention(PlannedAttention):
             tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
             seen = most_keys(self.spec, lens[tall], queries[tall])
             found[tall] = -pieces_of(tiles, seen, self.num_sms)
+            if self.hopper is None or self.hopper.by_token:
+                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
         return found
 
     def _plan_class(
@@ -136,18 +138,18 @@ class AlikeAttention(PlannedAttention):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if kind > 0:
+        if kind > FRESH:
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
             return self._in_pieces(plan, self._tiles(plan), self.piece)
-        plan.fresh = table is None
+        plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
         if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
             plan.config, plan.at_once = hopper.config, hopper.heads
         tiles = self._tiles(plan)
-        if kind == WHOLE:
+        if kind in (WHOLE, FRESH):
             order = np.argsort(-tiles.keys, kind="stable")
             if plan.at_once and hopper is not None:
                 costs = tiles.keys[order] + self.rates.item
