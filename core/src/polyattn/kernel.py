@@ -25,8 +25,8 @@ from polyattn.runtime.cache.kv_cache import (
     raw,
     storage_dtype,
 )
-from polyattn.runtime.cache.rows import decoded, encoded, turned
-from polyattn.runtime.cache.scales import write_output
+from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
+from polyattn.runtime.cache.scales import dequantized, write_output
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -38,7 +38,13 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
-from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
+from polyattn.runtime.functions.tracing import (
+    Trace,
+    UntraceableError,
+    trace,
+    trace_rows,
+    untraceable,
+)
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
@@ -124,6 +130,7 @@ __all__ = [
     "current_settings",
     "decode_window_sizes",
     "decoded",
+    "dequantized",
     "empty_rows",
     "encoded",
     "in_turn",
@@ -137,10 +144,12 @@ __all__ = [
     "raw",
     "reciprocal",
     "rotation_at",
+    "sizes_of",
     "storage_dtype",
     "store_lse",
     "token_places",
     "trace",
+    "trace_rows",
     "turned",
     "untraceable",
     "visible_entries",

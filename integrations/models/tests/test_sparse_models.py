@@ -148,12 +148,15 @@ class Ours:
 
 
 def model_of(model_type: str) -> Any:
-    """Return a tiny model, none of whose weights is at its neutral start."""
-    config = tiny_config(model_type, **MODELS[model_type])
-    model = build(config)
+    """Return a tiny model of the type."""
+    return stirred(build(tiny_config(model_type, **MODELS[model_type])))
+
+
+def stirred(model: Any) -> Any:
+    """Return a model none of whose weights is at its neutral start."""
     generator = torch.Generator().manual_seed(5)
     for name, weight in model.named_parameters():
-        if weight.ndim == 1 and "A_log" not in name:
+        if (weight.ndim == 1 and "A_log" not in name) or not weight.any():
             weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
     model.set_attn_implementation("eager")
     return model

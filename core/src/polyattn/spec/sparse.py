@@ -193,3 +193,62 @@ class IndexerSpec:
         words += [f"entries of {self.tokens_per_entry}"] if self.tokens_per_entry > 1 else []
         words += [self.cache_dtype] if self.cache_dtype != "auto" else []
         return " ".join(words)
+
+
+REDUCTIONS = ("softmax", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """How the tokens of a group become one entry of a cache (DeepSeek-V4, 2026).
+
+    Attributes:
+        size: elements of an entry.
+        tokens_per_entry: m: entry e is of tokens e * m to e * m + m - 1.
+        reduction: of a group's rows, element by element: `"softmax"`, weighted by a softmax of the rows'
+            gates; or `"mean"`.
+        overlap: an entry pools the group before its own as well. A token's row then has twice the size:
+            first its part of the next entry, then that of its own.
+        drafts: tokens of a step that may be rejected; the states keep so many rows more.
+
+    Raises:
+        SpecError: a value or a combination describes no compressor.
+
+    Examples:
+        >>> CompressorSpec(size=512, tokens_per_entry=4, overlap=True).capacity
+        8
+
+    """
+
+    size: int
+    tokens_per_entry: int
+    reduction: str = "softmax"
+    overlap: bool = False
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        integer("compressor.size", self.size, 1)
+        integer("compressor.tokens_per_entry", self.tokens_per_entry, 1)
+        integer("compressor.drafts", self.drafts, 0)
+        choice("compressor.reduction", self.reduction, REDUCTIONS)
+        flag("compressor.overlap", self.overlap)
+        if self.overlap and self.reduction == "mean":
+            raise SpecError(
+                "compressor.overlap=True: the group before the first has no rows, which only a softmax "
+                "leaves out; use reduction='softmax'"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many groups of tokens an entry pools."""
+        return 2 if self.overlap else 1
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's row, and of its gates."""
+        return self.size * self.groups
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence's state holds."""
+        return self.tokens_per_entry * self.groups + self.drafts

@@ -20,7 +20,10 @@ from polyattn.kernel import (
     Plan,
     Reads,
     RopeSpec,
+    dequantized,
     in_turn,
+    turned,
+    write_output,
 )
 from torch import Tensor
 
@@ -29,6 +32,8 @@ from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
+from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.hopper.packing import in_words, packed_constants, packed_site
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, compiling_only, load
@@ -62,6 +67,8 @@ class TritonAttention(AlikeAttention):
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+        rows = None if cache is None else cache.rows
+        self._turned_rows = tuple(f if f.turn else None for f in rows or ()) or (None, None)
         self.prefixes: PrefixLauncher | None = None
         self.merger = Merger(spec, self.early, self._functions[-1] == 2)
         new = self.generated is not None and self.generated.new
@@ -116,7 +123,20 @@ class TritonAttention(AlikeAttention):
         return compiled
 
     def run(self, plan: Plan, frame: Frame) -> None:
-        """Attend as planned."""
+        """Attend as planned; where rows are turned, with turned queries, and outputs turned back."""
+        of_key, of_value = self._turned_rows
+        if of_key is not None:
+            wide = dequantized(frame.query, frame.params.q_scale, torch.float32)
+            query = turned(wide, of_key).to(STORAGE_DTYPES[self.spec.dtype])
+            frame = frame.but(query=query)
+        if of_value is None:
+            self._run(plan, frame)
+            return
+        out = torch.empty(frame.out.shape, dtype=torch.float32, device=frame.out.device)
+        self._run(plan, frame.but(out=out))
+        write_output(frame.out, turned(out, of_value, back=True), 1.0)
+
+    def _run(self, plan: Plan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params
         out, lse = frame.out, frame.lse
         if isinstance(plan, PrefixPlan):
@@ -218,6 +238,7 @@ class TritonAttention(AlikeAttention):
         constants = prefill_constants(
             self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
+            NO_ROWS if packed else self._rows(strides, False),
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
@@ -308,7 +329,8 @@ class TritonAttention(AlikeAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs)
+        packed = plan.config == self.packed and in_words(cache)
+        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, packed)
         site(
             plan.grid,
             (
@@ -329,13 +351,18 @@ class TritonAttention(AlikeAttention):
         dtypes: tuple[torch.dtype, torch.dtype],
         lse: bool,
         inputs: Tensor,
+        packed: bool = False,
     ) -> Site:
         """Specialise the kernel for query, key, value and output of these strides, once.
 
-        `dtypes`: of queries and of the cache.
+        `dtypes`: of queries and of the cache. `packed`: the kernel is `hopper.packed`'s.
         """
-        which = plan.variant, plan.rows, strides, dtypes, lse
+        which = plan.variant, plan.rows, strides, dtypes, lse, packed
         site = self._sites.get(which)
+        if site is None and packed:
+            assert self.cache is not None
+            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None
@@ -343,9 +370,15 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
+                self._rows(strides, True),
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
+
+    def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
+        """Return how a cache of rows is read; strides are those of query, key, value and output."""
+        rows = Rows.of(self.cache, strides[1:3], self.spec.dtype)
+        return NO_ROWS if rows is None else rows.constants(apart)
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.

@@ -97,7 +97,7 @@ TRITON_ATTN = declared(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=CACHES | {"nvfp4"},
+        kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         head_sizes=multiples(8, high=256),
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
@@ -148,6 +148,7 @@ TRITON_ATTN = declared(
     aliases=("TRITON",),
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",
+    rows_check="polyattn_triton.functions.rows:rows_problem",
 )
 
 MLA = Capabilities(

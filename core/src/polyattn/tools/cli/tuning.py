@@ -108,7 +108,7 @@ def _layers(
         changes = {name: value for name, value in cache.items() if value is not None}
         usual = layers(device.is_accelerator, quantized)
         return list(dict.fromkeys(spec.replace(**changes) for spec in usual))
-    found: dict[LayerSpec, None] = {}
+    measured: dict[LayerSpec, None] = {}
     for model in models:
         source, specs = read_specs(model, None, reading)
         mine = [
@@ -118,8 +118,8 @@ def _layers(
         ]
         if not mine:
             raise SettingsError(f"{source}: has no attention layer with a cache to measure")
-        found |= dict.fromkeys(mine)
-    return list(found)
+        measured |= dict.fromkeys(mine)
+    return list(measured)
 
 
 def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: bool) -> None:

@@ -219,7 +219,7 @@ class _Writer:
             return f"tl.where({ref(0, 'bool')}, {ref(1, node.kind)}, {ref(2, node.kind)})"
         if (factor := reciprocal(self.trace, number)) is not None:
             return f"{ref(0, node.kind)} * {factor!r}"
-        return _computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
+        return computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
 
     def _given(self, name: str) -> str:
         """An input as what is written by hand takes it: a number, or where a tensor lies."""
@@ -238,7 +238,7 @@ class _Writer:
         """A value as an operand of this kind (as it is, where none is said) in a tile's shape."""
         node = self.nodes[number]
         if node.op == "constant":
-            return _literal(node.what, kind or node.kind)
+            return literal_of(node.what, kind or node.kind)
         word = f"x{number}"
         if shape == TILE and self.shapes[number] in (ROW, KEY):
             word += "[:, None]" if self.shapes[number] == ROW else "[None, :]"
@@ -300,7 +300,7 @@ def _joined(shapes: list[str]) -> str:
     return found.pop() if len(found) == 1 else TILE
 
 
-def _literal(value: Any, kind: str) -> str:
+def literal_of(value: Any, kind: str) -> str:
     if kind == "bool":
         return f"({int(bool(value))} != 0)"
     if kind == "int":
@@ -309,7 +309,7 @@ def _literal(value: Any, kind: str) -> str:
     return repr(value) if math.isfinite(value) else f"float('{value}')"
 
 
-def _computed(op: str, kind: str, args: list[str]) -> str:
+def computed(op: str, kind: str, args: list[str]) -> str:
     """An operation on operands of its result's kind."""
     if op in INFIX:
         return f"{args[0]} {INFIX[op]} {args[1]}"
