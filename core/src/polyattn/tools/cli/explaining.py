@@ -45,31 +45,33 @@ def show(
     specs = read_specs(model, spec_json, reading)[1]
     groups = group_layers(specs)
     resolved = resolve_device(device)
-    found: list[_Group] = []
+    selected: list[_Group] = []
     for spec, layers in groups.items():
         read = kv_sources(specs, layers), choice_sources(specs, layers)
         try:
-            found.append((spec, layers, read, select(spec, resolved, settings=settings)))
+            selected.append((spec, layers, read, select(spec, resolved, settings=settings)))
         except SelectionError as error:
-            found.append((spec, layers, read, error))
+            selected.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
-    predicted = [_predicted(result, steps, settings) for *_, result in found]
+    predicted = [_predicted(result, steps, settings) for *_, result in selected]
     compared = steps or {text: parse_batch(text) for text in DEFAULT_STEPS}
     costs = [
         formats_of(spec, len(layers), resolved, settings, compared)
         if formats and spec.cached and not spec.kind.is_recurrent
         else []
-        for spec, layers, *_ in found
+        for spec, layers, *_ in selected
     ]
     if as_json:
         rows = [
             _json(*g, times) | ({"formats": cost} if cost else {})
-            for g, times, cost in zip(found, predicted, costs, strict=True)
+            for g, times, cost in zip(selected, predicted, costs, strict=True)
         ]
         print_json({"device": str(resolved), "groups": rows, "notes": notes})
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
-        for (spec, layers, read, result), times, cost in zip(found, predicted, costs, strict=True):
+        for (spec, layers, read, result), times, cost in zip(
+            selected, predicted, costs, strict=True
+        ):
             console.print(_tree(spec, layers, read, result), highlight=False)
             for text, step in times.items():
                 print_forecast(text, step)
@@ -78,8 +80,8 @@ def show(
         for note in notes:
             console.print(f"note: {note}", markup=False)
     if plot:
-        _plot(found, predicted, plot, str(resolved))
-    return int(any(isinstance(result, SelectionError) for *_, result in found))
+        _plot(selected, predicted, plot, str(resolved))
+    return int(any(isinstance(result, SelectionError) for *_, result in selected))
 
 
 DEFAULT_STEPS = ("32q1s4k", "q2k")
@@ -102,8 +104,8 @@ def _predicted(
         with suppress(SelectionError):
             free = select(result.spec, result.device, settings=replace(settings, sources=()))
     usual = {} if steps else {text: parse_batch(text) for text in DEFAULT_STEPS}
-    found = {text: forecast(result, rows, free) for text, rows in (steps or usual).items()}
-    return {text: step for text, step in found.items() if steps or step["calls"]}
+    forecasts = {text: forecast(result, rows, free) for text, rows in (steps or usual).items()}
+    return {text: step for text, step in forecasts.items() if steps or step["calls"]}
 
 
 def _plot(
