@@ -42,6 +42,7 @@ def show(
     plot: Path | None = None,
     quantized: bool = True,
     reading: Reading = AS_IT_IS,
+    batch_invariant: str | None = None,
 ) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
     if not 0 <= seconds <= LONGEST:
@@ -65,7 +66,10 @@ def show(
     traces = {"trace": of_trace(trace)}
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
-    _measure(tuning, _layers(models, resolved, quantized, reading), seconds, quiet=as_json)
+    specs = _layers(models, resolved, quantized, reading)
+    if batch_invariant is not None:
+        specs += [spec.replace(batch_invariant=batch_invariant) for spec in specs]
+    _measure(tuning, specs, seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
     written = path if found else None  # an older table isn't given up for an empty one
