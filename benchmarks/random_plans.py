@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate
@@ -21,11 +23,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from polyattn import Batch, Device, LayerSpec, __version__
+from polyattn import Batch, Device, LayerGroup, LayerSpec, __version__, select
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.kernel import CacheFormat, LatentSpec
-from polyattn.runtime.plan_checks import check_plan
+from polyattn.runtime.plan_checks import check_calls, check_plan
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.workload.dice import Dice
 from random_batches import revision
@@ -177,6 +179,14 @@ def captured(dice: Dice) -> Drawn:
     return backend, step
 
 
+def invariant(dice: Dice) -> Drawn:
+    """Steps of several launches, which are planned whatever else is in the step."""
+    backend, step = triton(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+    if not dice.integer(0, 3):  # so little room that a class has launches of its own
+        backend.room = 1 << 20
+    return backend, step
+
+
 def forest(dice: Dice, count: int) -> tuple[Levels, list[int]]:
     """Draw a forest over rows of the batch, and the blocks that each row's runs end with."""
     levels: list[tuple[SharedRun, ...]] = []
@@ -279,15 +289,36 @@ def hpu(dice: Dice) -> Drawn:
     return backend, step
 
 
+def by_phase(dice: Dice) -> Drawn:
+    """Steps that a group takes apart: decodes and prefills, and over latents the pieces of contexts."""
+    from polyattn.families.mla import planning
+
+    if latent := dice.integer(0, 2):
+        spec = latents(dice).replace(dtype="float32", block_size=16)
+        width = spec.num_heads * (spec.head_size + spec.v_head_size)
+        planning.EXPANDED_BYTES = 4 * width * dice.choice((2000, 9000, 50000))
+    else:
+        spec = layer(dice, dtype="float32", block_size=16)
+    group = LayerGroup(select(spec, CPU, backend=None if latent else "TORCH_SDPA", verify=False))
+
+    def step(dice: Dice) -> Batch:
+        rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
+        return distinct(rows, 16, dice)
+
+    return group, step
+
+
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
     "NATIVE_MLA": native_mla,
     "TRITON_ATTN": triton,
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
+    "TRITON_ATTN, invariant": invariant,
     "TRITON_MLA": triton_mla,
     "PALLAS_ATTN": pallas,
     "HPU_ATTN": hpu,
+    "steps taken apart": by_phase,
 }
 
 
@@ -304,7 +335,11 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
             if kind.endswith("captured") and first is None:
                 first = plan
             try:
-                checked += check_plan(backend, first or plan, batch)
+                if isinstance(backend, LayerGroup):
+                    check_calls(plan)
+                    checked += 1
+                else:
+                    checked += check_plan(backend, first or plan, batch)
             except PluginError as error:
                 failed.append(f"seed {seed}: {error}")
     finally:
@@ -324,31 +359,54 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", help="kinds, by semicolons")
     parser.add_argument("--out", type=Path, default=Path("random_plans.json"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
-    end, kinds = time.monotonic() + args.seconds, list(kinds_of(args.only))
     rows = json.loads(args.out.read_text())["kinds"] if args.out.exists() else {}
+    for kind in kinds_of(args.only):
+        rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
     saved = time.monotonic()
-    while time.monotonic() < end and sum(r["plans"] for r in rows.values()) < args.plans:
-        kind = min(kinds, key=lambda name: rows.get(name, {"plans": 0})["plans"])
-        row = rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
-        checked, failed = piece(kind, row["layers"])
+    for kind, checked, failed in pieces(rows, [*kinds_of(args.only)], args):
+        row = rows[kind]
         row["plans"] += checked
         row["layers"] += 1
         row["wrong"] += len(failed)
         row["examples"] = (row["examples"] + failed)[:5]
-        if time.monotonic() > saved + 10 or time.monotonic() >= end:
+        if time.monotonic() > saved + 10:
             saved = time.monotonic()
-            save(args.out, rows)
-    save(args.out, rows)
+            save(args.out, rows, args.commit)
+    save(args.out, rows, args.commit)
     for kind, row in rows.items():
         print(kind, {name: value for name, value in row.items() if name != "examples"})
     sys.exit(any(row["wrong"] for row in rows.values()))
 
 
-def save(out: Path, rows: dict[str, Any]) -> None:
+def pieces(
+    rows: dict[str, Any], kinds: list[str], args: argparse.Namespace
+) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield what each piece of plans came to, of the kind next that has the fewest."""
+    end, flying = time.monotonic() + args.seconds, deque[tuple[str, Any]]()
+    seeds = {kind: rows[kind]["layers"] for kind in kinds}
+    with multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,)) as pool:
+        while True:
+            waiting = Counter(kind for kind, _ in flying)
+            plans = {kind: rows[kind]["plans"] + PIECE * waiting[kind] for kind in kinds}
+            more = time.monotonic() < end and sum(plans.values()) < args.plans
+            if more and len(flying) < 2 * args.jobs:
+                kind = min(kinds, key=plans.__getitem__)
+                flying.append((kind, pool.apply_async(piece, (kind, seeds[kind]))))
+                seeds[kind] += 1
+            elif flying:
+                kind, result = flying.popleft()
+                yield kind, *result.get()
+            else:
+                return
+
+
+def save(out: Path, rows: dict[str, Any], commit: str | None) -> None:
     found = {
         "command": "python benchmarks/random_plans.py", "machine": platform.machine(),
-        "revision": revision(), "polyattn": __version__, "torch": torch.__version__,
+        "revision": commit or revision(), "polyattn": __version__, "torch": torch.__version__,
         "python": platform.python_version(), "kinds": rows,
     }  # fmt: skip
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import functools
 import inspect
 import re
 from enum import Enum
@@ -82,31 +83,38 @@ def test_a_class_tells_its_fields_and_an_example(name: str) -> None:
 
 
 METHODS = {
-    "Attention": ("forward", "store"), "LatentAttention": ("forward", "store"),
-    "SparseAttention": ("forward", "store"), "Recurrent": ("forward",), "Indexer": ("__call__",),
-    "LayerGroup": ("plan", "allocate_cache", "allocate_states"), "Batch": ("from_lens",),
-    "StateCache": ("accepted", "copy"), "StepGraphs": ("capture", "find", "replay"),
-    "KVCache": ("allocate", "packed", "joined", "contiguous", "sequence_table", "in_blocks_of",
-                "in_pages_of"),
-    "CustomMask": ("pack", "tree", "prefix_lm", "documents"),
-    "BlockSparseMask": ("of", "of_pages", "sliding_window"),
-    "CacheWindow": ("of", "gone", "most_blocks"),
-}  # fmt: skip
-"""What engines call of the classes; their classes' examples show the calls."""
+    f"{name}.{attribute}": method
+    for name in CLASSES
+    for attribute, member in inspect.getmembers(PUBLIC[name])
+    if attribute == "__call__" or not attribute.startswith("_")
+    for method in [inspect.unwrap(getattr(member, "__func__", member))]
+    if inspect.isfunction(method) and method.__module__.partition(".")[0] == "polyattn"
+}
+"""The public methods of public classes, those of their bases too."""
+REFUSES = re.compile(r"\braise (\w+Error)|\b_?check_\w+\(|\b_?check\(|\bfrom_fields\(")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(c, m) for c, names in METHODS.items() for m in names])
-def test_a_method_that_engines_call_tells_its_arguments_result_and_errors(
-    owner: str, name: str
-) -> None:
-    method = getattr(PUBLIC[owner], name)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_tells_its_arguments_result_and_errors(name: str) -> None:
+    method = METHODS[name]
     text, signature = inspect.getdoc(method) or "", inspect.signature(method)
     arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
-    passed = [p for p in signature.parameters if p != "self"]
-    assert [p for p in passed if not re.search(rf"\b{p}\b", arguments)] == []
-    assert "Raises:\n" in text
-    assert signature.return_annotation in ("None", None) or "Returns:\n" in text
+    passed = [p for p in signature.parameters if p not in ("self", "cls")]
+    assert [p for p in passed if not re.search(rf"^    {p}: ", arguments, re.MULTILINE)] == []
+    returns = signature.return_annotation not in ("None", None)
+    assert text.startswith(("Return ", "Yield ")) or "Returns:\n" in text or (text and not returns)
+    refused = list(REFUSES.finditer(inspect.getsource(method)))
+    assert not refused or "Raises" in text, "which errors?"
+    assert [m[1] for m in refused if m[1] and m[1] not in text] == []
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_property_says_what_it_is(name: str) -> None:
+    members = inspect.getmembers(PUBLIC[name])
+    own = [(n, m) for n, m in members if isinstance(m, property | functools.cached_property)]
+    assert [n for n, member in own if n[0] != "_" and not inspect.getdoc(member)] == []
 
 
 def test_there_are_examples_and_functions() -> None:
     assert len(examples()) > 150 and len(FUNCTIONS) > 75 and len(CLASSES) > 80
+    assert len(METHODS) > 150

@@ -21,10 +21,10 @@ OF_STEP = {"decodes": (("context",), 2), "prompts": (("query", "length"), 2)}
 def met(choices: list[dict[str, Any]]) -> set[frozenset[tuple[str, Any]]]:
     """Return the pairs of choices, by another way than the array's own."""
     found: set[frozenset[tuple[str, Any]]] = set()
-    for chosen in choices:
-        plain = [(name, chosen[name]) for name in ("head", "block", "window", "causal")]
-        rows = [[("context", length)] for (length,) in chosen["decodes"]]
-        rows += [[("query", row[0]), ("length", row[1])] for row in chosen["prompts"]]
+    for choice in choices:
+        plain = [(name, choice[name]) for name in ("head", "block", "window", "causal")]
+        rows = [[("context", length)] for (length,) in choice["decodes"]]
+        rows += [[("query", row[0]), ("length", row[1])] for row in choice["prompts"]]
         for own in [plain, *([*plain, *row] for row in rows)]:
             found |= {frozenset(pair) for pair in combinations(own, 2)}
     return found
@@ -32,9 +32,9 @@ def met(choices: list[dict[str, Any]]) -> set[frozenset[tuple[str, Any]]]:
 
 def test_each_two_values_meet_and_what_may_not_never_does() -> None:
     covering, choices = Covering(VALUES, OF_STEP, 5), []
-    for chosen in covering.draw(lambda some: (some.get("head"), some.get("window")) != (256, 1024)):
-        choices.append(chosen)
-        covering.meet(chosen)
+    for choice in covering.draw(lambda some: (some.get("head"), some.get("window")) != (256, 1024)):
+        choices.append(choice)
+        covering.meet(choice)
     pairs = {
         frozenset(((one, a), (other, b)))
         for one, other in combinations(VALUES, 2)
@@ -58,7 +58,7 @@ def test_the_kits_own_array_leaves_only_what_no_step_of_its_size_has() -> None:
     covering = Covering(claimed(case.spec, info.capabilities), ROWS, 5)
     pairs, count = int(covering.left.sum()) // 2, 0
     for most in MOST_NUMBERS:
-        for chosen in covering.draw(lambda some, most=most: fits(some, most)):
-            covering.meet(chosen)
+        for choice in covering.draw(lambda some, most=most: fits(some, most)):
+            covering.meet(choice)
             count += 1
     assert int(covering.left.sum()) // 2 < pairs // 50 and count < pairs // 15

@@ -72,5 +72,5 @@ def test_there_are_enough_liars() -> None:
     assert families == {
         "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations",
         "functions", "prefixes", "captures", "sizes", "lasting",
-        "variances", "unseen",
+        "variances", "unseen", "indexers",
     }  # fmt: skip

@@ -23,7 +23,7 @@ from polyattn.conformance.case import caches
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import CacheError, SpecError
 from polyattn.families.attention import reference
-from polyattn.registry.capabilities import Capabilities, check
+from polyattn.registry.capabilities import SERVICES, Capabilities, check
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.row_format import is_rows, row_widths
 
@@ -34,7 +34,7 @@ BACKENDS = [
     for b in discover().backends.values()
     if "cpu" in b.capabilities.platforms
     and AttentionKind.ATTENTION in b.capabilities.kinds
-    and not b.capabilities.phases & {"store", "merge"}
+    and not b.capabilities.phases & SERVICES
     and b.name != "FLEX_ATTENTION"
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import polyattn
 import pytest
 import torch
 from polyattn import (
@@ -19,12 +20,15 @@ from polyattn import (
     SparseSpec,
     select,
 )
+from polyattn.conformance.cases.index import INDEXERS, layer_for
+from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.families.sparse import indexer, pages, planning, reference
+from polyattn.families.sparse import pages, planning, reference, torch_index
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step.cost import batch_cost
 from polyattn.settings import current
 from polyattn.workload.base import workload
-from polyattn.workload.dice import Dice
+from polyattn.workload.pages import bits
 
 MSA = LayerSpec(
     kind="sparse", num_heads=8, num_kv_heads=2, head_size=16, dtype="float32", block_size=16,
@@ -225,75 +229,51 @@ def test_there_are_twenty_lies() -> None:
     assert len(LIES) >= 20
 
 
-INDEXERS = {
-    "DSA": IndexerSpec(num_heads=4, head_size=8, budget=6),
-    "V4": IndexerSpec(num_heads=4, head_size=8, budget=5, tokens_per_entry=4),
-    "MSA": IndexerSpec(
-        num_heads=3, head_size=8, budget=3, activation="none", fold="none", pool=8, forced_first=1,
-        forced_last=1,
-    ),
-    "QSA": IndexerSpec(num_heads=4, head_size=8, budget=5, fold="sum", tokens_per_entry=4, tail=True),
-    "part": IndexerSpec(num_heads=2, head_size=8, budget=0.3, fold="sum", forced_last=2),
-    "level 1": IndexerSpec(num_heads=4, head_size=8, budget=2, pool=8, forced_last=1),
-    "level 2": IndexerSpec(num_heads=4, head_size=8, budget=6, within=8),
-}  # fmt: skip
+def index_step(name: str) -> tuple[Indexer, Batch, Any]:
+    """Return an indexer, a step and its tensors, drawn as the kit draws them."""
+    spec = layer_for(INDEXERS[name], "float32")
+    harness = IndexHarness("TORCH_INDEX", polyattn.resolve_device("cpu"), 3)
+    batch, frame = harness.step(spec, "mixed")
+    return Indexer(harness.group(spec)), batch, frame
 
 
-class IndexStep:
-    """Sequences of index keys in a paged cache, which holds NaN elsewhere; whole numbers tie."""
-
-    def __init__(self, spec: IndexerSpec, ties: bool, seed: int = 3):
-        dice = Dice(seed)
-        if ties:  # which a power of two keeps exact
-            spec = replace(spec, scale=0.5)
-        self.spec, self.queries, self.lens = spec, [1, 23, 1, 5, 1], [60, 40, 1, 33, 0]
-        entries = [n // spec.tokens_per_entry for n in self.lens]
-        table, blocks = dice.blocks(entries, 8)
-        table[0, -1] = 10**6  # behind the length: never read
-        self.batch = Batch.from_lens(self.queries, self.lens)
-        self.batch.block_table = table
-        tokens = sum(self.queries)
-        self.query = dice.normal(tokens, spec.num_heads, 8)
-        self.keys = [dice.normal(n, 8) for n in entries]
-        self.weights = dice.normal(tokens, spec.num_heads) if spec.fold == "weighted" else None
-        if ties:
-            self.query, self.keys = self.query.round(), [k.round() for k in self.keys]
-            self.weights = None if self.weights is None else self.weights.round()
-        self.cache = torch.full((blocks, 8, 8), torch.nan)
-        for row, own in zip(table.tolist(), self.keys, strict=True):
-            for entry, key in enumerate(own):
-                self.cache[row[entry // 8], entry % 8] = key
-        self.within = None
-        if spec.within is not None:
-            self.within = torch.tensor([[[0, 3, 2, -1]]] * tokens).int()
-
-    def chosen(self) -> list[list[list[int]]]:
-        ids = Indexer(self.spec)(self.query, self.cache, self.batch, self.weights, self.within)
-        return [[[i for i in row if i >= 0] for row in token] for token in ids.tolist()]
-
-    def expected(self) -> list[list[list[int]]]:
-        found, at = [], 0
-        for keys, count, length in zip(self.keys, self.queries, self.lens, strict=True):
-            for token in range(at, at + count):
-                within = None if self.within is None else self.within[token, 0].tolist()
-                weights = None if self.weights is None else self.weights[token]
-                position = length - at - count + token
-                found.append(
-                    reference.choose(self.spec, self.query[token], keys, position, weights, within)
-                )
-            at += count
-        return found
-
-
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("name", INDEXERS)
+@pytest.mark.parametrize("name", ["tokens", "blocks", "groups", "level 2", "scaled"])
 def test_an_indexer_chooses_as_its_definition_says(
-    name: str, ties: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = IndexStep(INDEXERS[name], ties)
-    assert step.chosen() == step.expected()
-    monkeypatch.setattr(indexer, "SCORES", 300)
-    assert step.chosen() == step.expected(), "in pieces"
+    indexer, batch, frame = index_step(name)
+    wanted = reference.indexed(indexer.group.spec, batch, frame)
+    given = (frame.query, frame.keys, batch, frame.weights, frame.within)
+    assert torch.equal(indexer(*given), wanted)
+    monkeypatch.setattr(torch_index, "SCORES", 300)
+    assert torch.equal(indexer(*given), wanted), "in pieces"
+
+
+@pytest.mark.parametrize("form", ["auto", "fp8_e4m3", "fp8_scaled"])
+def test_index_keys_are_stored_as_they_are_read(form: str) -> None:
+    """DeepGEMM's pages: all keys of 8 bits, then a float32 scale for each; what is skipped stays."""
+    spec = layer_for(replace(INDEXERS["tokens"], cache_dtype=form), "float32")
+    indexer = Indexer(select(spec, "cpu"))
+    cache, keys = indexer.allocate_cache(3, 8), torch.randn(5, 32) * 3
+    keys[1] = 0.0
+    before, slots = cache.clone(), torch.tensor([9, 0, -1, 23, 8])
+    indexer.store(keys, cache, slots)
+    pages = cache.flatten(1)
+    for key, slot in zip(keys, slots.tolist(), strict=True):
+        if slot < 0:
+            continue
+        at = slot % 8
+        if form == "fp8_scaled":
+            page = pages[slot // 8]
+            scale = page[256 + 4 * at : 260 + 4 * at].view(torch.float32)
+            assert scale == max(float(key.abs().max()), 1e-4) / 448
+            stored = page[32 * at : 32 * at + 32].view(torch.float8_e4m3fn).float() * scale
+        else:
+            stored = cache[slot // 8, at].float()
+        limit = 0.0 if form == "auto" else float(key.abs().max()) / 16
+        assert (stored - key).abs().max() <= limit
+    assert torch.equal(bits(cache[1, 2:7]), bits(before[1, 2:7])) or form == "fp8_scaled"
+    assert torch.equal(bits(cache[0, 1:]), bits(before[0, 1:])) or form == "fp8_scaled"
 
 
 @pytest.mark.parametrize(
@@ -309,10 +289,64 @@ def test_an_indexer_that_means_nothing_is_refused(fields: dict[str, Any], match:
 
 
 def test_an_indexer_refuses_what_it_would_misread() -> None:
-    step = IndexStep(INDEXERS["DSA"], False)
+    indexer, batch, frame = index_step("tokens")
+    query, keys = frame.query, frame.keys
     with pytest.raises(BatchError, match="weights are missing"):
-        Indexer(step.spec)(step.query, step.cache, step.batch)
+        indexer(query, keys, batch)
     with pytest.raises(BatchError, match="within was given"):
-        Indexer(step.spec)(step.query, step.cache, step.batch, step.weights, step.weights)
+        indexer(query, keys, batch, frame.weights, frame.weights)
     with pytest.raises(BatchError, match="keys"):
-        Indexer(step.spec)(step.query, step.cache[..., :4], step.batch, step.weights)
+        indexer(query, keys[..., :4], batch, frame.weights)
+    with pytest.raises(BatchError, match="isn't contiguous"):
+        indexer(query, keys.transpose(0, 1), batch, frame.weights)
+    with pytest.raises(SpecError, match="has no indexer"):
+        Indexer(DSA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"pool": 16, "fold": "none"}, r"choices=3: it must be 2, the layer's"),
+        ({"num_heads": 2, "fold": "none"}, r"pool \* tokens_per_entry=1: it must be 16"),
+        (
+            {"num_heads": 2, "pool": 16, "fold": "none", "budget": 4},
+            "budget=4: it must be 3 at most",
+        ),
+    ],
+)
+def test_an_indexer_of_another_choice_is_refused(fields: dict[str, Any], match: str) -> None:
+    indexer = IndexerSpec(**({"num_heads": 3, "head_size": 8, "budget": 3} | fields))
+    with pytest.raises(SpecError, match=f"indexer.{match}"):
+        MSA.replace(indexer=indexer)
+
+
+def test_who_indexes_is_selected_and_told() -> None:
+    chosen = select(layer_for(INDEXERS["tokens"], "bfloat16"), "h200").decision
+    assert chosen.backend("index") == "TRITON_INDEX" and "index TRITON_INDEX" in chosen.summary()
+    named = select(layer_for(INDEXERS["tokens"], "float32"), "cpu", backend="index=VANILLA_INDEX")
+    assert named.decision.backend("index") == "VANILLA_INDEX"
+    with pytest.raises(SelectionError, match="index_fp8_scaled"):
+        select(layer_for(INDEXERS["scaled"], "bfloat16"), "a100", backend="index=TRITON_INDEX")
+    assert select(DSA, "cpu").decision.backend("index") is None
+
+
+def test_layers_know_whose_choice_they_attend_to() -> None:
+    """GLM-5.2's way: a layer without an indexer shares the choice of the nearest before it."""
+    full = layer_for(INDEXERS["tokens"], "float32")
+    shared = full.replace(indexer=None)
+    dense = LayerSpec(num_heads=1, head_size=64, dtype="float32")
+    specs = [dense, shared, full, shared, shared, dense, full, shared]
+    groups = {g.spec: g.choice_source for g in polyattn.select_layers(specs, "x86-avx512")}
+    assert groups == {dense: (None, None), full: (2, 6), shared: (None, 2, 2, 6)}
+    steps = {s.question: s.answer for s in select(full, "x86-avx512").decision.steps}
+    assert "128 bytes of index key for each token" in steps["Who chooses the keys?"]
+
+
+def test_the_roofline_counts_the_index() -> None:
+    indexer = replace(INDEXERS["entries"], cache_dtype="fp8_scaled")
+    spec = layer_for(indexer, "bfloat16")
+    batch = Batch.from_lens([2, 1], [9, 100])
+    more, less = (batch_cost(s, batch) for s in (spec, spec.replace(indexer=None)))
+    # Entries of 4 tokens: of the tokens at 7 and 8 two each, of the last one 25; 36 bytes a key.
+    assert more.flops - less.flops == 2 * (2 + 2 + 25) * 4 * 32
+    assert more.bytes - less.bytes == (2 + 25) * 36 + 3 * 4 * (32 * 2 + 4)

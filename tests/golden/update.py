@@ -25,7 +25,7 @@ def choice(spec: LayerSpec, profile: str) -> str:
     try:
         decision = select(spec, profile).decision
     except SelectionError:
-        return "nobody"
+        return "none"
     if decision.decode in (None, decision.prefill):
         return decision.prefill
     return f"{decision.prefill} + {decision.decode}"

@@ -13,13 +13,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from polyattn import Batch, Device, LayerGroup, LayerSpec
+from polyattn import Batch, Device, LayerGroup, LayerSpec, select
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.families.attention.reference import visible
-from polyattn.kernel import CacheFormat
+from polyattn.families.mla import planning as mla_planning
+from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime import plan_checks
-from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
+from polyattn.runtime.merge import Merged
+from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_calls, check_plan
 from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.workload.dice import Dice
@@ -234,6 +236,32 @@ def test_a_mistake_in_a_plan_of_shared_prefixes_is_told(name: str) -> None:
         check_plan(backend, plan, batch)
 
 
+def with_parts(plan: Any) -> Any:
+    """Return the last of a step's launches that merges parts."""
+    return [launch for launch in (plan, *plan.others) if launch.merging is not None][-1]
+
+
+LAUNCHES: dict[str, Callable[[Any], Any]] = {
+    "a launch is missing": lambda p: p.others.pop(),
+    "a launch runs twice": lambda p: p.others.append(p.others[0]),
+    "a launch has another one's tiles": lambda p: setattr(p.others[0], "work", p.work),
+    "a launch's share is too short": lambda p: with_parts(p).work[:1].sub_(1),
+    "nobody merges a launch's parts": lambda p: setattr(with_parts(p), "merging", None),
+    "the workspace is too small": lambda p: smaller_workspace(with_parts(p)),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_mistake_in_one_of_several_launches_is_told(name: str) -> None:
+    backend = triton(BASE.replace(batch_invariant="batch"))
+    batch = step_of([1, 300, 1, 20, 8], [3000, 300, 90, 900, 4000])
+    plan: Any = backend.plan(batch)
+    assert len(plan.others) > 1 and check_plan(backend, plan, batch)
+    LAUNCHES[name](plan)
+    with pytest.raises(PluginError, match=NAMED):
+        check_plan(backend, plan, batch)
+
+
 def field(which: int, at: int, by: int) -> Callable[[Any], None]:
     """Return what changes one number of what the C++ planner lists: numbers, items or groups."""
 
@@ -376,8 +404,76 @@ def test_a_mistake_in_a_plan_of_the_hpu_s_is_told(name: str) -> None:
         check_plan(backend, plan, batch)
 
 
+def steps_apart() -> dict[str, Any]:
+    """A step by phase, and one over latents whose prefills expand their context in several pieces."""
+    batch = step_of([1, 20, 0, 1, 30], [300, 90, 4, 20, 130])
+    plain = select(BASE.replace(dtype="float32", block_size=16), "cpu", backend="TORCH_SDPA")
+    latent = LayerSpec(
+        kind="mla", num_heads=2, num_kv_heads=2, head_size=48, v_head_size=32, dtype="float32",
+        block_size=16, latent=LatentSpec(rank=64, rope_head_size=16),
+    )  # fmt: skip
+    with patch.object(mla_planning, "EXPANDED_BYTES", 2 * (48 + 32) * 4 * 120):
+        return {
+            "by phase": LayerGroup(plain).plan(batch),
+            "by pieces": LayerGroup(select(latent, "cpu", verify=False)).plan(batch),
+        }
+
+
+def pieces_of(step: Any) -> Any:
+    return next(op for op in step.ops if isinstance(op, Merged)).parts
+
+
+def fewer_rows(step: Any) -> None:
+    step.calls[-1].rows = slice(1, step.batch.num_tokens)
+
+
+def other_block(step: Any) -> None:
+    step.calls[0].plan.batch.block_table[0, 3] += 1
+
+
+def other_length(step: Any) -> None:
+    step.calls[0].plan.batch.lens[0] -= 1
+
+
+def piece_missing(step: Any) -> None:
+    merged = next(op for op in step.ops if isinstance(op, Merged))
+    merged.parts = merged.parts[:-1]
+
+
+def piece_twice(step: Any) -> None:
+    merged = next(op for op in step.ops if isinstance(op, Merged))
+    merged.parts = (*merged.parts, merged.parts[-1])
+
+
+APART: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "a call has other tokens": ("by phase", fewer_rows),
+    "a call has no tokens": ("by phase", lambda step: setattr(step, "ops", step.ops[:-1])),
+    "a call runs twice": ("by phase", lambda step: setattr(step, "ops", (*step.ops, step.ops[-1]))),
+    "a call has another block": ("by phase", other_block),
+    "a call has a key less": ("by phase", other_length),
+    "a piece is missing": ("by pieces", piece_missing),
+    "a piece is merged twice": ("by pieces", piece_twice),
+    "a piece has other keys": ("by pieces", lambda step: pieces_of(step)[1][1].slots.add_(1)),
+    "own keys are others": ("by pieces", lambda step: pieces_of(step)[0][1].slots.sub_(1)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_mistake_in_taking_a_step_apart_is_told(name: str) -> None:
+    kind, bug = APART[name]
+    step = steps_apart()[kind]
+    assert len(step.calls) > 1
+    check_calls(step)
+    bug(step)
+    with pytest.raises(
+        PluginError, match=r"taken apart wrongly.*(query token|planned for|sequence \d)"
+    ):
+        check_calls(step)
+
+
 def test_thirty_mistakes_and_more_are_planted() -> None:
-    assert len(PLANTED) + len(PREFIXES) + len(NATIVE) + len(TILES) + len(UNIFIED) >= 80
+    kinds = (PLANTED, PREFIXES, LAUNCHES, NATIVE, TILES, UNIFIED, APART)
+    assert sum(map(len, kinds)) >= 95
 
 
 def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:
@@ -395,6 +491,17 @@ def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:
     captured.work[len(half) // 2 :] = half[len(half) // 2 :]
     with pytest.raises(PluginError, match="query token \\d+, query head \\d+, KV head \\d+"):
         check_plan(backend, captured, first)
+
+
+def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
+    """Four sequences' tiles are more than one sequence's of as many tokens."""
+    backend = triton(BASE.replace(graph_capture="any"))
+    first = step_of([900, 0, 0, 0], [2000, 9, 700, 64])
+    later = step_of([257, 257, 257, 129], [300, 2000, 257, 226])
+    first.num_contexts = later.num_contexts = 4
+    captured = backend.plan(first)
+    backend.plan(later, captured)
+    assert check_plan(backend, captured, later)
 
 
 MASKS: list[dict[str, Any]] = [
@@ -427,14 +534,15 @@ def test_checks_stay_within_their_share() -> None:
         return call
 
     call = SimpleNamespace(phase="decode", backend=None, plan=SimpleNamespace(batch=DECODES))
-    calls: Any = (call,)
+    step: Any = SimpleNamespace(calls=(call,))
     with (
         patch.object(plan_checks.time, "perf_counter", lambda: now[0]),
+        patch.object(plan_checks, "check_calls", lambda step: None),
         patch.object(plan_checks, "check_plan", taking(1.0, True)),
     ):
         checks, counts = PlanChecks(), []
         for _ in range(12):
-            checks(calls, (), 1.0)
+            checks(step, None, 1.0)
             counts.append(checks.checked)
     assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert checks.spent <= SHARE * checks.planned + 1.0

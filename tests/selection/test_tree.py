@@ -108,7 +108,7 @@ def test_no_backend_of_the_kind_says_what_to_install() -> None:
 def test_steps_are_recorded_in_order() -> None:
     decision = choose(*ALL)
     questions = [step.question for step in decision.steps]
-    assert questions[0] == "Did the user name a backend?" and questions[-1] == "Who can?"
+    assert questions[0] == "Did the user name a backend?" and questions[-1] == "Which backends can?"
     assert len(questions) == 5
     judged = {
         phase: {v.backend for v in decision.verdicts() if v.phase == phase} for phase in PHASES

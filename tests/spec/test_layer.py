@@ -27,7 +27,12 @@ MODELS = {
     "bloom-7b1": [(30, "attention, 32 heads of 128, float16, alibi")],
     "deepseek-v2-lite": [(27, "mla, 16 heads of 192/128, bfloat16, v_head_size")],
     "deepseek-v3": [(61, "mla, 128 heads of 192/128, bfloat16, v_head_size")],
-    "deepseek-v3.2": [(61, "sparse_mla, 128 heads of 192/128, bfloat16, v_head_size")],
+    "deepseek-v3.2": [
+        (
+            61,
+            "sparse_mla, 128 heads of 192/128, bfloat16, indexer 64 heads of 128 for 2048, v_head_size",
+        )
+    ],
     "falcon-7b": [(32, "attention, 71/1 heads of 64, bfloat16")],
     "gemma-2-9b": [
         (21, "attention, 16/8 heads of 256, bfloat16, logit_soft_cap, window 4096"),

@@ -52,7 +52,12 @@ class Device:
         return self.platform != "cpu"
 
     def on(self, torch_device: str) -> Device:
-        """Return the same device, bound to one of this machine's torch devices."""
+        """Return the same device, bound to one of this machine's torch devices.
+
+        Args:
+            torch_device: `"cuda:1"`.
+
+        """
         return replace(self, torch_device=torch_device)
 
     def __str__(self) -> str:

@@ -5,12 +5,14 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
+from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    Lie,
+    IndexBackend,
     MergeBackend,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     RecurrentBackend,
     SparseBackend,
     StoreBackend,
@@ -23,8 +25,8 @@ from polyattn.runtime.cache.kv_cache import (
     raw,
     storage_dtype,
 )
-from polyattn.runtime.cache.rows import decoded, encoded, turned
-from polyattn.runtime.cache.scales import write_output
+from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
+from polyattn.runtime.cache.scales import dequantized, write_output
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -36,10 +38,16 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
-from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
+from polyattn.runtime.functions.tracing import (
+    Trace,
+    UntraceableError,
+    trace,
+    trace_rows,
+    untraceable,
+)
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
-from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -56,6 +64,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
+from polyattn.spec.sparse import IndexerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -76,6 +85,9 @@ __all__ = [
     "Frame",
     "Function",
     "GraphCapture",
+    "IndexBackend",
+    "IndexFrame",
+    "IndexerSpec",
     "Invariance",
     "Items",
     "KVCache",
@@ -85,11 +97,11 @@ __all__ = [
     "LayerParams",
     "LayerSpec",
     "Levels",
-    "Lie",
     "MergeBackend",
     "Merges",
     "NewTokens",
-    "PagesLie",
+    "PackedStrides",
+    "PageStrides",
     "Plan",
     "Pointwise",
     "Reads",
@@ -118,8 +130,10 @@ __all__ = [
     "current_settings",
     "decode_window_sizes",
     "decoded",
+    "dequantized",
     "empty_rows",
     "encoded",
+    "in_turn",
     "inv_freq",
     "key_ranges",
     "merge_states",
@@ -130,11 +144,15 @@ __all__ = [
     "raw",
     "reciprocal",
     "rotation_at",
+    "sizes_of",
     "storage_dtype",
     "store_lse",
+    "token_places",
     "trace",
+    "trace_rows",
     "turned",
     "untraceable",
+    "visible_entries",
     "window_sizes",
     "write_output",
 ]

@@ -51,7 +51,7 @@ FILE_KEYS = (
 )  # fmt: skip
 LONGEST_WAIT = 3600
 NO_TIMINGS = "0"
-PHASE_SCOPES = ("prefill", "decode", "store", "merge")
+PHASE_SCOPES = ("prefill", "decode", "store", "merge", "index")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)
@@ -151,7 +151,13 @@ class Settings:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def override(self, spec: LayerSpec, phase: str) -> Override | None:
-        """Return what the strongest source says of `phase`: its most specific scope."""
+        """Return the strongest source's most specific override; None if there is none.
+
+        Args:
+            spec: the layer.
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         for source in self.sources:
             matching = [o for o in source if o.applies(spec, phase)]
             if matching:
@@ -159,7 +165,12 @@ class Settings:
         return None
 
     def renamed(self, names: Mapping[str, str]) -> Settings:
-        """Return the settings with each backend under its own name; a note tells each alias."""
+        """Return the settings with backends' own names for their aliases; a note tells each alias.
+
+        Args:
+            names: each backend's own name by the name that the settings have.
+
+        """
         aliases = [f"{alias} is {name}" for alias, name in names.items() if alias != name]
         if not aliases:
             return self
@@ -174,15 +185,29 @@ class Settings:
         return replace(self, sources=tuple(filter(None, sources)))
 
     def noting(self, *notes: str) -> Settings:
-        """Return the settings with more notes."""
+        """Return the settings with more notes.
+
+        Args:
+            notes: remarks for people.
+
+        """
         return replace(self, notes=(*self.notes, *notes))
 
     def without_timings(self) -> Settings:
-        """Return the settings with every timing table ignored: who runs is chosen by priority."""
+        """Return the settings with every timing table ignored: priorities choose the backends."""
         return replace(self, timings=NO_TIMINGS)
 
     def with_backend(self, text: str | None, source: str) -> Settings:
-        """Return the settings with a stronger source in front."""
+        """Return the settings with a stronger source in front.
+
+        Args:
+            text: a backend's name, or `"prefill=A,mla.decode=B"`; None changes nothing.
+            source: where the text was set, for errors.
+
+        Raises:
+            SettingsError: the text isn't such a list.
+
+        """
         if text is None:
             return self
         return replace(self, sources=(parse_overrides(text, source), *self.sources))

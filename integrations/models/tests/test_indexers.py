@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Indexer, IndexerSpec
+from polyattn.conformance.cases.index import layer_for
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -59,13 +60,13 @@ def choices(spec: IndexerSpec, query: Tensor, keys: Tensor, weights: Tensor | No
     cache = torch.full((count + 2, BLOCK, keys.shape[1]), torch.nan)
     for place, key in enumerate(keys):
         cache[int(table[place // BLOCK]), place % BLOCK] = key
-    found = []
+    found, indexer = [], Indexer(layer_for(spec, "float32"))
     for ((new, length),) in STEPS:
         batch = Batch.from_lens([new], [length], device="cpu")
         batch.block_table = table[None, : -(-(length // entries) // BLOCK) or 1]
         rows = slice(length - new, length)
         part = None if weights is None else weights[rows]
-        found.append(Indexer(spec)(query[rows], cache, batch, part))
+        found.append(indexer(query[rows], cache, batch, part))
     return found
 
 

@@ -50,42 +50,42 @@ MODELS: dict[str, tuple[str, ...]] = {
 HEAD = """# Which models are read
 
 `polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
-group polyattn.models. A config becomes layers by its `model_type`. {count} types are known.
-No layer of {refused} of them is served, and the reader says what they need. It refuses any other type,
-and says what it looks like.
+group polyattn.models. A config becomes layers by its `model_type`. The reader knows {count} types. For
+{refused} of them polyattn serves no layer, and the reader says what the layers need. The reader
+refuses any other type, and names the type that it resembles.
 
-The column "read" has the proof:
+The column "read" says how the reading is proven:
 
 - "equal": a tiny model of the type, built by transformers {version}, computes what the specs say, field
   by field (`integrations/models/tests/test_against_transformers.py`)
-- "by towers": its towers are compared by themselves, each a type of its own
-- "by attributes": what its modules hold is compared, because they call no attention interface
-- "published code": transformers has no such type. The fields follow what its publisher wrote, without
-  an oracle
+- "by towers": each tower has a type of its own, and is compared as that type
+- "by attributes": the attributes of its modules are compared, because they call no attention interface
+- "published code": transformers has no such type. The fields follow the publisher's code, and nothing
+  checks them
 
-"Not served" names what the layers need that polyattn doesn't have. Such layers are refused by this
-name. Files of mamba_ssm, which have no `model_type`, are read as `mamba` or `mamba2`.
+"Not served" names what the layers need and polyattn lacks. The refusal has the same words.
+Files of mamba_ssm, which have no `model_type`, are read as `mamba` or `mamba2`.
 
 ## Fields that the reader doesn't know
 
 A field is harmless unless code reads it. A table, generated from the sources of transformers {version},
-lists the fields that each type's modelling and configuration files read, and those that caches, masks
-and rotations read in any type.
+lists the fields that each type's modelling and configuration files read. It also lists the fields that
+caches, masks and rotations read for every type.
 
-- A field that neither the reader nor this code reads passes.
-- A field that this code reads, and the reader doesn't understand, is refused unless it has its default.
-- A type that is read as another one (`assume`), or that transformers has no code for, is refused with
-  any unknown field.
+- The reader ignores a field that neither it nor this code reads.
+- It refuses a field that this code reads and it doesn't understand, unless the field has its default.
+- It refuses any unknown field of a type that it reads as another one (`assume`), or that transformers
+  has no code for.
 
-`ignore` names fields that change nothing, and `strict=False` warns instead of refusing. Commands take
-`--assume` and `--ignore`.
+`ignore` names fields that don't affect attention. `strict=False` warns instead of refusing. Commands
+take `--assume` and `--ignore`.
 
 ## Caches
 
-A checkpoint whose cache is e4m3 with stored scales (`kv_cache_scheme`, `kv_cache_quant_algo`) gives
-layers with `kv_cache_dtype="fp8_e4m3"`. `polyattn_models.cache_scales(folder)` reads its scales. Any
-other scheme is refused unless `kv_cache_dtype` names a dtype. Layers that read another layer's keys
-(Gemma 3n) have that layer's index as `LayerSpec.kv_source`.
+If a checkpoint stores scales for an e4m3 cache (`kv_cache_scheme`, `kv_cache_quant_algo`), its layers
+have `kv_cache_dtype="fp8_e4m3"`. `polyattn_models.cache_scales(folder)` reads the scales. The reader
+refuses any other scheme unless `kv_cache_dtype` names a dtype. A layer that reads another layer's keys
+(Gemma 3n) has that layer's index as `LayerSpec.kv_source`.
 
 ## Your own type
 
@@ -107,9 +107,9 @@ def read(cfg):
 optional values. `cfg.only` refuses all values but some. You can't replace the types in the table below.
 
 `pytest -m sweep integrations/models/tests/test_against_transformers.py` renames, drops, changes and
-adds fields for each type that can be compared. On 2026-11-22, with transformers 5.23.0, the 156 types
-of that day passed in three runs on three machines: what was read is what the modules do, or it was
-refused.
+adds fields for each type that can be compared. It passes if the reader either refuses the config or
+returns what the modules compute. On 2026-11-22, with transformers 5.23.0, the 156 types of that day
+passed in three runs on three machines.
 
 ## All types
 

@@ -62,12 +62,13 @@ FIELDS = {
     f"{BACKEND}.AttentionBackend": (
         "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes get_name "
         "get_impl_cls get_builder_cls get_supported_kernel_block_sizes supports_sink is_mla "
-        "supports_attn_type supports_device_cpu_query_lens_mismatch"
+        "supports_attn_type supports_batch_invariance supports_device_cpu_query_lens_mismatch"
     ),
     f"{BACKEND}.AttentionMetadataBuilder": "reorder_batch_threshold",
     f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
     f"{BACKEND}.AttentionType": "DECODER ENCODER ENCODER_ONLY ENCODER_DECODER",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA",
+    "vllm.envs": "VLLM_BATCH_INVARIANT",
     "vllm.config.compilation.CUDAGraphMode": "FULL decode_mode",
     "vllm.config.compilation.CompilationConfig": "static_forward_context cudagraph_mode",
     "vllm.config.model.ModelConfig": "dtype max_model_len use_mla",
@@ -203,6 +204,9 @@ def version(source: Path) -> str:
 def look(source: Path, name: str) -> ast.AST | None:
     """Return the definition of a dotted name: of a module, of what it imports, or of a class's bases."""
     parts = name.split(".")
+    module = source.joinpath(*parts).with_suffix(".py")
+    if module.exists():
+        return ast.parse(module.read_text())
     for end in range(len(parts) - 1, 0, -1):
         folder = source.joinpath(*parts[:end])
         for path in (folder.with_suffix(".py"), folder / "__init__.py"):

@@ -10,6 +10,7 @@ from typing import Any
 from liars import (
     captures,
     functions,
+    indexers,
     lasting,
     latents,
     masks,
@@ -25,6 +26,7 @@ from liars import (
     variances,
 )  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
+from polyattn.families.sparse.torch_index import TorchIndex
 from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
@@ -34,7 +36,7 @@ from polyattn.plugin import (
     Role,
     hookimpl,
 )
-from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
+from polyattn.registry.builtin import TORCH_INDEX, TORCH_MERGE, TORCH_STORE
 from polyattn.runtime.merge import TorchMerge
 from polyattn.runtime.store import TorchStore
 from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN, TORCH_SDPA
@@ -114,16 +116,17 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (TorchScan, TORCH_SCAN.capabilities),
     (TorchStore, TORCH_STORE.capabilities),
     (TorchMerge, TORCH_MERGE.capabilities),
+    (TorchIndex, TORCH_INDEX.capabilities.but(dtypes=frozenset({"float32"}))),
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes, captures, sizes, lasting, variances, unseen,
+    prefixes, captures, sizes, lasting, variances, unseen, indexers,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
     functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
-    lasting.Meddler, variances.Same, *unseen.BASES,
+    lasting.Meddler, variances.Same, indexers.Index, indexers.OtherIndexer, *unseen.BASES,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from polyattn.families.attention import reference
 from polyattn.kernel import Batch, Frame, LayerParams, LayerSpec
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
+from polyattn_triton import alike
 from polyattn_triton.attention import TritonAttention
 from ragged import BASE, BLOCK, DEVICE, filled
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -44,15 +45,24 @@ def in_any_batch(spec: LayerSpec) -> None:
     cache, table = filled(spec, [n for _, n in REQUESTS], 3)
     chance = torch.Generator().manual_seed(1)
     query = [torch.randn(q, spec.num_heads, spec.head_size, generator=chance) for q, _ in REQUESTS]
+    at = [torch.arange(n - q, n) for q, n in REQUESTS]
+    new = [
+        [x[table[i, rows // BLOCK].long(), rows % BLOCK] for i, rows in enumerate(at)]
+        for x in (cache.key, cache.value)
+    ]
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
-    backend.piece = 32
+    backend.num_sms, backend.piece, alike.PIECE = 132, 32, 32
+    alike.SIZES, alike.START, alike.MERGE, alike.PART = np.array([32]), 0, 0, 0
 
     def step(chosen: list[int]) -> list[Any]:
         queries, lens = zip(*(REQUESTS[i] for i in chosen), strict=True)
         batch = Batch([0, *accumulate(queries)], list(lens), table[chosen])
-        found = run(backend, batch, torch.cat([query[i] for i in chosen]), cache)
+        given = [torch.cat([x[i] for i in chosen]) for x in (query, *new)]
+        found = run(backend, batch, given[0], cache, *given[1:])
         return list(zip(*(part.split(list(queries)) for part in found), strict=True))
 
+    kinds = backend.classes(Batch([0, 20, 44], [60, 24], table[[1, 4]])).tolist()
+    assert kinds == [-32, alike.FRESH]
     alone = [step([i])[0] for i in range(len(REQUESTS))]
     for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0]):
         for i, found in zip(chosen, step(chosen), strict=True):

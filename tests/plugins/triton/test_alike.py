@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreting import interpreted
@@ -103,23 +104,56 @@ def test_a_request_is_attended_to_alike_in_any_batch(
 
 def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """At and around what decides it: keys of a piece, rows of the decode kernel, a full chip."""
-    from polyattn_triton.alike import FULL, PIECE
+    from polyattn_triton.alike import LOW, PIECE
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    for count in (1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1):
-        (plan,) = plans_of(backend, [(1, count)])
-        assert plan.way == "few" and plan.grid == (-(-count // PIECE), 8, 1)
-        assert (plan.merging is not None) == (count > PIECE)
-    full = FULL // 8 * 128 // 4 - 32  # queries of a tile less than fills a chip
-    of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, full, full + 1)}
-    assert [plan.way for plan in of.values()] == ["few", "few", "pieces", "pieces", "prefill"]
+    for queries, height in ((1, 16), (LOW // 4, 16), (LOW // 4 + 1, 64)):
+        for count in (queries, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1):
+            (plan,) = plans_of(backend, [(queries, count)])
+            assert plan.way == "few" and plan.grid == (-(-count // PIECE), 8, 1)
+            assert plan.config.block_m == height
+            assert (plan.merging is not None) == (count > PIECE)
+    full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
+    of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
+    ways = [plan.way for plan in of.values()]
+    assert ways == ["few", "few", "pieces", "pieces", "prefill", "prefill"]
     assert of[1].rows == 4 and of[16].config.block_m == 64
-    assert of[17].grid == (17, 8, 1) and of[full].grid == (3 * 15, 8, 1)
-    assert of[full].at_once and of[full + 1].at_once
+    assert of[17].grid == (17, 8, 1) and of[200].grid == (7 * 3, 8, 1)
+    assert of[200].at_once and of[full].at_once
     assert plans_of(backend, [(17, PIECE)])[0].way == "prefill"
-    mixed = plans_of(backend, [(1, 5000), (full + 1, 9000), (3, 70), (17, 9000), (1, 3)])
+    mixed = plans_of(backend, [(1, 5000), (full, 9000), (3, 70), (17, 9000), (1, 3)])
     assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
+    prompts = plans_of(backend, [(300, 300), (full, 9000), (301, 302), (900, 900)])
+    assert [plan.fresh for plan in prompts] == [False, True]
+    assert [plan.requests[1].tolist() for plan in prompts] == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    paged, _ = pretended(monkeypatch, SPECS["gpt-oss 20B"].replace(batch_invariant="batch"))
+    assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
+
+
+def test_prefills_are_cut_where_they_end_sooner() -> None:
+    """Beside what a simulation says: the pieces dealt out, the longest first, to programs as they end."""
+    from heapq import heapreplace
+
+    from polyattn_triton.alike import MERGE, PART, PIECE, SIZES, START, WHOLE, pieces_of
+
+    def duration(tiles: int, keys: int, size: int) -> int:
+        lengths, loads = [size] * (keys // size) + [keys % size] * (keys % size > 0), [0] * 132
+        for length in lengths:
+            for _ in range(tiles):
+                heapreplace(loads, loads[0] + length + START)
+        return max(loads) + (MERGE + PART * tiles * len(lengths) if len(lengths) > 1 else 0)
+
+    cut = 0
+    for tiles in (1, 4, 16, 33, 34, 56, 64, 112, 131):
+        for keys in (PIECE, PIECE + 1, 1500, 4608, 8704, 40_000):
+            found = int(pieces_of(np.array([tiles]), np.array([keys]), 132)[0])
+            sizes = [s for s in SIZES.tolist() if s < keys and (4 * tiles > 132 or not s & (s - 1))]
+            best = min(duration(tiles, keys, size) for size in [keys, *sizes])
+            assert duration(tiles, keys, found or keys) <= 1.1 * best, (tiles, keys, found)
+            cut += found != WHOLE
+    assert 20 < cut < 45
+    assert (pieces_of(np.array([132, 1000]), np.array([8704, 8704]), 132) == WHOLE).all()
 
 
 @pytest.mark.parametrize("level", ["batch", "steps"])

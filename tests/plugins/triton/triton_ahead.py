@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from polyattn.device import Device
 from polyattn.kernel import Invariance, LayerSpec
+from polyattn.selection.cache_format import format_of
+from polyattn.spec.row_format import is_rows
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
+from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.hopper.packed import packed_kernel
+from polyattn_triton.hopper.packing import OPTIONS, PACKED, packed_config, packed_constants
 from polyattn_triton.hopper.widening import copy_constants
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.four_bit_store import four_bit_constants, write_four_kernel
@@ -38,7 +44,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
+CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
 MERGES = {"merge": "pieces", "merge listed": "listed", "merge many": "many"}
 """What merges parts, each with the way of a plan that cut them: tiles of rows, stretches, even splits."""
 OTHERS = ("paged", "paged pieces", *MERGES, "write")
@@ -79,7 +85,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     raises when the target can't do it.
     """
     query = ELEMENT[spec.dtype]
-    cached = CACHE.get(spec.kv_cache_dtype, query)
+    cached = "u8" if is_rows(spec.kv_cache_dtype) else CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     if phase in SHARED:
@@ -111,6 +117,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             arch,
             functions,
             generated.where_seen if generated is not None and listed else None,
+            read=rows_constants(spec, block_size, False) if paged else NO_ROWS,
         )
         kernel: Any = prefill_kernel
     else:
@@ -119,19 +126,23 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
         constants = decode_constants(
-            spec,
-            config,
-            block_size,
-            way,
-            spec.needs_lse,
-            arch,
-            alike,
-            cached in CACHE.values() and cached != "u8",
-            functions,
-        )
+            spec, config, block_size, way, spec.needs_lse, arch, alike,
+            cached in CACHE.values(), functions, read=rows_constants(spec, block_size, True),
+        )  # fmt: skip
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def rows_constants(spec: LayerSpec, block_size: int, apart: bool) -> tuple[Any, ...]:
+    """Return how the cache's rows are read where they lie as `KVCache.allocate` lays them."""
+    if not spec.cached or not is_rows(spec.kv_cache_dtype):
+        return NO_ROWS
+    form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
+    strides = [(block_size * form.num_kv_heads * w, form.num_kv_heads * w, w) for w in form.widths]
+    rows = Rows.of(form, tuple(strides), spec.dtype)
+    assert rows is not None
+    return rows.constants(apart)
 
 
 def _compile_shared(
@@ -149,7 +160,8 @@ def compile_prefix(
 ) -> Any:
     """Compile decodes over shared prefixes in one configuration; `query`, `cached`: element types."""
     alike = spec.head_size == spec.v_head_size
-    constants = prefix_constants(spec, config, block_size, arch, alike)
+    rows = rows_constants(spec, block_size, False)
+    constants = prefix_constants(spec, config, block_size, arch, alike, rows)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {"Q": query, "K": cached, "V": cached}
     return compile_kernel(prefix_kernel, pointers, constants, arch, options)
@@ -195,9 +207,18 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     )
 
 
+def compile_packed(spec: LayerSpec, way: str, block_size: int = 16) -> Any:
+    """Compile the decode over packed rows for Hopper, as `TRITON_ATTN` runs it."""
+    form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
+    assert packed_config(spec, form, "sm_90", None) == PACKED
+    constants = packed_constants(spec, form, way, spec.needs_lse, part_rows(spec, PACKED, False))
+    pointers = {"Q": ELEMENT[spec.dtype], "OUT": ELEMENT[spec.dtype], "K": "u8", "V": "u8"}
+    return compile_kernel(packed_kernel, pointers, constants, "sm_90", OPTIONS)
+
+
 def compile_widening(spec: LayerSpec, block_size: int) -> Any:
     """Compile what copies an 8-bit cache's tokens for Hopper's own prefill."""
-    query, cached = ELEMENT[spec.dtype], CACHE[spec.kv_cache_dtype]
+    query, cached = ELEMENT[spec.dtype], CACHE.get(spec.kv_cache_dtype, "u8")
     pointers = {"K": cached, "V": cached, "K_OUT": query, "V_OUT": query}
     constants = copy_constants(spec.head_size, block_size, spec.sliding_window or 0)
     return compile_kernel(widen_kernel, pointers, constants, "sm_90", {"num_warps": 4})
@@ -216,7 +237,7 @@ def _compile_small(
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
-    if cached == CACHE["nvfp4"]:
+    if cached == "u8":
         sizes = (spec.num_kv_heads, spec.head_size, spec.v_head_size)
         constants: tuple[Any, ...] = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
         return compile_kernel(write_four_kernel, pointers, constants, arch, {"num_warps": 4})
@@ -261,6 +282,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
     "programs", "by_tile", "piece_tokens", "bounds", "part_rows", "parts", "listed", "seqs", "halvings",
+    "tokens", "ids_n", "out_n", "each",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE", "FIRSTS", "ORIGINS"}

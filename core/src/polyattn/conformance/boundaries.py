@@ -1,4 +1,4 @@
-"""At which lengths does code turn? At the numbers that it holds, and beside them.
+"""At which lengths does code take another path? At the numbers in its sources, and next to them.
 
 Drawn at random, lengths seldom meet a tile's end or the last of a table's rows. So the integers in a
 package's own sources are read, whatever they are for: what isn't a size costs a draw, what is one is met.
@@ -53,7 +53,7 @@ def _of_c(text: str) -> Iterable[int]:
 
 
 def turning(numbers: Iterable[int], spec: LayerSpec, block: int = 0) -> tuple[int, ...]:
-    """Return lengths at which something may turn for a layer, in ascending order.
+    """Return lengths at which a layer's code may take another path, in ascending order.
 
     Each number and its half and double, in keys and in rows of a KV head's group; the layer's window and
     chunk; the cache's `block`; all with what is one less and one more.

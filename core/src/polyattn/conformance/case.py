@@ -1,4 +1,4 @@
-"""What is one test of the kit? A `Case`: what is looked at, of which layer, over which batch."""
+"""What is one test of the kit? A `Case`: a check, its layer and its batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyattn.workload.steps import USUAL
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `check` says what is looked at, `batch` names a shape, `inputs` unusual numbers."""
+    """One test. `check` names the property, `batch` names a shape, `inputs` unusual numbers."""
 
     check: str
     label: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-Chosen = dict[str, Any]
+Choice = dict[str, Any]
 """A value of each name, and of each group of rows a list of tuples."""
 
 
@@ -42,7 +42,7 @@ class Covering:
         either = (group_of[:, None] != "") & (group_of != "")
         self.left = (name_of[:, None] != name_of) & ~(either & (group_of[:, None] != group_of))
 
-    def draw(self, allows: Callable[[Chosen], bool], any_value: bool = True) -> Iterator[Chosen]:
+    def draw(self, allows: Callable[[Choice], bool], any_value: bool = True) -> Iterator[Choice]:
         """Yield choices, each of which meets many pairs that are left, until no more may be met.
 
         - `allows`: whether a choice, which may lack names and rows, can become one.
@@ -50,66 +50,66 @@ class Covering:
 
         A choice that was run is given to `meet`. Of one that wasn't, its first pair is given up.
         """
-        given_up = np.zeros_like(self.left)
-        while (left := self.left & ~given_up).any():
+        hopeless = np.zeros_like(self.left)
+        while (left := self.left & ~hopeless).any():
             count = left.sum(1) + self.random.random(len(left))
             one = int(count.argmax())
             pair = one, int(np.where(left[one], count, -1.0).argmax())
-            chosen = self._chosen(pair, allows, 0.9 * any_value)
-            if chosen is not None:
-                yield chosen
+            choice = self._choice(pair, allows, 0.9 * any_value)
+            if choice is not None:
+                yield choice
             if self.left[pair]:
-                given_up[pair] = given_up[pair[::-1]] = True
+                hopeless[pair] = hopeless[pair[::-1]] = True
 
-    def meet(self, chosen: Chosen) -> None:
+    def meet(self, choice: Choice) -> None:
         """Take a choice's pairs from those that are left; it may lack names and rows."""
-        ids = [self.ids[name][chosen[name]] for name in self.plain if name in chosen]
+        ids = [self.ids[name][choice[name]] for name in self.plain if name in choice]
         self.left[np.ix_(ids, ids)] = False
         for group, (names, _) in self.rows.items():
-            for row in chosen.get(group, ()):
+            for row in choice.get(group, ()):
                 own = [*ids, *(self.ids[n][value] for n, value in zip(names, row, strict=True))]
                 self.left[np.ix_(own, own)] = False
 
-    def _chosen(
-        self, pair: tuple[int, int], allows: Callable[[Chosen], bool], noise: float
-    ) -> Chosen | None:
+    def _choice(
+        self, pair: tuple[int, int], allows: Callable[[Choice], bool], noise: float
+    ) -> Choice | None:
         """Return a choice that has two values, None where none may."""
-        chosen: Chosen = {}
+        choice: Choice = {}
         for group, (names, _) in self.rows.items():
             own = [{v: i for v, i in self.ids[name].items() if i in pair} for name in names]
             row = (
                 next(iter(here or self.ids[name])) for here, name in zip(own, names, strict=True)
             )
-            chosen[group] = [tuple(row)] if any(own) else []
+            choice[group] = [tuple(row)] if any(own) else []
         ids: list[int] = []
         order = [self.plain[n] for n in self.random.permutation(len(self.plain))]
         for name in sorted(order, key=lambda name: not {*pair} & {*self.ids[name].values()}):
             some = {v: i for v, i in self.ids[name].items() if i in pair} or self.ids[name]
             for value, number in self._ranked(some, ids, noise):
-                chosen[name] = value
-                if allows(chosen):
+                choice[name] = value
+                if allows(choice):
                     ids.append(number)
                     break
             else:
                 return None
         for group, (names, most) in self.rows.items():
-            while len(chosen[group]) < most and self._row(chosen, group, names, ids, allows, noise):
+            while len(choice[group]) < most and self._row(choice, group, names, ids, allows, noise):
                 pass
-        return chosen
+        return choice
 
     def _row(
-        self, chosen: Chosen, group: str, names: tuple[str, ...], ids: list[int],
-        allows: Callable[[Chosen], bool], noise: float,
+        self, choice: Choice, group: str, names: tuple[str, ...], ids: list[int],
+        allows: Callable[[Choice], bool], noise: float,
     ) -> bool:  # fmt: skip
         """Append a row that meets pairs that are left; returns whether there is one."""
-        rows, own = chosen[group], [*ids]
+        rows, own = choice[group], [*ids]
         rows.append(())
         for index, name in enumerate(names):
             before, met = rows[-1], {row[index] for row in rows[:-1]}
             some = {v: i for v, i in self.ids[name].items() if v not in met}
             for value, number in self._ranked(some, own, noise):
                 rows[-1] = (*before, value)
-                if allows(chosen):
+                if allows(choice):
                     own.append(number)
                     break
             else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases import attention, mla, recurrent, services
+from polyattn.conformance.cases import attention, index, mla, recurrent, services
 from polyattn.device import Device
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.info import BackendInfo
 
 CASE = 1000
@@ -14,7 +15,9 @@ CASE = 1000
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`."""
     caps = info.capabilities
-    if caps.phases & {"store", "merge"}:
+    if "index" in caps.phases:
+        return index.derive(info, device)
+    if caps.phases & SERVICES:
         return services.derive(info, device)
     if any(kind.is_recurrent for kind in caps.kinds):
         return recurrent.derive(info, device)

@@ -1,4 +1,4 @@
-"""Layers and steps that nobody thought of: drawn from the claims, by the harness's seed."""
+"""Random layers and steps, drawn from the claims by the harness's seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the process as a case found it? What is torch's, Python's and NumPy's, and nobody's to change."""
+"""Did a case change the process? Settings of torch, Python and NumPy that must stay as they were."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the environment": lambda: {
         name: value
         for name, value in os.environ.items()
-        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_"))  # the compiler's own
+        # The compilers' own: JAX 0.11 sets Mosaic's when Pallas is imported.
+        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "MOSAIC_GPU_"))
     },
     "the working directory": os.getcwd,
     "the mask of new files": lambda: _umask(),

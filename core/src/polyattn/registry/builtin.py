@@ -10,6 +10,7 @@ from polyattn.spec.features import FEATURES, RECURRENT
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS
+from polyattn.spec.sparse import INDEX_FORMS
 
 _EVERYWHERE = {
     "platforms": {ANY_PLATFORM: ()},
@@ -41,6 +42,21 @@ TORCH_MERGE = BackendInfo(
     capabilities=Capabilities(phases=frozenset({"merge"}), **_EVERYWHERE),  # type: ignore[arg-type]
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+)
+
+
+_INDEXING: dict[str, Any] = {
+    "kinds": frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
+    "phases": frozenset({"index"}),
+    "indexes": frozenset(INDEX_FORMS),
+}
+TORCH_INDEX = BackendInfo(
+    name="TORCH_INDEX",
+    summary="keys scored and chosen by torch's operators",
+    path="polyattn.families.sparse.torch_index:TorchIndex",
+    capabilities=Capabilities(**_EVERYWHERE | _INDEXING),
+    priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
+    proof={"cpu": Proof.MEASURED},
 )
 
 
@@ -94,4 +110,14 @@ VANILLA_SCAN = _vanilla(
     features=_LATENT - {"lse"} | {"gqa"} | RECURRENT,
 )
 
-BUILTIN = (TORCH_STORE, TORCH_MERGE, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN)
+VANILLA_INDEX = _vanilla(
+    "VANILLA_INDEX",
+    "polyattn.families.sparse.torch_index:VanillaIndex",
+    "the float64 reference of an indexer, a token at a time, on the host",
+    **_INDEXING,
+)
+
+BUILTIN = (
+    TORCH_STORE, TORCH_MERGE, TORCH_INDEX, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN,
+    VANILLA_INDEX,
+)  # fmt: skip

@@ -25,6 +25,7 @@ from polyattn.spec.kinds import (
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import PAIRINGS, RopeSpec
 from polyattn.spec.row_format import ANY_ROWS, is_rows
+from polyattn.spec.sparse import INDEX_FORMS
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,22 @@ class Sizes:
         return self.low <= size <= (self.high or size) and size % self.multiple == 0
 
     def divisor_of(self, size: int) -> int | None:
-        """Return the largest allowed size that divides `size`, or None."""
+        """Return the largest allowed size that divides another, or None.
+
+        Args:
+            size: the other.
+
+        """
         divisors = (d for d in range(size, 0, -1) if size % d == 0)
         return next((d for d in divisors if d in self), None)
 
     def examples(self, wanted: Iterable[int]) -> list[int]:
-        """Return the listed values, or those of `wanted` that the range allows."""
+        """Return the listed values; of a range, the wanted ones that it allows.
+
+        Args:
+            wanted: sizes to try.
+
+        """
         return sorted(self.values) if self.values else [size for size in wanted if size in self]
 
     def __str__(self) -> str:
@@ -142,7 +153,7 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
 ANY_SIZE = Sizes()
 
 
-SERVICES = frozenset({"store", "merge"})
+SERVICES = frozenset({"store", "merge", "index"})
 """The phases beside the layer's own work."""
 
 
@@ -196,8 +207,8 @@ ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
 EXCLUDABLE = frozenset(
     {
-        *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS, *(role.value for role in Role), "cached",
-        "uncached", "captured",
+        *FEATURES, *INDEX_FORMS, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS,
+        *(role.value for role in Role), "cached", "uncached", "captured",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
@@ -234,8 +245,8 @@ class Capabilities:
         block_sizes: tokens of a cache's block.
         preferred_block_size: if neither the layer nor another backend asks for one.
         layouts: of a cache, the preferred one first.
-        phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"` or
-            `"merge"` alone.
+        phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,
+            `"merge"` or `"index"` alone.
         cached: True: it attends over a cache; False: to keys that a call passes whole.
         decode_query_lens: the most query tokens of a row that it takes as a decode.
         shared_prefix: its decode reads blocks of `Batch.shared_prefix` once for all their rows, in its
@@ -249,6 +260,7 @@ class Capabilities:
             host little.
         rotates: of a store: the pairings (`"neox"`, `"gptj"`) that its `run_rotated` rotates, and adds
             a bias before. For others core's torch operators do both.
+        indexes: of an indexer: names of `polyattn.spec.sparse.INDEX_FORMS`.
         features: names of `polyattn.spec.features.FEATURES`.
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
@@ -294,6 +306,7 @@ class Capabilities:
     padding_rows: bool = False
     by_address: bool = False
     rotates: frozenset[str] = frozenset()
+    indexes: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -349,7 +362,11 @@ class Capabilities:
              "shared_prefix: only a backend that claims phase 'decode' over a cache reads blocks "
              "that rows share"),
             (self.phases & SERVICES and len(self.phases) > 1,
-             "phases: 'store' and 'merge' can't be combined with other phases"),
+             "phases: 'store', 'merge' and 'index' can't be combined with other phases"),
+            (not self.indexes <= INDEX_FORMS.keys(),
+             f"indexes={sorted(self.indexes)!r}: forms are {', '.join(INDEX_FORMS)}"),
+            (self.indexes and "index" not in self.phases,
+             "indexes: only a backend that claims phase 'index' chooses"),
             (not self.rotates <= set(PAIRINGS),
              f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
             (self.rotates and "store" not in self.phases,
@@ -439,9 +456,9 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access. For a store or a merge, only
-    platform, kind and dtypes count (for a store also the keys' form and scales, and what it excludes),
-    because what the layer computes doesn't concern it.
+    An empty tuple means that it can. Pure: no import, no device access. For a store, a merge or an
+    indexer, only platform, kind and dtypes count (for a store also the keys' form and scales, and what
+    it excludes; for an indexer its own spec), because what the layer computes doesn't concern it.
     """
     found: list[Rejection] = []
 
@@ -455,6 +472,9 @@ def check(
     remedy = caps.remedies.get(spec.dtype, "cast the model")
     need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
+        return tuple(found)
+    if phase == "index":
+        _check_indexer(caps, spec, device, need)
         return tuple(found)
     if spec.cached:
         _check_cache(caps, spec, device, need)
@@ -479,6 +499,19 @@ def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
             f"{pair[0]}/{pair[1]}",
             [f"{k}/{v}" for k, v in caps.v_head_pairs],
         )
+
+
+def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+    """A layer's indexer alone: its queries' and keys' size, and what it chooses by."""
+    indexer = spec.indexer
+    assert indexer is not None
+    size, forms = indexer.head_size, indexer.forms
+    need(size in caps.head_sizes, "indexer.head_size", size, caps.head_sizes)
+    for form in sorted(forms - caps.indexes):
+        need(False, form, INDEX_FORMS[form], caps.indexes or "none of the forms")
+    asked = forms | {spec.dtype, device.arch}
+    for together, why in caps.excludes:
+        need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
 def _check_computation(

@@ -345,7 +345,7 @@ def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> 
     """Leave of several claimants of a name the one that may keep it, or none; say what to do.
 
     A name of ours stays ours: else one stray distribution would take the CPU from everybody.
-    Between strangers nobody can tell who is meant.
+    Between strangers nobody can tell which one is meant.
     """
     origins = " and by ".join(record.origin for _, record in claimants)
     ours = {PROJECT, *our_distributions()}

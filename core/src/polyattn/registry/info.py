@@ -149,7 +149,14 @@ class Priority:
                 )
 
     def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
-        """Whether this priority speaks of `phase` of `spec` on `device`."""
+        """Return whether this priority is for such a layer.
+
+        Args:
+            spec: the layer.
+            device: where it runs.
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return (
             self.platform in (None, device.platform)
             and self.phase in (None, phase)
@@ -257,7 +264,13 @@ class BackendInfo:
 
     @classmethod
     def of_variants(cls, *variants: Variant, **fields: Any) -> BackendInfo:
-        """Return a backend of several builds, the preferred one first; `fields` are what they share."""
+        """Return a backend of several builds.
+
+        Args:
+            variants: the builds, the preferred one first.
+            fields: the other fields of `BackendInfo`, which they share.
+
+        """
         return cls(variants=variants, **_claims(variants[0]), **fields)
 
     def problems(self) -> Iterator[str]:
@@ -303,39 +316,68 @@ class BackendInfo:
         return tuple(map(self.as_built, self.variants)) or (self,)
 
     def builds_on(self, platform: str) -> tuple[BackendInfo, ...]:
-        """Return the builds that claim a platform."""
+        """Return the builds that claim a platform.
+
+        Args:
+            platform: `"cuda"`.
+
+        """
         where = {platform, ANY_PLATFORM}
         return tuple(b for b in self.builds if where & b.capabilities.platforms.keys())
 
     def as_built(self, variant: Variant) -> BackendInfo:
-        """Return the backend as one of its variants: that build's claims, path and requirements."""
+        """Return the backend as one of its variants: that build's claims, path and requirements.
+
+        Args:
+            variant: one of `variants`.
+
+        """
         return replace(self, variants=(), build=variant.name, **_claims(variant))
 
     def __hash__(self) -> int:
         return hash((self.name, self.path))
 
     def priority(self, spec: LayerSpec, device: Device, phase: str) -> Priority:
-        """Return the first of its priorities that applies, or a score of 0."""
+        """Return the first of its priorities that applies, or a score of 0.
+
+        Args:
+            spec: the layer.
+            device: where it runs.
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return next(
             (p for p in self.priorities if p.applies(spec, device, phase)), Priority(score=0)
         )
 
     def proof_on(self, device: Device, runs: str = "") -> Proof:
-        """Return how far this backend is proven on `device`: by arch, else by platform.
+        """Return how far this backend is proven on a device: by arch, else by platform.
 
-        `runs`: what of it runs there, which may be proven to another degree.
+        Args:
+            device: the device.
+            runs: the instruction set or build that runs there, which may be proven to another degree.
+
         """
         return self.proven(device.arch, device.platform, runs)[0]
 
     def proof_at(self, where: str) -> Proof:
-        """Return the same of an arch or a platform, whatever of it runs there."""
+        """Return how far it is proven, whichever of its builds runs there.
+
+        Args:
+            where: an arch or a platform.
+
+        """
         return self.proven(where, where)[0]
 
     def records(self, where: str, runs: str = "") -> tuple[Record, ...]:
-        """Return its records on an arch or a platform, the strongest first; only our plugins have any.
+        """Return its recorded runs of the kit, the strongest first; only our plugins have any.
 
-        A backend that isn't taken as one of its builds has those of the preferred one. `runs`: an
-        instruction set's alone.
+        A backend that isn't one of its builds has the records of the preferred one.
+
+        Args:
+            where: an arch or a platform.
+            runs: an instruction set, whose records alone count; `""`: all.
+
         """
         build = self.build or (self.variants[0].name if self.variants else "")
         if self.path.partition(".")[0].partition("_")[0] != OWN:
@@ -350,9 +392,15 @@ class BackendInfo:
         return tuple(sorted(records, key=lambda r: (not r.whole, -r.cases, r.path)))
 
     def proven(self, arch: str, platform: str, runs: str = "") -> tuple[Proof, Record | None]:
-        """Return what a record says, and the record; else what is declared, and None.
+        """Return the degree of proof and its record; a declared degree has None.
 
-        "measured" isn't anybody's to declare.
+        Nobody can declare "measured".
+
+        Args:
+            arch: the device's.
+            platform: the device's.
+            runs: the instruction set or build that runs there.
+
         """
         name, _, _ = runs.partition(" ")
         declared = [self.proof[where] for where in (arch, platform) if where in self.proof]

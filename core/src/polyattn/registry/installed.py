@@ -44,12 +44,12 @@ class Registry:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
+        """A line for each plugin that serves but is slow to load."""
         return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
 
     @property
     def torch_importers(self) -> dict[str, str]:
-        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
+        """The name of the one that imported torch; those after it find torch loaded."""
         return {
             p.name: f"{p.origin}: {p.note}"
             for p in self.plugins

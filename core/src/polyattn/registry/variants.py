@@ -42,7 +42,7 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
             f"a variant named {variant.name!r} is registered already; choose another name, or "
             f"unregister_variant({variant.name!r}) first"
         )
-    if any(callable(getattr(variant, name)) for name in FUNCTIONS):  # paths are for who runs them
+    if any(callable(getattr(variant, name)) for name in FUNCTIONS):  # callers resolve paths
         load_object("polyattn.runtime.functions.coupling:check_coupling")(variant)
     _registered[variant.name] = variant
     changed()

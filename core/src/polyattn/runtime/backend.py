@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
-from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
 
 
-class Lie(NamedTuple):
+class PackedStrides(NamedTuple):
     """Strides in memory of tensors (tokens, heads, size), in elements.
 
     Two of each tensor: from token to token, and from head to head.
@@ -40,7 +40,7 @@ class Lie(NamedTuple):
         keys: tokens of keys and values.
 
     Examples:
-        >>> Lie(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
+        >>> PackedStrides(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
         256
 
     """
@@ -51,7 +51,7 @@ class Lie(NamedTuple):
     keys: int
 
 
-class PagesLie(NamedTuple):
+class PageStrides(NamedTuple):
     """Strides of a query and of a cache's pages (pages, page size, heads, size) in memory, in elements.
 
     Attributes:
@@ -60,7 +60,7 @@ class PagesLie(NamedTuple):
         value: alike.
 
     Examples:
-        >>> PagesLie(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
+        >>> PageStrides(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
         2048
 
     """
@@ -94,19 +94,25 @@ class Backend:
         self.workspaces = Workspaces()
 
     def prepare(self, phases: tuple[str, ...]) -> None:
-        """Compile what `phases` will run, so that no step has to wait for a compiler.
+        """Compile what the phases will run, so that no step waits for a compiler.
 
-        Called before the first plan of any, once for all phases that the backend was chosen for, and
-        again for what another spec or cache format brings later. A candidate's may run in a thread
-        beside the steps of other backends, so it runs no kernel over `workspaces`.
+        Called before the first plan, once for all phases that the backend was chosen for, and again for
+        another spec or cache format. A candidate's call may run in a thread beside the steps of other
+        backends, so it runs no kernel over `workspaces`.
+
+        Args:
+            phases: `"prefill"`, `"decode"` or a service's name.
+
         """
 
     def plan(self, batch: Batch, reuse: Any = None) -> Plan:
-        """Prepare one step from metadata only. A block table has a column at least.
+        """Return the plan of one step, from metadata only. A block table has at least one column.
 
-        `reuse` is an earlier plan of this backend that a captured graph reads: what is returned must
-        hold the new step in that one's buffers. A plan that reads nothing but the batch's own tensors
-        needs no care, since the graph's caller keeps those in place.
+        Args:
+            batch: the sequences.
+            reuse: an earlier plan of this backend that a captured graph reads: the new plan must hold the
+                step in that one's buffers. A plan that reads the batch's own tensors alone can ignore it.
+
         """
         return Plan(batch)
 
@@ -133,9 +139,13 @@ class AttentionBackend(Backend, ABC):
     """
 
     def spec_of(self, batch: Batch) -> LayerSpec:
-        """Return what one call computes: the layer's spec, over context alone without its causal mask.
+        """Return the spec that one call computes: the layer's, or without its causal mask over context.
 
-        So one object serves both parts of a step that is taken apart, its workspaces with it.
+        One object therefore serves both parts of a divided step, and keeps its workspaces.
+
+        Args:
+            batch: the step, or the part of it that the call computes.
+
         """
         return self.spec if batch.causal else over_context(self.spec)
 
@@ -143,33 +153,52 @@ class AttentionBackend(Backend, ABC):
     def run(self, plan: Any, frame: Frame) -> None:
         """Attend for the plan's sequences.
 
-        Of a spec with `qkv_dtype` the query comes in e4m3, or in the layer's dtype where it had to be
-        rotated before.
+        Args:
+            plan: the return value of `plan`.
+            frame: one layer's tensors; writes `frame.out` and, if it isn't None, `frame.lse`. With
+                the spec's `qkv_dtype` the query is in e4m3, or in the layer's dtype if it had to be
+                rotated first.
+
         """
 
     def reads(self, plan: Plan, batch: Batch) -> Reads | None:
-        """Return what `run` has its kernels read of a plan, for who checks it; None: it isn't told.
+        """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
 
-        `batch`: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
-        What is returned is read off these buffers as the kernels do it, not as it was planned.
+        The result is read from the plan's buffers as the kernels read them, not from the planner.
+
+        Args:
+            plan: the return value of `plan`.
+            batch: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
+
         """
         return None
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return `run` for tensors as they are, of a layer without a cache; None: they must be viewed.
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
+        """Return `run` for tensors of any shape, for a layer without a cache; None if it needs views.
 
-        A kernel that goes by addresses and strides alone spares its caller the views (tokens, heads,
-        size), which cost the host as much as a tiny kernel. What is returned takes (query, key, value,
-        params, out, lse), tensors of any shape whose elements lie as `lie` says; `out` and `lse` are
-        contiguous.
+        A kernel that takes addresses and strides spares its caller the views (tokens, heads, size), which
+        cost the host as much as a tiny kernel.
+
+        Args:
+            plan: the return value of `plan`.
+            strides: the tensors', in elements.
+
+        Returns:
+            A function of (query, key, value, params, out, lse), `out` and `lse` contiguous; or None.
+
         """
         return None
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return `addressed` of a plan by bounds over a cache; None: tensors must be viewed.
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        """Return `addressed` for a plan by bounds over a cache; None if the kernel needs views.
 
-        What is returned takes keys and values as pages, which `lie` describes; the parameters that come
-        with them have no scales.
+        Args:
+            plan: the return value of `plan`.
+            strides: the query's and the pages', in elements.
+
+        Returns:
+            A function as in `addressed`; keys and values are pages, the parameters have no scales.
+
         """
         return None
 
@@ -196,8 +225,11 @@ class SparseBackend(Backend, ABC):
     def run(self, plan: Any, frame: Frame) -> None:
         """Attend each token to the cache rows `frame.choice` alone.
 
-        `choice` int32 (num_tokens, topk): block times block size plus offset, -1 for none; `query`
-        (num_tokens, num_heads, latent size), `out` (num_tokens, num_heads, latent rank).
+        Args:
+            plan: the return value of `plan`.
+            frame: `choice` int32 (num_tokens, topk): block times block size plus offset, -1 for none;
+                `query` (num_tokens, num_heads, latent size), `out` (num_tokens, num_heads, latent rank).
+
         """
 
 
@@ -226,7 +258,45 @@ class RecurrentBackend(Backend, ABC):
 
     @abstractmethod
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        """Run the plan's sequences. Writes `frame.out` and their slots of `frame.states`."""
+        """Run the plan's sequences. Writes `frame.out` and their slots of `frame.states`.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: one layer's inputs, parameters, states and output.
+
+        """
+
+
+class IndexBackend(Backend, ABC):
+    """Chooses each token's keys by scores over a paged cache of index keys: phase `"index"`.
+
+    `spec.indexer` says how. A plan's batch has the table of the index keys' blocks. `run` never waits for
+    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`).
+
+    Args:
+        spec: the layer that attends to the choice.
+        cache: None: the keys come with each call.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyIndexer(IndexBackend):
+        ...     def run(self, plan: Plan, frame: IndexFrame) -> None:
+        ...         frame.out.fill_(-1)  # a kernel's launches, over plan.batch.block_table
+
+    """
+
+    @abstractmethod
+    def run(self, plan: Any, frame: IndexFrame) -> None:
+        """Choose each token's keys; of equal scores the smaller id wins.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: the call's tensors; `out` is written.
+
+        """
 
 
 class StoreBackend(ABC):
@@ -253,14 +323,28 @@ class StoreBackend(ABC):
         self.spec, self.cache, self.device = spec, cache, device
 
     def plan(self, slots: Tensor) -> StorePlan:
-        """Prepare to store tokens at `slots`, int64 (num_tokens,); -1 skips."""
+        """Return the plan that stores a step's tokens.
+
+        Args:
+            slots: int64 (num_tokens,): each token's slot in the cache; -1 skips it.
+
+        """
         return StorePlan(slots)
 
     @abstractmethod
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        """Write `key` and `value` (num_tokens, num_kv_heads, size). Never waits for the device."""
+        """Write keys and values to their slots. Never waits for the device.
+
+        Args:
+            plan: the return value of `plan`.
+            key: (num_tokens, num_kv_heads, head size).
+            value: (num_tokens, num_kv_heads, value head size).
+            cache: the cache that is written.
+            params: the layer's scales.
+
+        """
 
     def run_rotated(
         self,
@@ -271,12 +355,23 @@ class StoreBackend(ABC):
         params: LayerParams,
         keep: bool,
     ) -> Prepared:
-        """Add the bias, rotate, and write the keys and values of `new`, whose tensors stay as they are.
+        """Add the bias, rotate, and write the keys and values. Never waits for the device.
 
-        Returns the query, (num_tokens, num_heads, size) in its dtype, and where `keep` says so the keys
-        and values alike, for an attention that takes them beside the cache; else None may stand for
-        them. `rotation` None: only the bias is added. Never waits for the device. Here: core's torch
-        operators, then `run`. A store that does it itself, in one launch, claims `rotates`.
+        The default uses core's torch operators, then `run`. A store that does it in one launch claims
+        `rotates`.
+
+        Args:
+            plan: the return value of `plan`.
+            rotation: the tokens' angles; None: only the bias is added.
+            new: query, key, value and their biases; they stay as they are.
+            cache: the cache that is written.
+            params: the layer's scales.
+            keep: whether the attention takes keys and values beside the cache.
+
+        Returns:
+            The query (num_tokens, num_heads, size) in its dtype; with `keep` keys and values too, else
+            each may be None.
+
         """
         assert new.key is not None and new.value is not None
         dtype = new.query.dtype
@@ -313,7 +408,12 @@ class MergeBackend(ABC):
 
     @abstractmethod
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a part into the total: outputs (num_tokens, num_heads, size), LSEs float32.
+        """Merge a part into the total, in place.
 
-        `total` is float32, so that many parts round once. LSE -inf says that no key was seen.
+        Args:
+            total: float32 (num_tokens, num_heads, size), so that many parts round once.
+            total_lse: float32 (num_tokens, num_heads); -inf where no key was seen.
+            part: the part's output, in the layer's dtype.
+            part_lse: its LSE.
+
         """

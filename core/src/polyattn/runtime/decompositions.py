@@ -144,7 +144,7 @@ def planned_call(
     call, whose plan and block table then hold this step.
     """
     batch, size = part.batch, None
-    if batch.shared_prefix is not None:  # nobody reads once what wasn't asked for
+    if batch.shared_prefix is not None:  # a shared prefix must be requested
         batch = batch.with_shared_prefix(None)
     if batch.block_table is not None and not batch.block_table.shape[1]:
         batch = with_a_column(batch)

@@ -115,9 +115,15 @@ class StepPlan:
         return tuple(call for op in self.ops for call in op.calls)
 
     def run(self, frame: Any) -> None:
-        """Run the step for a layer, whose tensors are checked, but not what a block table says.
+        """Run the step for a layer.
 
-        Of a table on the host its entries are read once a step. Raises `BatchError`.
+        Args:
+            frame: the layer's tensors, checked already. The entries of a block table on the host are read
+                once a step.
+
+        Raises:
+            BatchError: the table names a block that the cache lacks.
+
         """
         cache = frame.cache
         if cache is not None and self._num_blocks > cache.num_blocks:
@@ -135,7 +141,7 @@ class StepPlan:
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
 
     def explain(self) -> str:
-        """Return who runs which of the step's sequences, a line each.
+        """Return which backend runs which of the step's sequences, a line each.
 
         Of decodes it says which shared prefixes are read once, or why none is.
         """
@@ -271,7 +277,7 @@ class LayerGroup:
         began = time.perf_counter()
         step = self.planner.plan(batch, reuse)
         seconds = time.perf_counter() - began
-        self.plan_checks(step.calls, reuse.calls if reuse else (), seconds)
+        self.plan_checks(step, reuse, seconds)
         return step
 
     def finish_builds(self) -> None:
@@ -280,7 +286,15 @@ class LayerGroup:
         self._waits = False
 
     def plan_for(self, plan: StepPlan | Batch | None) -> StepPlan:
-        """Return the plan that a layer was given, or the one that its batch has with this group."""
+        """Return a layer's plan, or the one that its batch has with this group.
+
+        Args:
+            plan: the plan or the batch that the layer's caller passed.
+
+        Raises:
+            BatchError: it is neither, or another group's plan.
+
+        """
         if isinstance(plan, Batch):
             found = plan.plans.get(self)
             if found is None:
@@ -309,9 +323,17 @@ class LayerGroup:
         spec: LayerSpec | None = None,
         cache: CacheFormat | None = None,
     ) -> BackendT:
-        """Return the loaded backend for `phase`: one object for each spec and cache format.
+        """Return the loaded backend for a phase: one object for each backend, spec and cache format.
 
-        One backend that serves several phases is one object. Raises `PluginError`.
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+            base: the class that it must be of.
+            spec: None: the layer's.
+            cache: the form of the cache that it walks.
+
+        Raises:
+            PluginError: it can't be loaded.
+
         """
         info = self.selection.backend(phase)
         assert info is not None, f"{self.spec} has no phase {phase}"
@@ -326,11 +348,22 @@ class LayerGroup:
         cache: CacheFormat | None = None,
         later: bool = False,
     ) -> BackendT:
-        """Return this backend for `phase`, loaded once for each spec and cache format.
+        """Return a backend, loaded once for each spec and cache format.
 
-        `later`: it may be built in the background; until `builds.ready` says so it runs no step.
-        It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
-        transforms.
+        The backend sees no transforms, and no rotary embedding that runs before it (a store gets that in
+        its call).
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+            info: the backend.
+            base: the class that it must be of.
+            spec: None: the layer's.
+            cache: the form of the cache that it walks.
+            later: whether it may be built in the background; no step runs it before `builds.ready`.
+
+        Raises:
+            PluginError: it can't be loaded.
+
         """
         spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
@@ -348,7 +381,15 @@ class LayerGroup:
     def candidate(
         self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
     ) -> BackendT | None:
-        """Load a backend that only competes. One that can't be loaded is named, and None is returned."""
+        """Return a backend that competes for steps; None, with a warning, if it can't be loaded.
+
+        Args:
+            phase: `"prefill"` or `"decode"`.
+            info: the backend.
+            base: the class that it must be of.
+            later: whether it may be built in the background.
+
+        """
         try:
             return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
         except PluginError as error:
@@ -356,7 +397,12 @@ class LayerGroup:
             return None
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
-        """Return the cache as a backend's kernel walks it; None where there is no cache."""
+        """Return the cache's form as a backend's kernel walks it; None if there is no cache.
+
+        Args:
+            info: the backend.
+
+        """
         if self.cache_format is None or info is None:
             return None
         sizes = dict(self.selection.decision.kernel_block_sizes)
@@ -396,7 +442,16 @@ class LayerGroup:
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
     def check_cache(self, given: Any) -> None:
-        """Check a cache's form, and where it lies. Raises `CacheError`, `BatchError`."""
+        """Check a cache's form and device.
+
+        Args:
+            given: the object that the caller passed as a cache.
+
+        Raises:
+            BatchError: it isn't a cache, or is on another device.
+            CacheError: it has another form.
+
+        """
         if not isinstance(given, KVCache):
             raise BatchError(f"cache is a {type(given).__name__}; it must be a KVCache")
         self.check_format(given.format)
@@ -407,7 +462,15 @@ class LayerGroup:
             )
 
     def check_format(self, given: CacheFormat) -> None:
-        """Check that a cache is of the form that the backends were chosen for. Raises `CacheError`."""
+        """Check that a cache has the form that the backends were chosen for.
+
+        Args:
+            given: the cache's form.
+
+        Raises:
+            CacheError: it has another form, or the layer keeps no cache.
+
+        """
         wanted = self.cache_format
         if wanted is None:
             raise CacheError(f"{self.spec} keeps no cache; pass cache=None")

@@ -44,7 +44,15 @@ class Layer(nn.Module):
         self._handle = torch_compile.handle(self)
 
     def plan(self, batch: Batch) -> StepPlan:
-        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
+        """Return a step's plan for all layers of the group: what `forward` takes as `plan`.
+
+        Args:
+            batch: the step's sequences.
+
+        Raises:
+            BatchError: the batch doesn't fit the group's layers.
+
+        """
         return self.group.plan(batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,5 +60,5 @@ class Layer(nn.Module):
         self._handle = torch_compile.handle(self)
 
     def extra_repr(self) -> str:
-        """Describe the layer in `print(model)`."""
+        """Return the layer's description for `print(model)`."""
         return f"{self.spec}; {self.group.selection.decision.summary()}"

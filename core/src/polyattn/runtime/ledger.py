@@ -72,11 +72,22 @@ class Ledger:
         self._fallbacks.clear()
 
     def count(self, group: LayerGroup) -> None:
-        """Count a call that was served."""
+        """Count a call that was served.
+
+        Args:
+            group: the layers that served it.
+
+        """
         self._served[group] += 1
 
     def count_fallback(self, who: str, why: str) -> None:
-        """Count a call that fell back, and warn of the first."""
+        """Count a call that fell back, and warn of the first.
+
+        Args:
+            who: the module that called; `""` for none.
+            why: the reason, as the warning tells it.
+
+        """
         line = f"{who}: {why}" if who else why
         self._fallbacks[line] += 1
         if self._fallbacks[line] == 1:

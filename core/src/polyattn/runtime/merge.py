@@ -37,11 +37,21 @@ class AttentionState:
 
     @classmethod
     def identity(cls, like: AttentionState) -> AttentionState:
-        """Return the state over no keys at all."""
+        """Return the state over no keys: outputs 0, LSE -inf.
+
+        Args:
+            like: a state whose shapes, dtypes and device it has.
+
+        """
         return cls(torch.zeros_like(like.output), torch.full_like(like.lse, -torch.inf))
 
     def merge(self, other: AttentionState) -> AttentionState:
-        """Return the state over both parts' keys; associative and commutative."""
+        """Return the state over both parts' keys; associative and commutative.
+
+        Args:
+            other: the state of the same queries over other keys.
+
+        """
         return merge_states([self, other])
 
 
@@ -117,9 +127,13 @@ class MergeBuffers:
     def take(
         self, query: Tensor, v_head_size: int, several: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (total, its LSE, part, its LSE) for queries (num_tokens, num_heads, head size).
+        """Return buffers (total, its LSE, part, its LSE); the same ones for the same shape.
 
-        One part alone (`several` false) needs no total, which is empty then.
+        Args:
+            query: (num_tokens, num_heads, head size).
+            v_head_size: of the outputs.
+            several: False: one part alone, whose total is empty.
+
         """
         rows = query.shape[:2]
         shape = (*rows, v_head_size)

@@ -98,16 +98,23 @@ class Frame:
         self.lse, self.choice = lse, choice
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy with these fields changed."""
+        """Return a copy with these fields changed.
+
+        Args:
+            changes: fields by name.
+
+        """
         other = copy.copy(self)
         for name, value in changes.items():
             setattr(other, name, value)
         return other
 
     def part(self, rows: slice | Tensor) -> Frame:
-        """Return the frame of some tokens: views of neighbours, copies of tokens that lie apart.
+        """Return the frame of some tokens; keys that aren't cached stay whole.
 
-        Keys that are given whole stay whole: a plan says where its sequences' keys are.
+        Args:
+            rows: a slice gives views; indices, int64, give copies.
+
         """
         key, value = self.key, self.value
         if self.cache is not None:
@@ -120,10 +127,48 @@ class Frame:
         return Frame(query, key, value, self.cache, self.params, out, lse, choice)
 
     def put(self, rows: Tensor, part: Frame) -> None:
-        """Write the results of tokens that lie apart to their places."""
+        """Write a part's results to their places.
+
+        Args:
+            rows: int64, the part's tokens.
+            part: the frame that `part(rows)` returned, after its call.
+
+        """
         put_rows(self.out, rows, part.out)
         if self.lse is not None and part.lse is not None:
             put_rows(self.lse, rows, part.lse)
+
+
+class IndexFrame:
+    """An indexer's tensors of a call as one value.
+
+    Attributes:
+        query: (num_tokens, index heads, index size).
+        keys: the whole cache of index keys, as `IndexerSpec.cache_dtype` says.
+        weights: (num_tokens, index heads), or None.
+        within: int32 (num_tokens, choices or 1, n), or None.
+        out: int32 (num_tokens, choices, K), written: ascending ids, -1 behind them.
+
+    Examples:
+        >>> query, keys = torch.zeros(3, 4, 64), torch.zeros(8, 16, 64)
+        >>> frame = IndexFrame(query, keys, torch.ones(3, 4), None, torch.empty(3, 1, 5).int())
+        >>> frame.out.shape[2]
+        5
+
+    """
+
+    __slots__ = ("keys", "out", "query", "weights", "within")
+
+    def __init__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        weights: Tensor | None,
+        within: Tensor | None,
+        out: Tensor,
+    ):
+        self.query, self.keys, self.weights, self.within = query, keys, weights, within
+        self.out = out
 
 
 class RecurrentFrame:
@@ -158,12 +203,23 @@ class RecurrentFrame:
     but = Frame.but
 
     def part(self, rows: slice | Tensor) -> RecurrentFrame:
-        """Return the frame of some tokens, as `Frame.part` does."""
+        """Return the frame of some tokens.
+
+        Args:
+            rows: a slice gives views; indices, int64, give copies.
+
+        """
         inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
         return RecurrentFrame(inputs, self.params, self.states, space(self.out, rows))
 
     def put(self, rows: Tensor, part: RecurrentFrame) -> None:
-        """Write the results of tokens that lie apart to their places."""
+        """Write a part's results to their places.
+
+        Args:
+            rows: int64, the part's tokens.
+            part: the frame that `part(rows)` returned, after its call.
+
+        """
         put_rows(self.out, rows, part.out)
 
 

@@ -7,8 +7,8 @@ itself for each pair of row and key, and never `key_ranges`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -121,7 +121,7 @@ class Reads:
         keys: the keys of each.
         merges: the merges of partial results.
         room: of the workspace, in elements.
-        apart: elements from one KV head's partial result to the next one's.
+        apart: elements from one KV head's partial result to the next one's, of all items or (items,).
         block_size: tokens of a block of the table that the items read; 0 without one.
         faults: accesses outside of a buffer, in words.
         batch: the step whose rows and keys count, if it isn't the call's.
@@ -141,7 +141,7 @@ class Reads:
     keys: Keys
     merges: Merges
     room: int = 0
-    apart: int = 0
+    apart: int | Ints = 0
     block_size: int = 0
     faults: list[str] = field(default_factory=list)
     batch: Batch | None = None
@@ -161,6 +161,53 @@ def no_merges() -> Merges:
     """
     none = np.zeros(0, np.int64)
     return Merges(none, none, none, none, none, np.zeros(1, np.int64), none)
+
+
+def in_turn(launches: Sequence[Reads]) -> Reads:
+    """Return what launches of one step read, each of which merges its parts before the next one's.
+
+    So they may have their parts in one place: each launch's lie behind those of the launches before it.
+
+    Args:
+        launches: one or more, of one layer and one step.
+
+    Returns:
+        The items, keys and merges of all.
+
+    Raises:
+        Nothing: what is outside of a launch's own workspace is among the faults.
+
+    Examples:
+        >>> none = np.zeros(0, np.int64)
+        >>> one = Reads(4, 2, Items(*[none] * 8), Keys(none, none, none), no_merges(), room=8)
+        >>> in_turn([one, one]).room
+        16
+
+    """
+    first, items, keys, merges, apart = launches[0], [], [], [], []
+    faults: list[str] = []
+    begun = rooms = parts = 0
+    for number, reads in enumerate(launches):
+        cut = reads.items.place >= 0
+        apart.append(np.broadcast_to(reads.apart, len(cut)))
+        ends = reads.items.place + reads.items.extent + (reads.items.heads - 1) * apart[-1]
+        faults += reads.faults + [
+            f"launch {number}, item {i}: its partial result ends at {ends[i]}, the workspace at "
+            f"{reads.room}"
+            for i in np.flatnonzero(cut & (ends > reads.room))
+        ]
+        items.append(reads.items._replace(place=np.where(cut, reads.items.place + rooms, -1)))
+        keys.append(reads.keys._replace(item=reads.keys.item + begun))
+        own = reads.merges
+        merges.append(own._replace(first=own.first[1:] + parts, places=own.places + rooms))
+        begun, rooms, parts = begun + len(cut), rooms + reads.room, parts + len(own.places)
+    joined = Merges(*map(np.concatenate, zip(*merges, strict=True)))
+    return replace(
+        first, items=Items(*map(np.concatenate, zip(*items, strict=True))),
+        keys=Keys(*map(np.concatenate, zip(*keys, strict=True))),
+        merges=joined._replace(first=np.concatenate([[0], joined.first])), room=rooms,
+        apart=np.concatenate(apart), faults=faults,
+    )  # fmt: skip
 
 
 def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool_]:
@@ -402,9 +449,9 @@ def _overlapping(reads: Reads) -> list[str]:
     cut = np.flatnonzero(reads.items.place >= 0)
     if not len(cut):
         return []
-    heads = reads.items.heads[cut] if reads.apart else np.ones(len(cut), np.int64)
-    which, head = _spread(heads)
-    begin = reads.items.place[cut][which] + head * reads.apart
+    apart = np.broadcast_to(reads.apart, len(reads.items.seq))[cut]
+    which, head = _spread(np.where(apart > 0, reads.items.heads[cut], 1))
+    begin = reads.items.place[cut][which] + head * apart[which]
     order = np.argsort(begin, kind="stable")
     begin, which = begin[order], which[order]
     end = begin + reads.items.extent[cut][which]

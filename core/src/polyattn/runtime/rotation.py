@@ -38,11 +38,21 @@ class Rotation:
     last: bool = False
 
     def offset(self, width: int) -> int:
-        """Return the first rotated element of a head of `width`."""
+        """Return the first rotated element of a head.
+
+        Args:
+            width: the head's size, in elements.
+
+        """
         return width - self.size if self.last else 0
 
     def applied(self, x: Tensor) -> Tensor:
-        """Return `x` (num_tokens, heads, width) rotated, in at least float32; `x` stays as it is."""
+        """Return a rotated copy, in float32 or more.
+
+        Args:
+            x: (num_tokens, heads, width).
+
+        """
         x = x.to(self.turns.dtype, copy=True)
         if not self.size:
             return x
@@ -59,7 +69,12 @@ class Rotation:
         return x
 
     def applied_to_query(self, query: Tensor) -> Tensor:
-        """Return the query rotated and multiplied by its temperature."""
+        """Return the query rotated and multiplied by its temperature, in float32 or more.
+
+        Args:
+            query: (num_tokens, heads, width).
+
+        """
         query = self.applied(query)
         return query if self.query_scale is None else query * self.query_scale[:, None, None]
 
@@ -72,7 +87,12 @@ class Rotation:
         return self.turns.new_empty(self.turns.shape[0], pairs, dtype=torch.float64)
 
     def refilled(self, other: Rotation) -> Rotation:
-        """Put another step's turns into these tensors, which a captured graph reads."""
+        """Return this rotation with another step's angles, copied into the tensors that a graph reads.
+
+        Args:
+            other: the rotation of as many tokens.
+
+        """
         self.turns.copy_(other.turns)
         if self.query_scale is not None and other.query_scale is not None:
             self.query_scale.copy_(other.query_scale)

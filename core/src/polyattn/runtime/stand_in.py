@@ -49,9 +49,14 @@ class StandIns:
         self._installed: dict[str, ModuleType] = {}
 
     def install(self, *, replace: bool = False) -> None:
-        """Let imports of these names find the stand-ins in this process.
+        """Let imports of these names resolve to the stand-ins in this process.
 
-        Raises `ImportError` where a root is really there, unless `replace`.
+        Args:
+            replace: hide a real package of the same name.
+
+        Raises:
+            ImportError: a root is really installed, and `replace` is False.
+
         """
         if self._installed:
             return

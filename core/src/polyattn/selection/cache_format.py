@@ -97,7 +97,12 @@ class CacheFormat:
         return self.num_kv_heads * (key + (0 if self.value_in_key else value)) * self.item_bytes
 
     def in_blocks_of(self, size: int) -> CacheFormat:
-        """Return the same cache as a kernel sees it that takes only smaller blocks."""
+        """Return the same cache as a kernel that takes only smaller blocks sees it.
+
+        Args:
+            size: the kernel's block size, in tokens, which divides this one.
+
+        """
         return self if size == self.block_size else replace(self, block_size=size)
 
 
@@ -142,7 +147,7 @@ def share_cache(
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
-    if layout is None:  # a contiguous cache is the engine's wish, nobody's choice
+    if layout is None:  # only the engine chooses a contiguous cache
         common = [name for name in common if name != "contiguous"]
     else:
         if layout not in common:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.registry.capabilities import Rejection, rotates
+from polyattn.registry.capabilities import SERVICES, Rejection, rotates
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
@@ -83,21 +83,26 @@ class Decision:
     notes: tuple[str, ...] = ()
 
     def backend(self, phase: str) -> str | None:
-        """Return who serves `phase`; None where the layer has no such phase."""
+        """Return the name of the backend for a phase; None if the layer has no such phase.
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return dict(self.chosen).get(phase)
 
     @property
     def prefill(self) -> str:
-        """Who attends for sequences of several query tokens."""
+        """The backend for sequences of several query tokens."""
         return dict(self.chosen)["prefill"]
 
     @property
     def decode(self) -> str | None:
-        """Who attends for sequences of one query token; None for layers without a cache."""
+        """The backend for sequences of one query token; None for layers without a cache."""
         return self.backend("decode")
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Every candidate's verdict, in the order they were asked."""
+        """Yield every candidate's verdict, in the order of the tree."""
         for step in self.steps:
             yield from step.verdicts
 
@@ -125,7 +130,7 @@ class Decision:
             for phase, name in self.chosen
             if sizes.get(name, self.cache.block_size) != self.cache.block_size
         ]
-        others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
+        others = [f"{phase} {name}" for phase, name in self.chosen if phase in SERVICES]
         return ", ".join([*words, *others])
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,11 +222,21 @@ class Selection:
         return self.decision.cache
 
     def backend(self, phase: str) -> BackendInfo | None:
-        """Return what was declared of the backend for `phase`; None where there is no such phase."""
+        """Return the declaration of the backend for a phase; None if there is no such phase.
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         return dict(self.backends).get(phase)
 
     def alone(self, name: str) -> Selection:
-        """Return the selection with one candidate for all the steps that it can serve."""
+        """Return the selection with one backend for all the steps that it can serve.
+
+        Args:
+            name: a candidate's.
+
+        """
         serves = {p: {i.name: i for i in infos} for p, infos in self.candidates}
         attending = ("prefill", "decode")
         backends = tuple(
@@ -249,6 +264,8 @@ class SelectedLayers:
         layers: their indices in the model.
         selection: what was selected.
         kv_source: for each layer the index of the layer whose cache it reads, most often its own.
+        choice_source: for each layer the index of the layer whose indexer chooses its keys; None: it
+            attends to no choice, or no layer has an indexer.
 
     Examples:
         >>> (group,) = select_layers([LayerSpec(num_heads=8, head_size=64)] * 2, "x86-avx512")
@@ -261,9 +278,15 @@ class SelectedLayers:
     layers: tuple[int, ...]
     selection: Selection
     kv_source: tuple[int, ...]
+    choice_source: tuple[int | None, ...]
 
     def num_caches(self, count: int) -> int:
-        """Return how many caches the first `count` layers need."""
+        """Return how many caches the first layers need.
+
+        Args:
+            count: how many layers.
+
+        """
         return len(set(self.kv_source[:count]))
 
 

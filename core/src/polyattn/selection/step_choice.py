@@ -56,15 +56,15 @@ class StepChoice:
         self.spec, self.phases, self.chosen = spec, phases, chosen
         self.predictor = Predictor(spec, models)
         decode, prefill = phases["decode"], phases["prefill"]
-        # Who was named for one phase keeps it: one call for all is for who may serve both.
+        # A backend named for one phase keeps it: one call for all needs one that may serve both.
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
         if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
-            self._decoding = []  # without its own time nobody outruns the selection's choice
+            self._decoding = []  # without its own time the selection's choice stays
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
-        """Return who runs a step of single-token rows of so many keys. A few microseconds.
+        """Return the backend for a step of single-token rows of so many keys. A few microseconds.
 
         `longest`: the largest of `lens`, where it is known.
         """
@@ -82,7 +82,7 @@ class StepChoice:
             return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
         if kind == "mixed":
             some = q > 0
-            if not some.all():  # who has no token takes no time
+            if not some.all():  # a row without tokens takes no time
                 q, n = q[some], n[some]
         whole = shape_of_step(self.spec, q, n)
         ones = q == 1
@@ -107,7 +107,7 @@ class StepChoice:
         return (CallChoice("prefill", "mixed", ALL, whole, fastest, times),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
-        """Rows of a few tokens: decode's business where somebody takes them as decodes."""
+        """Rows of a few tokens: decodes, if a backend takes them as such."""
         takes = [
             n
             for n, info in self.phases["decode"].items()
@@ -122,7 +122,7 @@ class StepChoice:
     def _call(
         self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str] | None = None
     ) -> CallChoice:
-        """Weigh the candidates; without a time of the selection's own choice nobody outruns it."""
+        """Weigh the candidates; without a time of the selection's own choice, that one stays."""
         candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
         times = self.predictor.evaluate(candidates, shape)
         name = self.chosen[phase]

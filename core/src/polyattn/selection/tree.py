@@ -45,7 +45,8 @@ def phases_of(spec: LayerSpec) -> tuple[str, ...]:
     """Return the phases of a layer, each of which needs a backend."""
     if spec.recurrent is not None:
         return ("prefill", "decode")
-    return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
+    index = ("index",) if spec.indexer is not None else ()
+    return ("prefill", "decode", "store", "merge", *index) if spec.cached else ("prefill",)
 
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
@@ -93,9 +94,9 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         ranking = _by_one(ranking)
     if spec.batch_invariant >= Invariance.CALLS and not spec.cached and ranking["prefill"]:
         ranking["prefill"] = _by_the_cached(spec, device, ranking["prefill"], facts, settings)
-    trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
+    trace = (*steps, Step("Which backends can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
-        raise SelectionError(_nobody(spec, device, trace, facts))
+        raise SelectionError(_none_can(spec, device, trace, facts))
     if spec.recurrent is not None or not spec.cached:  # any two backends share a state, or nothing
         chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
         return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
@@ -167,7 +168,7 @@ def _over_one_cache(
         ("prefill", prefill.name),
         ("decode", decode.name),
         ("store", fitting["store"][0].name),
-        ("merge", ranking["merge"][0].name),
+        *((phase, ranking[phase][0].name) for phase in ("merge", "index") if phase in ranking),
     )
     cache = format_of(spec, device, shared.layout, shared.block_size)
     return Decision(
@@ -177,7 +178,7 @@ def _over_one_cache(
 
 def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -> bool:
     """Whether a backend can work on the cache that was settled."""
-    if phase == "merge" or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+    if phase in ("merge", "index") or (phase == "prefill" and spec.kind is AttentionKind.MLA):
         return True
     if spec.sparse is not None and phase != "store":
         return True
@@ -218,7 +219,7 @@ def _named(
     if override is None:
         return None
     if phase in SERVICES and phase not in override.scope:
-        return None  # a name for the attention says nothing of who stores and merges
+        return None  # a name for the attention says nothing of stores and merges
     kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"
@@ -272,7 +273,18 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         size = sparse_blocks(spec)[1]
         answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
         steps.append(Step("Does each call choose the keys?", answer))
+    if spec.chooses:
+        steps.append(Step("Who chooses the keys?", _chooser(spec)))
     return steps
+
+
+def _chooser(spec: LayerSpec) -> str:
+    """Return who chooses, and what a token of context costs its index."""
+    if spec.indexer is None:
+        return "another layer's indexer, or the caller"
+    size, m = spec.indexer.key_bytes(spec.dtype), spec.indexer.tokens_per_entry
+    each = f"{m} tokens" if m > 1 else "token"
+    return f"its indexer, {spec.indexer}; {size} bytes of index key for each {each} of context"
 
 
 def _judge(
@@ -362,8 +374,7 @@ def _best_pair(
 
 def _answer(ranking: Mapping[str, list[BackendInfo]]) -> str:
     return "; ".join(
-        f"{phase}: {', '.join(b.name for b in infos) or 'nobody'}"
-        for phase, infos in ranking.items()
+        f"{phase}: {', '.join(b.name for b in infos) or 'none'}" for phase, infos in ranking.items()
     )
 
 
@@ -384,7 +395,7 @@ def _named_failure(
 
 
 def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> list[str]:
-    """Return who, where named, serves every phase that nobody else does; nobody where one is left."""
+    """Return the by-name-only backends that serve the phases no other does; [] if a phase is left."""
     served = {v.phase for step in trace for v in step.verdicts if v.accepted}
     found: list[str] = []
     for phase in (p for p in phases_of(spec) if p not in served):
@@ -399,7 +410,7 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
     return found
 
 
-def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
+def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
     for verdict in verdicts:

@@ -29,8 +29,8 @@ ITEM_BYTES: dict[str, int] = {
     "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
 """Bytes of an element of each dtype that a cache can have, where it is no row of bytes."""
-PHASES = ("prefill", "decode", "mixed", "store", "merge")
-"""The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
+PHASES = ("prefill", "decode", "mixed", "store", "merge", "index")
+"""A kernel's roles: attention's three, storing keys and values, merging states, choosing keys."""
 
 
 def dtype_name(value: Any) -> Any:

@@ -15,8 +15,6 @@ class LatentSpec:
         rank: of the latent, which is the value and the first part of the key.
         rope_head_size: of the rope key, which all heads share.
         topk: of a sparse MLA layer, the most tokens that a query attends to; None: all.
-        index_heads: heads of its indexer's queries; 0: no indexer.
-        index_head_size: of the indexer's queries and keys.
 
     Raises:
         SpecError: a size isn't one.
@@ -30,16 +28,12 @@ class LatentSpec:
     rank: int
     rope_head_size: int
     topk: int | None = None
-    index_heads: int = 0
-    index_head_size: int = 0
 
     def __post_init__(self) -> None:
         integer("latent.rank", self.rank, 1)
         integer("latent.rope_head_size", self.rope_head_size, 0)
         if self.topk is not None:
             integer("latent.topk", self.topk, 1, hint="; use None for none")
-        for name in ("index_heads", "index_head_size"):
-            integer(f"latent.{name}", getattr(self, name), 0)
 
     @property
     def size(self) -> int:

@@ -36,7 +36,7 @@ from polyattn.spec.models import model_reader
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import check_widths, rows_of
-from polyattn.spec.sparse import SparseSpec
+from polyattn.spec.sparse import IndexerSpec, SparseSpec
 from polyattn.spec.variant import MASKS, NAME
 
 
@@ -96,6 +96,7 @@ class LayerSpec:
         rope: the rotation of queries and keys. The layer's `rotate=` says whether the layer applies it;
             kernels do only if `rope.positions` is `"cache"`.
         sparse: of kind `"sparse"`, the meaning of the ids that choose a token's keys.
+        indexer: of a sparse layer, what chooses; None: another layer's indexer, or the caller.
         variant: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
             after all of the above.
         mask: a mask that each step brings (`Batch.mask`), beside the above: `"custom"` (packed
@@ -148,6 +149,7 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
     sparse: SparseSpec | None = None
+    indexer: IndexerSpec | None = None
     variant: str | None = None
     mask: str | None = None
 
@@ -252,12 +254,29 @@ class LayerSpec:
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
+    def chooses(self) -> bool:
+        """Whether a token attends to a choice of keys, which each call brings."""
+        return self.sparse is not None or bool(self.latent and self.latent.topk)
+
+    @property
     def in_rows(self) -> bool:
         """Whether the cache holds rows of bytes, in a format of `row_formats()`."""
         return self.kv_cache_dtype not in KV_CACHE_DTYPES
 
     def replace(self, **changes: Any) -> LayerSpec:
-        """Return a copy with `changes`; sizes that were defaults follow what they derive from."""
+        """Return a copy with changes; sizes that were defaults follow the fields they derive from.
+
+        Args:
+            changes: fields of `LayerSpec` by name.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        Examples:
+            >>> LayerSpec(num_heads=32, num_kv_heads=8, head_size=128).replace(head_size=64).v_head_size
+            64
+
+        """
         values = self._values()
         for name, default in self._derived().items():
             if getattr(self, name) == default:
@@ -276,7 +295,15 @@ class LayerSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
-        """Build a spec from `to_dict`'s form. Raises `SpecError` on an unknown field."""
+        """Return the spec that `to_dict` wrote.
+
+        Args:
+            values: fields by name; those that are left out have their defaults.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        """
         parts = {
             name: from_fields(name, part, values[name])
             for name, part in _PARTS.items()
@@ -286,7 +313,15 @@ class LayerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> LayerSpec:
-        """Build a spec from `to_json`'s text. Raises `SpecError`."""
+        """Return the spec that `to_json` wrote.
+
+        Args:
+            text: a JSON object.
+
+        Raises:
+            SpecError: the text isn't JSON, a field is unknown or its value isn't valid.
+
+        """
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -307,12 +342,24 @@ class LayerSpec:
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
-        `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
-        a directory that holds one. `assume` names the type to read it as; `ignore` the fields
-        that don't change attention; `strict=False` warns of those that aren't understood instead
-        of refusing them; `kv_cache_dtype` what the caches hold. By default, and for `"auto"`, it is
-        what the checkpoint asks for, else the model's dtype. `polyattn-models` reads the config.
-        Raises `ConfigError`, also where that isn't installed.
+        The distribution `polyattn-models` reads the config.
+
+        Args:
+            config: a mapping, a config object, or the path of a `config.json` or of its directory.
+            assume: the `model_type` to read it as.
+            ignore: fields that don't change attention.
+            strict: False: warn of fields that aren't understood instead of refusing them.
+            kv_cache_dtype: the dtype of the caches; None or `"auto"`: the checkpoint's, else the model's.
+
+        Raises:
+            ConfigError: the config isn't understood, or `polyattn-models` isn't installed.
+
+        Examples:
+            >>> config = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 14,
+            ...           "num_key_value_heads": 2, "hidden_size": 896, "torch_dtype": "bfloat16"}
+            >>> [spec.head_size for spec in LayerSpec.from_hf_config(config)]
+            [64, 64]
+
         """
         return model_reader().layer_specs(
             config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype
@@ -335,6 +382,8 @@ class LayerSpec:
             words.append("cached" if self.cached else "uncached")
         if self.sparse is not None:
             words.append(str(self.sparse))
+        if self.indexer is not None:
+            words.append(f"indexer {self.indexer}")
         if self.kv_source is not None:
             words.append(f"keys of layer {self.kv_source}")
         words += sorted(self.features - {"causal", "gqa"})
@@ -347,6 +396,7 @@ class LayerSpec:
 
 _PARTS: dict[str, type[Any]] = {
     "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec, "sparse": SparseSpec,
+    "indexer": IndexerSpec,
 }  # fmt: skip
 _ENUMS: dict[str, type[Enum]] = {
     "kind": AttentionKind, "role": Role, "graph_capture": GraphCapture, "batch_invariant": Invariance,
@@ -564,6 +614,8 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.sparse is not None:
         _check_sparse(spec, spec.sparse)
+    if spec.indexer is not None:
+        _check_indexer(spec, spec.indexer)
     if spec.recurrent is not None:
         spec.recurrent.check_within(kind, spec.num_heads, spec.dtype)
     if not kind.is_grouped and spec.num_kv_heads != spec.num_heads:
@@ -593,3 +645,25 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
             f"head_size={spec.head_size}"
         )
+
+
+def _check_indexer(spec: LayerSpec, indexer: IndexerSpec) -> None:
+    """What an indexer chooses is what the layer's choice means. Raises `SpecError`."""
+    if spec.sparse is not None:
+        if spec.sparse.physical:
+            raise SpecError("sparse.physical=True: an indexer's ids are places in the sequence")
+        most, group = spec.sparse.budget, spec.sparse.granularity * spec.sparse.tokens_per_entry
+        choices = spec.sparse.choices(spec.num_heads, spec.num_kv_heads)
+    elif spec.latent is not None and spec.latent.topk:
+        most, group, choices = spec.latent.topk, 1, 1
+    else:
+        raise SpecError(f"kind={spec.kind.value!r} attends to no choice of keys; leave indexer out")
+    own = indexer.pool * indexer.tokens_per_entry
+    budget = indexer.budget if isinstance(indexer.budget, int) else 0
+    for wrong, name, value, wanted in (
+        (own != group, "pool * tokens_per_entry", own, f"{group}, the tokens that an id names"),
+        (indexer.choices != choices, "choices", indexer.choices, f"{choices}, the layer's"),
+        (budget + indexer.tail > most, "budget", indexer.budget, f"{most - indexer.tail} at most"),
+    ):
+        if wrong:
+            raise SpecError(f"indexer.{name}={value}: it must be {wanted}")

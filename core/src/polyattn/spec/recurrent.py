@@ -79,7 +79,17 @@ class RecurrentSpec:
         return frozenset(name for name, asked in asks.items() if asked)
 
     def check_within(self, kind: AttentionKind, num_heads: int, dtype: str) -> None:
-        """Check the options that only Mamba layers, or states of matrices, have. Raises `SpecError`."""
+        """Check the options that only some kinds have.
+
+        Args:
+            kind: the layer's.
+            num_heads: the layer's; of Mamba-1 its channels.
+            dtype: the layer's.
+
+        Raises:
+            SpecError: an option isn't one of this kind.
+
+        """
         mamba1 = kind is AttentionKind.MAMBA1
         mamba = mamba1 or kind is AttentionKind.MAMBA2
         for name in ("gated", "bc_in_float32"):

@@ -107,7 +107,17 @@ class RopeSpec:
         return self.scaling in ("dynamic", "longrope")
 
     def check_span(self, name: str, part: int, whole: bool = False) -> None:
-        """Check that a `part` of a head holds what turns; `whole`: all of it, or none."""
+        """Check that a part of a head holds the rotated elements.
+
+        Args:
+            name: the part's field, for errors.
+            part: its size, in elements.
+            whole: whether all of it rotates, or none.
+
+        Raises:
+            SpecError: the part is smaller than the rotation.
+
+        """
         if self.span > part or (whole and self.span not in (0, part)):
             raise SpecError(
                 f"rope.rotary_size={self.rotary_size} rotates {self.span} elements; with {name}={part} "
@@ -116,7 +126,15 @@ class RopeSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
-        """Build a rope from its fields. Raises `SpecError` on an unknown one."""
+        """Return a rope from its fields.
+
+        Args:
+            values: fields by name.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        """
         return from_fields("RopeSpec", cls, values)
 
     def to_dict(self) -> dict[str, Any]:

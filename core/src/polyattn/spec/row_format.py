@@ -100,7 +100,16 @@ class RowFormat:
         return _unpickled, (self.name, self.version)
 
     def width(self, field: str, size: int) -> int:
-        """Return the bytes of a row of `size` elements. Raises `SpecError` where there is none."""
+        """Return the bytes of a head's row.
+
+        Args:
+            field: the size's field, for errors.
+            size: of the head, in elements.
+
+        Raises:
+            SpecError: the format has no rows of that size.
+
+        """
         found = self.row_bytes(size)
         if type(found) is int and found > 0:
             return found

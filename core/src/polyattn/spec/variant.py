@@ -50,7 +50,16 @@ class VariantInput:
 
     @classmethod
     def parse(cls, name: str, text: str) -> VariantInput:
-        """Read `"float32"`, `"float32[num_heads]"`, `"int32[num_seqs, *]"`. Raises `SpecError`."""
+        """Return an input from its declaration.
+
+        Args:
+            name: the input's, for errors.
+            text: `"float32"`, `"float32[num_heads]"` or `"int32[num_seqs, *]"`.
+
+        Raises:
+            SpecError: the text isn't such a declaration.
+
+        """
         match = _INPUT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match["dtype"] not in INPUT_DTYPES:
             raise SpecError(
@@ -70,7 +79,13 @@ class VariantInput:
         return cls(match["dtype"], tuple(dims))
 
     def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-        """Whether a tensor's shape is this one, `sizes` being what the words stand for here."""
+        """Return whether a tensor has this shape.
+
+        Args:
+            shape: the tensor's.
+            sizes: the numbers that names such as `num_heads` stand for.
+
+        """
         wanted = [sizes.get(d, "*") if isinstance(d, str) else d for d in self.dims]
         return len(shape) == len(wanted) and all(
             w in ("*", n) for w, n in zip(wanted, shape, strict=True)
@@ -168,7 +183,16 @@ class AttentionVariant:
                 self.names_of(field_name, given)
 
     def names_of(self, which: str, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Return which inputs a function, `score_mod` say, takes by name. Raises `SpecError`."""
+        """Return the names of the inputs that a function takes as keyword arguments.
+
+        Args:
+            which: the function's field: `"score_mod"`.
+            function: the function.
+
+        Raises:
+            SpecError: the function takes other arguments, or an input that isn't declared.
+
+        """
         wanted: tuple[str, ...] = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
         if which in TRANSFORMS:
             place = "kv_idx" if which in ("key_mod", "value_mod") else "q_idx"
@@ -213,7 +237,15 @@ class AttentionVariant:
             )
 
     def source(self, language: str) -> str | None:
-        """Return what is written by hand in a language, None where nothing is. Raises `SpecError`."""
+        """Return the hand-written source for a language; None if there is none.
+
+        Args:
+            language: `"triton"`, `"cuda"` or `"jax"`.
+
+        Raises:
+            SpecError: the source's file can't be read.
+
+        """
         given = self.sources.get(language)
         if not isinstance(given, Path):
             return given

@@ -1,4 +1,4 @@
-"""What is one step of a layer? Its inputs, ready to run, what it must give, and what it costs.
+"""What is one step of a layer? Its inputs, ready to run, its right answer, and its cost.
 
 Verification, the conformance kit, `bench`, `tune` and the benchmarks run the same steps:
 
@@ -31,7 +31,7 @@ from polyattn.workload.pages import spoiled, unchanged
 from polyattn.workload.steps import Lengths
 
 BATCH = ("block_table", "slot_mapping", "state_slots", "state_targets")
-"""A step's tensors that nobody writes."""
+"""A step's tensors that aren't written."""
 
 
 class Workload(ABC):
@@ -46,7 +46,7 @@ class Workload(ABC):
 
     names: ClassVar[tuple[str, ...]] = ()
     known: ClassVar[tuple[str, ...]] = ("plan", "expected", "held", "lse", "out")
-    """What is computed once, and anew for a changed copy."""
+    """Attributes that are computed once, and again for a changed copy."""
     layer: Any
     batch: Batch
     lengths: Lengths

@@ -1,6 +1,6 @@
 """Is every field of a config understood? One that somebody reads, and the reader doesn't, is refused.
 
-`config_classes.json` says who reads what: it is generated from the sources of transformers.
+`config_classes.json` says which code reads which field: it is generated from the sources of transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QWEN3_5 = {
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
 }  # fmt: skip
 BOOKKEEPING = frozenset({"tokenizer_class"})
-"""Fields beside transformers' own that say nothing of layers, whoever's code reads them."""
+"""Fields beside transformers' own that don't affect layers, in anybody's code."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_qk_norm": True},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer"},

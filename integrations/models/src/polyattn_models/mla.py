@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polyattn import AttentionKind, LatentSpec, LayerSpec, RopeSpec
+from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec
 
 from polyattn_models.config import Config
 from polyattn_models.layers import Reader, Towers
@@ -21,6 +21,10 @@ def latent_attention(
     if rope is not None and "head_dim" not in cfg.cls.fields:  # classes that have it overwrite it
         cfg.only("head_dim", rotated)
     cfg.get("head_dim")
+    indexer = None
+    if topk and indexed:
+        index_heads, size = cfg.need("index_n_heads"), cfg.need("index_head_dim")
+        indexer = IndexerSpec(num_heads=index_heads, head_size=size, budget=topk)
     return LayerSpec(
         kind=AttentionKind.SPARSE_MLA if topk else AttentionKind.MLA,
         num_heads=heads,
@@ -33,9 +37,8 @@ def latent_attention(
             rank=cfg.need("kv_lora_rank"),
             rope_head_size=rotated,
             topk=topk,
-            index_heads=cfg.need("index_n_heads") if topk and indexed else 0,
-            index_head_size=cfg.need("index_head_dim") if topk and indexed else 0,
         ),
+        indexer=indexer,
     )
 
 

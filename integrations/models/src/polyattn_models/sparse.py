@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn import AttentionKind, LayerSpec, SparseSpec
+from polyattn import AttentionKind, IndexerSpec, LayerSpec, SparseSpec
 
 from polyattn_models.attention import Decoder, rotary
 from polyattn_models.config import Config
@@ -21,9 +21,11 @@ M3_NAMES = {
 """Names of the index's sizes, and those in the publisher's `sparse_attention_config`."""
 
 
-def chosen(layer: LayerSpec, **choice: Any) -> LayerSpec:
-    """Return a layer that attends to the keys that a choice names."""
-    return layer.replace(kind=AttentionKind.SPARSE, sparse=SparseSpec(**choice))
+def chosen(layer: LayerSpec, indexer: IndexerSpec, **choice: Any) -> LayerSpec:
+    """Return a layer that attends to the keys that an indexer chooses."""
+    budget = indexer.budget + indexer.tail
+    sparse = SparseSpec(budget=int(budget), **choice)
+    return layer.replace(kind=AttentionKind.SPARSE, sparse=sparse, indexer=indexer)
 
 
 def minimax_m3(cfg: Config) -> Towers:
@@ -33,7 +35,7 @@ def minimax_m3(cfg: Config) -> Towers:
     part = cfg.part("sparse_attention_config") if own is not None else None
     types = all_of(FULL)(cfg, count)
     sizes = {name: cfg.need(name) for name in M3_NAMES if name != "index_local_blocks"}
-    cfg.get("index_local_blocks")
+    sizes["index_local_blocks"] = cfg.integer("index_local_blocks") or 0
     if part is not None:
         part.only("sparse_init_block", 0)
         sizes |= {name: part.need(older) for name, older in M3_NAMES.items() if part.given(older)}
@@ -47,10 +49,12 @@ def minimax_m3(cfg: Config) -> Towers:
         )
     cfg.get("rotary_dim")  # transformers goes by partial_rotary_factor alone
     dense = Decoder(rope=rotary(partial=1.0)).layer(cfg, 0)
-    sparse = chosen(
-        dense, budget=sizes["index_topk_blocks"], granularity=sizes["index_block_size"],
-        scope="kv_head",
+    index = IndexerSpec(
+        num_heads=sizes["index_n_heads"], head_size=sizes["index_head_dim"], scale=1.0,
+        budget=sizes["index_topk_blocks"], activation="none", fold="none",
+        pool=sizes["index_block_size"], forced_last=sizes["index_local_blocks"],
     )  # fmt: skip
+    sparse = chosen(dense, index, granularity=index.pool, scope="kv_head")
     return {"text": [(sparse if kind == BLOCKS else dense,) for kind in types]}
 
 
@@ -64,15 +68,18 @@ def qwen4_exp(cfg: Config) -> Towers:
     pattern = every(4, "full_attention_interval", LINEAR, INDEXED)
     types = layer_types(cfg, count, pattern, (INDEXED, LINEAR))
     cfg.only("indexer_kv_heads", 1)
-    cfg.need("indexer_n_heads")
-    cfg.need("indexer_head_dim")
+    heads, size = cfg.need("indexer_n_heads"), cfg.need("indexer_head_dim")
     group, budget = cfg.need("indexer_compress_ratio"), cfg.need("indexer_budget")
     if budget % group:
         raise cfg.error("indexer_budget", budget, f"is no multiple of {group} tokens a group")
     dense = Decoder(
         rope=rotary(partial=1.0, sections=(11, 11, 10), interleaved=True)
     ).layer(cfg, 0)  # fmt: skip
-    sparse = chosen(dense, budget=budget // group + 1, granularity=group)
+    index = IndexerSpec(
+        num_heads=heads, head_size=size, budget=budget // group, fold="sum", tokens_per_entry=group,
+        tail=True,
+    )  # fmt: skip
+    sparse = chosen(dense, index, granularity=group)
     delta = gated_delta(cfg)
     return {"text": [(delta if kind == LINEAR else sparse,) for kind in types]}
 

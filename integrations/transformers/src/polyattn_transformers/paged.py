@@ -14,6 +14,18 @@ from transformers import GenerationConfig, PreTrainedModel
 from polyattn_transformers.ledger import LEDGER
 
 
+def set_batch_invariant(model: PreTrainedModel, level: bool | str) -> None:
+    """Set what must not change a bit of the attention of a model on polyattn: a level of `LayerSpec`.
+
+    `"calls"` gives a whole sequence that is passed without a cache the bits that continuous batching
+    gives its tokens. Other calls without a paged cache are refused, but for those that ask for gradients,
+    which are torch's. The model's other operators are torch's as well.
+    """
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module._polyattn_invariance = level  # type: ignore[assignment]
+
+
 def continuous_batching_manager(
     model: PreTrainedModel,
     generation_config: GenerationConfig | None = None,
@@ -24,16 +36,16 @@ def continuous_batching_manager(
     """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
-    one of those and the model's name set afterwards. `batch_invariant`: as in `LayerSpec`, of the
-    model's attention from now on; its other operators are torch's. Raises `PolyattnError` where CUDA
+    one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
+    Raises `PolyattnError` where CUDA
     graphs are asked for, since a step's lengths are read on the host, and for a model that doesn't pass
     the cache on.
     """
     config = kwargs.get("continuous_batching_config")
-    asked = getattr(config, "use_cuda_graph", None)
-    if any(asked) if isinstance(asked, tuple) else asked:
+    graphs = getattr(config, "use_cuda_graph", None)
+    if any(graphs) if isinstance(graphs, tuple) else graphs:
         raise PolyattnError(
-            f"use_cuda_graph={asked}: continuous batching here plans each step on the host; leave it out"
+            f"use_cuda_graph={graphs}: continuous batching here plans each step on the host; leave it out"
         )
     host: Any = model
     if not host._supports_attention_backend:
@@ -41,9 +53,7 @@ def continuous_batching_manager(
             f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
             "generate()"
         )
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module._polyattn_invariance = batch_invariant  # type: ignore[assignment]
+    set_batch_invariant(model, batch_invariant)
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")
@@ -95,8 +105,8 @@ def attend(
         keys, values = cache.update(key, value, layer, dict(kwargs))
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
-        given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        out = run_plan(step, flat[:tokens], *given, sinks=sinks)[0]
+        whole = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        out = run_plan(step, flat[:tokens], *whole, sinks=sinks)[0]
     LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])

@@ -59,6 +59,10 @@ class PolyattnBackend(Layouts, AttentionBackend):
         return attn_type in KINDS
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # selecting refuses layers that nobody here gives it to
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # the host's lengths are what is planned
 

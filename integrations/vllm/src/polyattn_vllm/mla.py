@@ -38,7 +38,7 @@ class PolyattnMLABackend(PolyattnBackend):
 
 
 class PolyattnMLAImpl(MLAAttentionImpl[Step]):
-    """One MLA layer of vLLM's. All tokens come to `forward_mha`: who is absorbed, the plan says."""
+    """One MLA layer of vLLM's. `forward_mha` gets all tokens; the plan says which are absorbed."""
 
     supports_pcp = False
 

@@ -12,6 +12,7 @@ from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select
 from polyattn.errors import SelectionError
 from polyattn.host import current_settings, joined_pages, refuse
 from torch import Tensor
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -72,7 +73,9 @@ class Builder(AttentionMetadataBuilder[Step]):
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
         """Return what a graph may hold: steps of one token a request, where there are graphs."""
-        if current_platform.is_cpu() or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+        if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():
+            return AttentionCGSupport.NEVER
+        if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -107,12 +110,18 @@ class Builder(AttentionMetadataBuilder[Step]):
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
         fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
         fields |= layer.impl.fields
-        if fields.get("cached", True):
+        cached = fields.get("cached", True)
+        if (
+            envs.VLLM_BATCH_INVARIANT
+        ):  # the other requests decide how a prompt is divided into steps
+            fields["batch_invariant"] = "steps" if cached else "batch"
+        if cached:
             stored = layer.impl.kv_cache_dtype
             fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
             fields["block_size"] = self.kv_cache_spec.block_size
             mode = self.vllm_config.compilation_config.cudagraph_mode
-            if mode is not None and mode.decode_mode() == CUDAGraphMode.FULL:
+            full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+            if full and not envs.VLLM_BATCH_INVARIANT:
                 fields["graph_capture"] = "single_token_decode"
         return LayerSpec(**fields)
 
@@ -142,9 +151,9 @@ class Builder(AttentionMetadataBuilder[Step]):
             self._attach()
         common = common_attn_metadata
         cpu = self.device.type == "cpu"
-        given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert given is not None
-        starts, lens = common.query_start_loc_cpu.tolist(), given.tolist()
+        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
+        assert seq_lens is not None
+        starts, lens = common.query_start_loc_cpu.tolist(), seq_lens.tolist()
         captured = self.captured.get(common.num_reqs, {}) if _one_each(common) else {}
         if captured:  # a graph runs what is padding, too: rows of one token, and no keys
             lens = [n if b > a else 0 for n, (a, b) in zip(lens, pairwise(starts), strict=True)]

@@ -1,4 +1,4 @@
-"""What does TORCH_SDPA need for one sequence, beside its queries?"""
+"""What does TORCH_SDPA need for one sequence besides its queries?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does FLEX_ATTENTION call a variant's functions? In a packed batch rows are no sequence's places."""
+"""How does FLEX_ATTENTION call a variant's functions? A packed batch's rows aren't positions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Places:
     """Each row's and each key's place in its sequence.
 
     `seq_q`, `position` int64 (rows,), `seq_k`, `at_k` int64 (keys without padding,). Functions are
-    evaluated for padding, and for pairs of strangers, too: a row of padding stands where the first
-    token does, and a stranger's key where the sequence's first.
+    evaluated for padding, and for pairs of different sequences, too: a row of padding has the first
+    token's place, and another sequence's key that of the sequence's first.
     """
 
     def __init__(

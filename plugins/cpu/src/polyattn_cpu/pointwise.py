@@ -1,4 +1,4 @@
-"""How does TORCH_SDPA apply a variant's functions and a step's mask? It computes scores by itself."""
+"""How does TORCH_SDPA apply a variant's functions and a step's mask? It computes the scores itself."""
 
 from __future__ import annotations
 

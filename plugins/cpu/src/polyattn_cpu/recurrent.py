@@ -194,7 +194,7 @@ def _grouped_scan(
 
 
 def _rg_lru_terms(x: Tensors, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ln a, what enters the state, and what enters it with a sequence's first token."""
+    """Return ln a, the state's input, and its input at a sequence's first token."""
     log_a = -8.0 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"])
     gated = torch.sigmoid(x["input_gate"]) * x["x"]
     return log_a, torch.sqrt(-torch.expm1(2.0 * log_a)) * gated, gated

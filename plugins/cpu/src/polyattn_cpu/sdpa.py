@@ -236,7 +236,7 @@ class TorchSDPA(AttentionBackend):
     def _bias(
         self, query: Tensor, span: Span, first: int, call: Call
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
+        """Return the scores' bias, (1 or heads, queries, keys), and the queries that see nothing.
 
         None for nothing to add, and where every query sees something.
         """
@@ -262,7 +262,7 @@ class TorchSDPA(AttentionBackend):
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
-        """The same by hand, in at least float32, for what the fused kernel lacks."""
+        """The same in torch operators, in float32 or more, for features that the fused kernel lacks."""
         scores = self._scores(query, keys, call)
         if bias is not None:
             scores += bias

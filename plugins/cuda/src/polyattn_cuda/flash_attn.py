@@ -36,9 +36,9 @@ SHORT = 16
 class FlashPlan(Plan):
     """`short` rows over a cache, or varlen with `keys`; `longest` is told to the varlen kernel.
 
-    At least 2: a kernel that is told of single tokens folds the heads of a group into rows and takes
-    one token of each sequence for granted. `splits` of short rows' keys: 0 lets the library decide, by
-    the block table's width.
+    At least 2: told of single tokens, a kernel folds the heads of a group into rows and takes one token
+    of each sequence for granted (Dao-AILab/flash-attention#1537). `splits` of short rows'
+    keys: 0 lets the library decide, by the block table's width.
     """
 
     __slots__ = ("keys", "longest", "short", "splits")

@@ -1,7 +1,8 @@
 """FLASH_ATTN_V4: FlashAttention-4 (CuTe DSL). Prefill only: on Hopper it has no split-KV.
 
-Its paged loads need finite rows behind a sequence's end, which our contract doesn't promise, so
-cached sequences are copied out of their pages first; a prompt without context isn't.
+Its paged loads need finite rows behind a sequence's end (Dao-AILab/flash-attention#2374), which our
+contract doesn't promise, so cached sequences are copied out of their pages first; a prompt without
+context isn't.
 """
 
 from __future__ import annotations

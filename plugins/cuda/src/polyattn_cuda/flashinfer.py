@@ -90,6 +90,7 @@ class FlashInferAttention(AttentionBackend):
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
         self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
+        # Its FA3 kernels over 8-bit keys don't compile (vllm-project/vllm#31843).
         fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
         if self.functions is not None:  # what is compiled of them is for one kind of kernels

@@ -51,7 +51,7 @@ class FlashInferTrtllm(AttentionBackend):
     """One call a layer and step, over the cache as it lies.
 
     Over 8-bit keys on Hopper it is XQA's general kernel. Hopper's own, which FlashInfer would choose,
-    multiplies what lies behind a sequence's end by a weight of zero, and NaN may lie there.
+    multiplies what lies behind a sequence's end by a weight of zero, and NaN may lie there (0.6.13).
     """
 
     name: ClassVar[str] = "FLASHINFER_TRTLLM"

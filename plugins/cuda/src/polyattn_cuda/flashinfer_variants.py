@@ -25,7 +25,7 @@ from polyattn_cuda.flashinfer_source import NAME, Declared
 from polyattn_cuda.trace_bounds import INT32
 
 MOST_BITS = 1 << 32
-"""Pairs of a step's queries and keys that are made a custom mask of."""
+"""The most pairs of a step's queries and keys that a custom mask may have."""
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:
@@ -111,7 +111,7 @@ class StepMasks:
         return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
 
     def bits(self, batch: Batch, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Return what the step's queries see, bool (pairs,), and who sees nothing (tokens,).
+        """Return what the step's queries see, bool (pairs,), and which tokens see nothing (tokens,).
 
         Raises `BatchError`.
         """

@@ -99,8 +99,8 @@ FLASH_ATTN = BackendInfo.of_variants(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
-# From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end;
-# larger blocks are walked as several.
+# From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end
+# (Dao-AILab/flash-attention#2374); larger blocks are walked as several.
 FA3_PAGES = Sizes(low=1, high=64)
 FA3_FP8 = (
     (names("fp8_e4m3 float16"), "its output from fp8 is bf16"),
@@ -212,7 +212,7 @@ FLASHINFER = BackendInfo(
         cached=EITHER,
         decode_query_lens=16,
         kv_cache_dtypes=names("auto fp8_e4m3 fp8_e5m2"),
-        # Its FA2 kernels take multiples of 64; what isn't one they get wrong or die of.
+        # FA2 kernels of 0.6.13 are wrong or fail unless it's a multiple of 64 (flashinfer#528).
         head_sizes=one_of(64, 128, 192, 256),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
@@ -257,7 +257,7 @@ FLASHINFER_TRTLLM = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_90+",)},
         roles=DECODER_CROSS,
-        # 0.6.13's XQA for int8 doesn't compile for Hopper.
+        # XQA for int8 doesn't compile for Hopper (FlashInfer 0.6.13).
         kv_cache_dtypes=names("auto fp8_e4m3"),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),

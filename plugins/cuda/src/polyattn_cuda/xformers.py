@@ -86,7 +86,7 @@ class XFormersAttention(AttentionBackend):
                 attn_bias=plan.mask, scale=self.spec.scale,
             )  # fmt: skip
             # The operator itself: the functions around it refuse where xFormers' own library was
-            # built for another torch, though this kernel is torch's.
+            # built for another torch, though this kernel is torch's (xFormers 0.0.35).
             result, context = self.operator.apply(inputs, needs_gradient=True)
             self._store(plan, result[0], context.lse, frame.out, frame.lse)
         blank(plan.empty, frame.out, frame.lse)

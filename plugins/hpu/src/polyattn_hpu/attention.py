@@ -33,7 +33,7 @@ ROUNDING = Rounding()
 
 
 class UnifiedPlan(Plan):
-    """A step's metadata, with the step's own keys at hand or without.
+    """A step's metadata, with or without the step's own keys.
 
     Which of the two a layer needs is known when it runs (`run` with key None: all keys are in the
     cache); the one that isn't expected is made then, once for all layers.

@@ -26,7 +26,7 @@ RAW = {
     torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.int8, ml_dtypes.float8_e5m2),
 }
-"""What NumPy has no word for travels as integers of its width."""
+"""Dtypes that NumPy lacks are copied as integers of the same width."""
 
 
 def in_jax(tensor: Tensor) -> bool:

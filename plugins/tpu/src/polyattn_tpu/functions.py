@@ -1,4 +1,4 @@
-"""What can JAX call? Pure functions over plans: attend, store, merge; caches are donated by the caller.
+"""What can JAX call? Pure functions over plans: attend, store, merge; the caller donates caches.
 
 All are to be traced: call them inside `jax.jit`, with the cache among `donate_argnums`. Nothing is
 transposed or padded outside of what is compiled.

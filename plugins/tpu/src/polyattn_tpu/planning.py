@@ -1,4 +1,4 @@
-"""What does a step look like to a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
+"""How is a step laid out for a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
 
 Plans are pytrees: arrays that a jitted function takes, and beside them what it is compiled for.
 """

@@ -82,7 +82,7 @@ def reads_of(spec: LayerSpec, plan: AttentionPlan, batch: Batch, page: int) -> R
 
 
 def _walk(step: Step, plan: AttentionPlan, faults: list[str]) -> Walk:
-    """Return the tiles; one that is nobody's, or that has nothing to do, has no real rows."""
+    """Return the tiles; one without a sequence, or with nothing to do, has no real rows."""
     seq, start, token = (
         np.asarray(array, np.int64)
         for array in (plan.tiles.seq, plan.tiles.start, plan.tiles.token)

@@ -24,23 +24,52 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import Ints, Stretches, Tiles
-from polyattn_triton.variants import MOST_FEW_ROWS, steps_config, tile_config
+from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
+from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
-FULL = 128
-"""Programs that fill a chip, whichever it is: a prefill that has as many tiles isn't cut."""
-SHARES = 4
-"""Pieces that a prefill of fewer has for each of those, at most: they are of `PIECE` keys or twice as
-many, and so on, so that few classes are in a step."""
+LOW = 16
+"""Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
+beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
+START, MERGE, PART = 128, 768, 3
+"""What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
+merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
+SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e) % 128 == 0])
+"""Keys of a prefill's pieces, in eighths of powers of two. A request of which the chip could hold four
+takes powers of two alone, so that few classes are in a step."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 ROOM = 256 << 20
 """Bytes of the parts of a launch: more tiles are in launches of their own."""
-WHOLE = 0
-"""The class of prefills whose tiles aren't cut. Others' are keys of a piece, negative; or rows of a tile
-of the decode kernel."""
+WHOLE, FRESH = 0, 1
+"""The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
+are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
+
+
+def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
+    """Return how many keys a piece of each prefill has, so that it ends first alone on a chip.
+
+    `WHOLE`: of those whose tiles fill the chip's `slots`, or wouldn't end sooner in pieces. `tiles`: of
+    all KV heads, (requests,). `keys`: of a tile, the most.
+    """
+    found: Ints = np.full(len(tiles), WHOLE)
+    some = np.flatnonzero((tiles < slots) & (keys > PIECE))
+    if len(some):
+        count, lens = tiles[some, None], keys[some, None]
+        pieces, rest = np.divmod(lens, SIZES)
+        rounds = -(-count * pieces // slots)
+        idle = rounds * slots - count * pieces  # of the last round: there shorter ones fit in turn
+        turns = -(-count // np.maximum(idle, 1)) * (rest + START) - (SIZES + START)
+        last = np.where(rest > 0, np.clip(turns, 0, rest + START), 0)
+        parts = count * (pieces + (rest > 0))
+        costs = rounds * (SIZES + START) + last + MERGE + PART * parts
+        coarse = (4 * count <= slots) & (SIZES & (SIZES - 1) > 0)
+        costs = np.where(coarse | (lens <= SIZES), np.inf, costs)
+        best = costs.argmin(1)
+        sooner = costs.min(1) < lens[:, 0] + START
+        found[some[sooner]] = SIZES[best[sooner]]
+    return found
 
 
 class AlikeAttention(PlannedAttention):
@@ -85,17 +114,19 @@ class AlikeAttention(PlannedAttention):
         """Return each request's class, (sequences,)."""
         queries, lens, group = batch.host_query_lens, batch.host_lens, self.spec.gqa_ratio
         rows = queries * group
-        tiles = -(-rows // self.prefill_config.block_m) * self.spec.num_kv_heads
-        pieces = np.maximum(SHARES * FULL // np.maximum(tiles, 1), 1)
-        keys = np.full(len(lens), self.piece)
-        while (short := keys * pieces < lens).any():
-            keys[short] *= 2
-        found: Ints = np.where((tiles >= FULL) | (keys >= lens), WHOLE, -keys)
-        if batch.block_table is not None:
-            few = (rows <= MOST_FEW_ROWS) | (queries == 1)
-            least = tile_config(self.spec, self.device.arch, "few").block_m
-            heights = 1 << np.ceil(np.log2(np.maximum(rows, least))).astype(np.int64)
-            found = np.where(few, heights, found)
+        few = (rows <= MOST_FEW_ROWS) | (queries == 1)
+        if batch.block_table is None:
+            few &= False
+        least = tile_config(self.spec, self.device.arch, "few").block_m
+        height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
+        found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
+        if not few.all():
+            tall, config = ~few, self.prefill_config
+            tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
+            seen = most_keys(self.spec, lens[tall], queries[tall])
+            found[tall] = -pieces_of(tiles, seen, self.num_sms)
+            if self.hopper is None or self.hopper.by_token:
+                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
         return found
 
     def _plan_class(
@@ -107,18 +138,18 @@ class AlikeAttention(PlannedAttention):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if kind > 0:
+        if kind > FRESH:
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
             return self._in_pieces(plan, self._tiles(plan), self.piece)
-        plan.fresh = table is None
+        plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
         if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
             plan.config, plan.at_once = hopper.config, hopper.heads
         tiles = self._tiles(plan)
-        if kind == WHOLE:
+        if kind in (WHOLE, FRESH):
             order = np.argsort(-tiles.keys, kind="stable")
             if plan.at_once and hopper is not None:
                 costs = tiles.keys[order] + self.rates.item

@@ -15,11 +15,15 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
     LayerSpec,
-    Lie,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     Plan,
     Reads,
     RopeSpec,
+    dequantized,
+    in_turn,
+    turned,
+    write_output,
 )
 from torch import Tensor
 
@@ -28,6 +32,8 @@ from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
+from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.hopper.packing import in_words, packed_constants, packed_site
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, compiling_only, load
@@ -61,6 +67,8 @@ class TritonAttention(AlikeAttention):
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+        rows = None if cache is None else cache.rows
+        self._turned_rows = tuple(f if f.turn else None for f in rows or ()) or (None, None)
         self.prefixes: PrefixLauncher | None = None
         self.merger = Merger(spec, self.early, self._functions[-1] == 2)
         new = self.generated is not None and self.generated.new
@@ -79,12 +87,12 @@ class TritonAttention(AlikeAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
-    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
         if isinstance(plan, PrefixPlan):
             assert self.prefixes is not None
             return prefix_reads(self.prefixes, plan, batch)
         assert isinstance(plan, AttentionPlan)
-        return None if plan.others else reads_of(self, plan, batch)
+        return in_turn([reads_of(self, launch, batch) for launch in (plan, *plan.others)])
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
@@ -115,7 +123,20 @@ class TritonAttention(AlikeAttention):
         return compiled
 
     def run(self, plan: Plan, frame: Frame) -> None:
-        """Attend as planned."""
+        """Attend as planned; where rows are turned, with turned queries, and outputs turned back."""
+        of_key, of_value = self._turned_rows
+        if of_key is not None:
+            wide = dequantized(frame.query, frame.params.q_scale, torch.float32)
+            query = turned(wide, of_key).to(STORAGE_DTYPES[self.spec.dtype])
+            frame = frame.but(query=query)
+        if of_value is None:
+            self._run(plan, frame)
+            return
+        out = torch.empty(frame.out.shape, dtype=torch.float32, device=frame.out.device)
+        self._run(plan, frame.but(out=out))
+        write_output(frame.out, turned(out, of_value, back=True), 1.0)
+
+    def _run(self, plan: Plan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params
         out, lse = frame.out, frame.lse
         if isinstance(plan, PrefixPlan):
@@ -217,11 +238,12 @@ class TritonAttention(AlikeAttention):
         constants = prefill_constants(
             self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
+            NO_ROWS if packed else self._rows(strides, False),
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return the portable prefill's one launch over packed tensors that lie so.
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
+        """Return the portable prefill's one launch over packed tensors of these strides.
 
         Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
         """
@@ -238,18 +260,18 @@ class TritonAttention(AlikeAttention):
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
         width = spec.num_heads * spec.v_head_size
-        strides = (*((*s, 1) for s in lie[:3]), (width, spec.v_head_size, 1))
+        each = (*((*s, 1) for s in strides[:3]), (width, spec.v_head_size, 1))
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = []
         for lse in (False, True):
-            which = (plan.variant, *strides, dtype, dtype, True, not lse)
+            which = (plan.variant, *each, dtype, dtype, True, not lse)
             if which not in self._sites:
-                self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
+                self._sites[which] = self._prefill_site(plan, each, 1, True, lse, self._none)
             sites.append(self._sites[which])
         return self._by_address(plan, sites, (plan.table[0],))
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return the decode over pages that lie so: its launch, and that of what merges its parts."""
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        """Return the decode over pages of these strides: its launch, and its merge's."""
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
         decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
@@ -257,14 +279,13 @@ class TritonAttention(AlikeAttention):
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
-        strides = (
-            (*lie.query, 1), (*lie.key, 1), (*lie.value, 1),
+        each = (
+            (*strides.query, 1), (*strides.key, 1), (*strides.value, 1),
             (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
         )  # fmt: skip
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = [
-            self._decode_site(plan, strides, (dtype, dtype), lse, self._none)
-            for lse in (False, True)
+            self._decode_site(plan, each, (dtype, dtype), lse, self._none) for lse in (False, True)
         ]
         return self._by_address(plan, sites, (*plan.table, plan.splits))
 
@@ -308,7 +329,8 @@ class TritonAttention(AlikeAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs)
+        packed = plan.config == self.packed and in_words(cache)
+        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, packed)
         site(
             plan.grid,
             (
@@ -329,13 +351,18 @@ class TritonAttention(AlikeAttention):
         dtypes: tuple[torch.dtype, torch.dtype],
         lse: bool,
         inputs: Tensor,
+        packed: bool = False,
     ) -> Site:
         """Specialise the kernel for query, key, value and output of these strides, once.
 
-        `dtypes`: of queries and of the cache.
+        `dtypes`: of queries and of the cache. `packed`: the kernel is `hopper.packed`'s.
         """
-        which = plan.variant, plan.rows, strides, dtypes, lse
+        which = plan.variant, plan.rows, strides, dtypes, lse, packed
         site = self._sites.get(which)
+        if site is None and packed:
+            assert self.cache is not None
+            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None
@@ -343,9 +370,15 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
+                self._rows(strides, True),
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
+
+    def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
+        """Return how a cache of rows is read; strides are those of query, key, value and output."""
+        rows = Rows.of(self.cache, strides[1:3], self.spec.dtype)
+        return NO_ROWS if rows is None else rows.constants(apart)
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.

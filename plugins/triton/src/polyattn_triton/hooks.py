@@ -35,6 +35,11 @@ NO_E4M3 = tuple(
     for arch in ("sm_80", "sm_86", "sm_87")
     for what in ("fp8_e4m3", "fp8_inputs", "fp8_output")
 )
+NO_E4M3_KEYS = tuple(
+    (frozenset({form, arch}), "Triton reads this e4m3 from sm_89 on, and on gfx950")
+    for arch in ("sm_80", "sm_86", "sm_87", "gfx90a", "gfx942")
+    for form in ("index_fp8_e4m3", "index_fp8_scaled")
+)
 NOT_INTERPRETED = names(
     "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
 )
@@ -62,7 +67,7 @@ def declared(
     on_cpu = claims.but(
         lacks=" ".join(NOT_INTERPRETED & words),
         platforms={"cpu": ()},
-        excludes=tuple(pair for pair in claims.excludes if pair not in NO_E4M3),
+        excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
         graph_capture=claims.graph_capture if interpreted is None else interpreted,
     )
     compiled = Variant(
@@ -92,7 +97,7 @@ TRITON_ATTN = declared(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=CACHES | {"nvfp4"},
+        kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         head_sizes=multiples(8, high=256),
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
@@ -143,6 +148,7 @@ TRITON_ATTN = declared(
     aliases=("TRITON",),
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",
+    rows_check="polyattn_triton.functions.rows:rows_problem",
 )
 
 MLA = Capabilities(
@@ -236,6 +242,23 @@ TRITON_MERGE = declared(
     Priority(score=70, why="one launch, where torch takes five"),
     summary="attention states merged in place, in one launch",
 )
+TRITON_INDEX = declared(
+    "TRITON_INDEX",
+    "index:TritonIndex",
+    Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
+        phases=names("index"),
+        dtypes=DTYPES,
+        head_sizes=multiples(4, high=256),
+        indexes=names(
+            "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
+        ),
+        excludes=NO_E4M3_KEYS,
+    ),
+    Priority(score=70, why="two launches; ranks scores by their bits, without a sort"),
+    summary="index keys scored, and the best candidates listed, in two launches",
+)
 
 
 @hookimpl
@@ -247,5 +270,5 @@ def polyattn_api_versions() -> tuple[int, int]:
 def polyattn_backends() -> list[BackendInfo]:
     return [
         TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_TOKEN_SCAN, TRITON_STORE,
-        TRITON_MERGE
+        TRITON_MERGE, TRITON_INDEX
     ]  # fmt: skip

@@ -188,7 +188,7 @@ def room_of(kept: tuple[Tensor, ...], width: int) -> int:
     return rows
 
 
-def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Reads | None:
+def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Reads:
     """Return what a plan of TRITON_ATTN reads of a step."""
     if plan.chosen:  # pages that a mask chooses are a step of their own
         batch = plan.batch

@@ -11,6 +11,7 @@ from polyattn.kernel import STORAGE_DTYPES, Invariance, LayerSpec, arch_matches,
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
+from polyattn_triton.functions.rows import NO_ROWS
 from polyattn_triton.launch import (
     Merge,
     launches_early,
@@ -97,10 +98,12 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
     functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None, turns_at: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
 
     `where_seen`: `Generated`'s, where key tiles are listed. `turns_at`: `rope_constants`' `at`.
+    `read`: `Rows.constants`.
     """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
@@ -119,6 +122,7 @@ def prefill_constants(
         *rope,
         multiplies_eight_bits(spec, arch),
         spec.batch_invariant >= Invariance.STEPS,
+        *read,
     )
 
 
@@ -156,12 +160,13 @@ def list_constants(
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
     `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
-    as `part_rows` says.
+    as `part_rows` says. `read`: `Rows.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = rows or part_rows(spec, config, way == "few")
@@ -171,7 +176,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at),
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
 
 
@@ -188,7 +193,7 @@ def merging_constants(
 
 def in_pairs(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of 4 bits
+    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of bytes
     return eight and all(stride % 2 == 0 for stride in strides[:3])
 
 
@@ -291,7 +296,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     while not found or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
-        small = 18 if height > 16 else 22  # as Hopper's, until somebody measures others
+        small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
         found.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2
@@ -299,13 +304,19 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
 
 
 def prefix_constants(
-    spec: LayerSpec, config: PrefixConfig, block_size: int, arch: str, alike: bool
+    spec: LayerSpec,
+    config: PrefixConfig,
+    block_size: int,
+    arch: str,
+    alike: bool,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:
     """Return `prefix_kernel`'s constants, in its order."""
     return (
         spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
         power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
         spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
+        *read,
     )  # fmt: skip
 
 

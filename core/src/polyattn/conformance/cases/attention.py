@@ -62,15 +62,15 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
 LEVELS = frozenset({"step_invariant", "call_invariant"})
 """What has cases of its own (`cases.invariance`)."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
-"""What is in no pair: another feature's pairs go the same ways."""
+"""Features without pairs: another feature's pairs run the same code."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
-"""What speaks of positions, which cross-attention has none of."""
+"""Features that depend on positions, which cross-attention doesn't have."""
 
 
 def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised.
 
-    What speaks of 8 bits speaks of a cache that is claimed.
+    Features of 8 bits need a cache that is claimed.
     """
     fields = dict(FEATURE_FIELDS[name])
     stored = fields.pop("kv_cache_dtype", None)
@@ -133,7 +133,7 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
 
 
 def _parts(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
-    """Yield the case of a step that is taken apart, where calls may be causal or not."""
+    """Yield the case of a divided step, whose calls may be causal or not."""
     names = _batches_for(caps, base)
     batch = next((name for name in ("chunked", "more keys") if name in names), None)
     if batch and base.causal and {"non_causal", "lse"} <= caps.features:
@@ -189,7 +189,7 @@ def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
 
 
 def _views(names: tuple[str, ...]) -> str:
-    """The batch of which a backend gets views: of rows in no order it gets copies."""
+    """The batch that reaches a backend as views; rows in no order reach it as copies."""
     return next(name for name in ("in order", _main(names, "")[0]) if name in names)
 
 

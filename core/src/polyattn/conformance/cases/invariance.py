@@ -24,7 +24,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "learned_sinks": {"learned_sinks": True},
     "lse": {"needs_lse": True},
 }
-"""Features beside which levels are looked at."""
+"""Features with which levels are tested."""
 
 
 def level_of(caps: Capabilities) -> Invariance:

@@ -58,7 +58,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 
 
 def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
-    """Yield other layers of which long decodes are looked at, in the case of a long step."""
+    """Yield other layers whose long decodes the case of a long step tests."""
     latent = base.latent
     assert latent is not None
     for heads in caps.gqa_ratios.examples((40, 64)):

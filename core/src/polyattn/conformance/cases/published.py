@@ -132,7 +132,7 @@ the step; `context`: of its sequences of one query; `query` and `length`: of the
 LENGTHS = (
     "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
 )  # fmt: skip
-"""Steps that are looked at of the plainest layer."""
+"""Steps that test the plainest layer."""
 
 FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     "after context": ((CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK), "after context"),

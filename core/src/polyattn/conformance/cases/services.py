@@ -15,7 +15,7 @@ from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import is_rows
 
 SLOTS = ("some", "all skipped", "none", "one", "many")
-"""How a step's tokens lie: some skipped and in no order, none kept, no token, a decode, thousands."""
+"""Orders of a step's slots: shuffled with skips, all skipped, no token, a decode, thousands."""
 
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:

@@ -1,4 +1,4 @@
-"""What is looked at of an attention backend? Each check takes a case and a harness, and asserts."""
+"""What must an attention backend do? Each check takes a case and a harness, and asserts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.runtime.backend import AttentionBackend, Lie
+from polyattn.runtime.backend import AttentionBackend, PackedStrides
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.program import Frame
@@ -27,7 +27,7 @@ def numeric(case: Case, harness: Harness) -> None:
 
 
 def functions(case: Case, harness: Harness) -> None:
-    """So they do where a variant's functions or a step's mask change or hide scores."""
+    """Output and LSE also agree where a variant or a step's mask changes or hides scores."""
     numeric(case, harness)
 
 
@@ -128,7 +128,7 @@ def strided(case: Case, harness: Harness) -> None:
 
 
 def plans(case: Case, harness: Harness) -> None:
-    """Any number of plans are alive at once: made first, run in turn, and the first again.
+    """Several plans are alive at once: all are built, each runs in turn, then the first again.
 
     Some have equal lengths and other tables, or other lengths in the same table.
     """
@@ -174,7 +174,7 @@ def context(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     group, form = layer.group, layer.group.cache_format
     lengths = batches(case.batch, form.block_size if form else 16)
-    if form is not None:  # rows of one token are decodes, which may be somebody else's
+    if form is not None:  # rows of one token are decodes, which another backend may serve
         lengths = [pair for pair in lengths if pair[0] > 1]
     inputs = harness.step(layer, lengths)
     like = inputs.check()  # the cache holds the new tokens now
@@ -272,8 +272,8 @@ def addressed(case: Case, harness: Harness) -> None:
     tensors = given.query, given.key, given.value
     of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
     (call,) = step.calls
-    lie = Lie(of_query, of_key, of_value, given.key.shape[0])
-    run = call.backend.addressed(call.plan, lie)
+    strides = PackedStrides(of_query, of_key, of_value, given.key.shape[0])
+    run = call.backend.addressed(call.plan, strides)
     if run is None:
         assert given.batch.max_seq_len > 64, (
             "it claims by_address, and a short step has no such way"

@@ -9,7 +9,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.workload import AttentionWorkload
-from polyattn.runtime.backend import PagesLie
+from polyattn.runtime.backend import PageStrides
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
@@ -93,7 +93,7 @@ def graph(case: Case, harness: Harness) -> None:
     """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
 
     So it does after a larger batch was captured too, for which a backend may have grown its
-    workspace: the first graph must not go on writing to memory that is somebody else's by now.
+    workspace: the first graph must not write to memory that has another owner by now.
     """
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
@@ -224,8 +224,9 @@ def _by_address(given: AttentionWorkload, plan: StepPlan) -> None:
     if len(plan.calls) != 1 or plan.calls[0].block_size is not None:
         return
     (call,) = plan.calls
-    lie = PagesLie(given.query.stride()[:2], cache.key.stride()[:3], cache.value.stride()[:3])  # type: ignore[arg-type]
-    run = call.backend.addressed_pages(call.plan, lie)
+    of_query, of_key, of_value = given.query.stride(), cache.key.stride(), cache.value.stride()
+    strides = PageStrides(of_query[:2], of_key[:3], of_value[:3])  # type: ignore[arg-type]
+    run = call.backend.addressed_pages(call.plan, strides)
     if run is None:
         return
     out = torch.full(plan.out_shape, torch.nan, device=given.device).to(plan.out_dtype)

@@ -1,4 +1,4 @@
-"""What is looked at of a decode that reads shared blocks once? Each row gets all its keys, no others."""
+"""Is a decode right that reads shared blocks once? Each row gets all its keys and no others."""
 
 from __future__ import annotations
 

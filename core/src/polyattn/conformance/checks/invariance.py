@@ -1,4 +1,4 @@
-"""Does a token have the same bits however it is asked for? Checks for each level of `Invariance`."""
+"""Does a token have the same bits in any batch, chunk or cache? Checks for each level of `Invariance`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same_bits(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def regrouped(case: Case, harness: Harness) -> None:
-    """A request has the same bits, LSE and state in any company, at any place, in any pages."""
+    """A request has the same bits, LSE and state in any batch, at any place, in any pages."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
     out = step.check().clone()
@@ -65,7 +65,7 @@ def regrouped(case: Case, harness: Harness) -> None:
 
 
 def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
-    """Yield who is in a batch: each request alone, then some of them, in any order and repeated."""
+    """Yield the requests of a batch: each one alone, then some of them, in any order and repeated."""
     yield from ([request] for request in range(min(count, draws // 2)))
     for _ in range(draws - min(count, draws // 2)):
         yield dice.integers(0, count, dice.choice((2, 3, 5, 9, 2 * count)))
@@ -117,7 +117,7 @@ class Told:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with a cache that holds nothing."""
+        """Start over with an empty cache."""
         self.cache = copied(self.before)
 
     def ask(self, pieces: Sequence[Piece]) -> None:
@@ -142,7 +142,7 @@ class Told:
 
 
 def told_lengths(name: str, block: int) -> list[int]:
-    """Return how long the sequences are that are told."""
+    """Return the lengths of the sequences."""
     first = (SHARED + 2) * block + 1
     return [first, first + 3, *PROMPTS[name]]
 

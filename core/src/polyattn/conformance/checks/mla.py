@@ -1,4 +1,4 @@
-"""What is looked at of an MLA backend?"""
+"""What must an MLA backend do?"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.conformance.case import Case, served_phases
 from polyattn.conformance.cases.published import FURTHER, VALUES
-from polyattn.conformance.covering import Chosen, Covering
+from polyattn.conformance.covering import Choice, Covering
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.families.attention.workload import AttentionWorkload
@@ -136,55 +136,55 @@ def pairs(case: Case, harness: Harness) -> None:
     covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
     for most in MOST_NUMBERS:
         small = partial(fits, most=most)
-        for chosen in covering.draw(small, any_value=most == MOST_NUMBERS[0]):
+        for choice in covering.draw(small, any_value=most == MOST_NUMBERS[0]):
             if looked_at >= LEAST_PAIRS and time.monotonic() > end:
                 return
-            spec = _drawn(case.spec, chosen)
+            spec = _drawn(case.spec, choice)
             if spec is None or not _served(harness, spec):
                 continue
             try:
-                with MODES[chosen["mode"]]():
-                    _pair(harness, spec, chosen, covering)
+                with MODES[choice["mode"]]():
+                    _pair(harness, spec, choice, covering)
             except SelectionError:  # claimed apart, excluded together
                 continue
             looked_at += 1
     assert looked_at, "no layer of the values is served"
 
 
-def _pair(harness: Harness, spec: LayerSpec, chosen: Chosen, covering: Covering) -> None:
+def _pair(harness: Harness, spec: LayerSpec, choice: Choice, covering: Covering) -> None:
     """Run a choice: its rows in one step, and so many of them, or more, as its sequences are."""
-    layer, count = harness.layer(spec, chosen.get("layout")), chosen["sequences"]
-    rows = _rows(chosen)
-    known = harness.step(layer, rows, packed=chosen["lie"] == "packed", first_block=0).remembered()
+    layer, count = harness.layer(spec, choice.get("layout")), choice["sequences"]
+    rows = _rows(choice)
+    known = harness.step(layer, rows, packed=choice["lie"] == "packed", first_block=0).remembered()
     order = harness.dice.order(len(rows)).tolist()
     if count < len(rows):
-        _lying(known, chosen).check(f"{chosen}: ")
-        covering.meet({name: value for name, value in chosen.items() if name != "sequences"})
+        _lying(known, choice).check(f"{choice}: ")
+        covering.meet({name: value for name, value in choice.items() if name != "sequences"})
         order = order[:count]
     else:
         short = sorted(range(len(rows)), key=lambda row: rows[row][1])[:FEW]
         order += (short * count)[: count - len(rows)]
         order = [order[n] for n in harness.dice.order(count).tolist()]
-    _lying(known.picked(order), chosen).check(f"{chosen}: ")
+    _lying(known.picked(order), choice).check(f"{choice}: ")
     own = {rows[row] for row in order}
-    covering.meet(chosen | {
-        "decodes": [row for row in chosen["decodes"] if (1, *row) in own],
-        "prompts": [row for row in chosen["prompts"] if _prompt(row) in own],
+    covering.meet(choice | {
+        "decodes": [row for row in choice["decodes"] if (1, *row) in own],
+        "prompts": [row for row in choice["prompts"] if _prompt(row) in own],
     })  # fmt: skip
 
 
-def _lying(step: AttentionWorkload, chosen: Chosen) -> AttentionWorkload:
-    """Return a step whose tensors lie as it was chosen."""
-    if chosen["lie"] != "by heads":
+def _lying(step: AttentionWorkload, choice: Choice) -> AttentionWorkload:
+    """Return a step whose tensors lie as a choice says."""
+    if choice["lie"] != "by heads":
         return step
     tensors = {name: by_heads(tensor) for name, tensor in step.tensors().items()}
     return step.but(**tensors, expected=step.expected)
 
 
-def _rows(chosen: Chosen) -> list[tuple[int, int]]:
+def _rows(choice: Choice) -> list[tuple[int, int]]:
     """Return (query, length) of a choice's rows, and of some that reach beyond what a layer sees."""
-    far, rows = _far(chosen), [(1, length) for (length,) in chosen["decodes"]]
-    rows += [_prompt(row) for row in chosen["prompts"]]
+    far, rows = _far(choice), [(1, length) for (length,) in choice["decodes"]]
+    rows += [_prompt(row) for row in choice["prompts"]]
     query, length = rows[-1] if rows else (1, 1)
     rows += [(0, 3), (1, far + 1 + length % 19), (1, far or 2)]
     return [*rows, (min(query, 9), far + 9 + length % 5)]
@@ -195,32 +195,32 @@ def _prompt(row: tuple[int, int]) -> tuple[int, int]:
     return min(query, length), length
 
 
-def _far(chosen: Chosen) -> int:
+def _far(choice: Choice) -> int:
     """Return beyond which length a layer doesn't see all."""
-    window, kept, chunk = (chosen.get(n) for n in ("sliding_window", "sink_tokens", "chunk_size"))
+    window, kept, chunk = (choice.get(n) for n in ("sliding_window", "sink_tokens", "chunk_size"))
     return max((window or 0) + (kept or 0), chunk or 0)
 
 
-def fits(chosen: Chosen, most: int) -> bool:
+def fits(choice: Choice, most: int) -> bool:
     """Whether a choice, which may lack some, is a layer whose step has at most so many numbers."""
-    size, block = chosen.get("head_size", 16), chosen.get("block_size") or 1
-    kv_heads, lie, layout = chosen.get("num_kv_heads", 1), chosen.get("lie"), chosen.get("layout")
-    heads, far = kv_heads * chosen.get("group", 1), _far(chosen)
+    size, block = choice.get("head_size", 16), choice.get("block_size") or 1
+    kv_heads, lie, layout = choice.get("num_kv_heads", 1), choice.get("lie"), choice.get("layout")
+    heads, far = kv_heads * choice.get("group", 1), _far(choice)
     if heads > MOST_HEADS:
         return False
-    if chosen.get("sink_tokens") and chosen.get("sliding_window", 1) is None:
+    if choice.get("sink_tokens") and choice.get("sliding_window", 1) is None:
         return False
-    if chosen.get("v_head_size", 0) not in (0, chosen.get("head_size", chosen.get("v_head_size"))) and (
+    if choice.get("v_head_size", 0) not in (0, choice.get("head_size", choice.get("v_head_size"))) and (
         layout == "contiguous" or lie == "packed"
     ):  # fmt: skip
         return False
     if layout == "contiguous" and lie == "packed":
         return False
-    prompts = [(row[0], row[-1]) for row in chosen.get("prompts", ()) if row]
-    lengths = [row[0] for row in chosen.get("decodes", ()) if row]
+    prompts = [(row[0], row[-1]) for row in choice.get("prompts", ()) if row]
+    lengths = [row[0] for row in choice.get("decodes", ()) if row]
     lengths += [length for _, length in prompts] + [far + 19, far or 2, far + 9]
     scores = sum(min(query, length) * length for query, length in prompts) + 9 * (far + 9)
-    held = sum(-(-length // block) for length in lengths) + chosen.get("sequences", 1)
+    held = sum(-(-length // block) for length in lengths) + choice.get("sequences", 1)
     numbers = max(sum(lengths) * max(kv_heads, heads // 4), held * block * kv_heads // 2) * size
     return bool(max(numbers, scores * heads // 2) <= most)
 
@@ -258,9 +258,9 @@ def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     return {name: each or (getattr(base, name),) for name, each in found.items()}
 
 
-def _drawn(base: LayerSpec, chosen: Chosen) -> LayerSpec | None:
-    """Return the layer of chosen values, None for what is no layer."""
-    fields = {n: v for n, v in chosen.items() if n not in OF_STEPS}
+def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:
+    """Return the layer of a choice, None for what is no layer."""
+    fields = {n: v for n, v in choice.items() if n not in OF_STEPS}
     return _layer_of(base, fields | {"num_heads": fields.pop("group") * fields["num_kv_heads"]})
 
 

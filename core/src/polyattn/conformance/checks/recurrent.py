@@ -1,4 +1,4 @@
-"""What is looked at of a recurrent backend?"""
+"""What must a recurrent backend do?"""
 
 from __future__ import annotations
 

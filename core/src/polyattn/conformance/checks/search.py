@@ -1,4 +1,4 @@
-"""Are layers and batches right that nobody thought of? Drawn from the claims, for a budget of seconds."""
+"""Are random layers and batches right? Drawn from the claims, within a budget of seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at of a backend that serves sparse layers?"""
+"""What must a backend of sparse layers do?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sparse_plans(case: Case, harness: Harness) -> None:
 
 
 def sparse_others(case: Case, harness: Harness) -> None:
-    """What a key holds that nobody chose, and what another request's hold, reaches no output."""
+    """Keys that aren't chosen, and keys of other requests, reach no output."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
     before = step.check().clone()

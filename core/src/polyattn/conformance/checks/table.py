@@ -11,6 +11,7 @@ from polyattn.conformance.checks import (
     attention,
     captured,
     forests,
+    index,
     invariance,
     lasting,
     mla,
@@ -21,6 +22,7 @@ from polyattn.conformance.checks import (
     sparse,
 )
 from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.index import IndexHarness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.conformance.snapshot import same_process
@@ -56,6 +58,7 @@ _SPARSE: tuple[Check, ...] = (
     sparse.sparse, sparse.sparse_plans, sparse.sparse_others, sparse.sparse_graph,
     sparse.sparse_reuse, sparse.sparse_search,
 )  # fmt: skip
+_INDEX: tuple[Check, ...] = (index.index, index.index_ranked)
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)
 _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
@@ -66,6 +69,7 @@ CHECKS: dict[str, tuple[type[Harness], Check]] = {
     **{
         check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT, *_SPARSE)
     },
+    **{check.__name__: (IndexHarness, check) for check in _INDEX},
     **{check.__name__: (StoreHarness, check) for check in _STORE},
     **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},

@@ -11,6 +11,7 @@ import torch
 from polyattn.api import select
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan_checks import PlanChecks
@@ -42,11 +43,11 @@ class Harness:
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
         caps, named = discover().backend(self.backend).capabilities, self.backend
-        for service in caps.phases & {"store", "merge"}:
+        for service in caps.phases & SERVICES:
             named = f"{service}={self.backend}"
         if spec.cached and named == self.backend:
             served = served_phases(caps, spec, self.device)
-            if len(served) == 1:  # the other phase is somebody else's
+            if len(served) == 1:  # another backend serves the other phase
                 named = f"{served[0]}={self.backend}"
         selection = select(
             spec, self.device, backend=named, settings=replace(current(), layout=layout)

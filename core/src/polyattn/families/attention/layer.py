@@ -218,7 +218,22 @@ class Attention(Layer):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check what was given and run the step: what a compiled graph calls. Writes `out`, `lse`."""
+        """Check the tensors and run the step: a compiled graph calls this. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
+            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
+            cache: None for a layer without one.
+            out: (num_tokens, num_heads, v_head_size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
         self._check(step, query, key, value, cache, out)
         step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):

@@ -1,6 +1,6 @@
 """How is a step of attention planned? By phase: each part to its backend, whose plan it keeps.
 
-Who runs a part: the chosen backend, or where times were measured, the fastest predicted one.
+A part runs on the chosen backend, or where times were measured, on the fastest predicted one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Chooser:
                         members[other.name] = Candidate(other, loaded)
             self.chosen[phase] = members[info.name]
         everyone = [c.info for members in self.phases.values() for c in members.values()]
-        # Who may run a step and takes padding rows of one query token alone.
+        # Backends that may run a step and take padding rows of one query token only.
         self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
         decode = self.chosen.get("decode")
         self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
@@ -107,7 +107,7 @@ class Chooser:
         return self._by_time
 
     def assign(self, batch: Batch) -> list[Assignment]:
-        """Return who runs which part of a step over a cache."""
+        """Return which backend runs which part of a step over a cache."""
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
@@ -147,7 +147,7 @@ class Chooser:
 
 
 def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
-    """Whether a backend takes a mixed step in one call where no times say who is faster.
+    """Whether a backend takes a mixed step in one call where no times say which is faster.
 
     Not where it ranks its one call below its decode: such a call may cut no long row.
     """
@@ -384,7 +384,7 @@ class Planner(StepPlanner):
         return AttentionStep(self, batch, store, calls)
 
     def _of_rest(self, rest: Part) -> list[Assignment]:
-        """Return who runs what of the rows that a step's whole prompts leave."""
+        """Return the calls for the rows that a step's whole prompts leave."""
         if not rest.batch.num_tokens:
             return []
         return [

@@ -80,7 +80,7 @@ class PrefixDecode:
 
     @property
     def name(self) -> str:
-        """Who reads what, for people."""
+        """Which backend reads what, for people."""
         return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:

@@ -229,9 +229,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
-    What comes quantised counts as what it stands for. `transformed`: a variant's transforms are done by
-    who calls. Returns the output (num_tokens, num_heads,
-    v_head_size), never quantised, and the LSE (num_tokens, num_heads).
+    Quantised inputs count as the numbers that they encode. `transformed`: the caller has applied a
+    variant's transforms. Returns the output (num_tokens, num_heads, v_head_size), never quantised, and
+    the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
     query = exact(query, params.q_scale, dtype)

@@ -97,7 +97,7 @@ class Sharing:
         if reason or not spec.cached:
             return cls(group, None, None, reason or "no layer with cached=False decodes")
         native = _native(group, spec)
-        # Who has a launch of its own was faster in it than as calls wherever both were measured.
+        # A launch of the backend's own was faster than calls wherever both were measured.
         apart = native is None and not spec.graph_capture
         calls = PrefixDecode.of(group) if apart else None
         if native is None and calls is None:
@@ -149,7 +149,7 @@ class Sharing:
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
         """Return a call for a batch of decodes; None where nothing is shared, not enough, or by nobody.
 
-        `earlier`: the captured call, whose way is kept. Who captures says with a `shared_prefix`, be it
+        `earlier`: the captured call, whose way is kept. The capture says with a `shared_prefix`, be it
         empty, that steps may share.
         """
         form = self.group.cache_format
@@ -203,7 +203,7 @@ class Sharing:
         return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
-        """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""
+        """Return the backend predicted fastest for a step that saves so many bytes; None for none."""
         if not saved_bytes:
             return None
         platform, saved_us = self.group.device.platform, self._saved_us(saved_bytes)

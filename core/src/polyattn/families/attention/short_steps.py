@@ -43,7 +43,7 @@ def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[i
 
 @lru_cache(maxsize=1024)
 def _lightest(group: LayerGroup) -> LayerGroup:
-    """Return a group by the best candidate that goes by addresses; this one where nobody else does."""
+    """Return a group by the best candidate that goes by addresses; this one if none other does."""
     for info in dict(group.selection.candidates).get("prefill", ()):
         if info.capabilities.by_address:
             chosen = group.selection.backend("prefill")

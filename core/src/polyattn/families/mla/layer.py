@@ -172,7 +172,23 @@ class LatentAttention(Layer):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check what was given and run the step. Writes `out` and `lse`."""
+        """Check the tensors and run the step. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, size), as `forward` takes it.
+            latent: (num_tokens, latent rank); None if it is in the cache.
+            rope_key: (num_tokens, rope size); None if it is in the cache.
+            cache: the latents.
+            topk: int32 (num_tokens, topk): the rows that each token attends to; None: all.
+            out: (num_tokens, num_heads, size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
         self._check(step, query, latent, rope_key, topk, out)
         self.group.check_cache(cache)
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)

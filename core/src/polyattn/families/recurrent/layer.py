@@ -108,7 +108,12 @@ class Recurrent(Layer):
         return {name: weight.current() for name, weight in self.weights.items()}
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of the output for so many tokens."""
+        """Return the shape of the output.
+
+        Args:
+            tokens: the step's tokens.
+
+        """
         return shape_of(self.spec, self.form.output, tokens)
 
     def forward(
@@ -152,7 +157,18 @@ class Recurrent(Layer):
         states: StateCache,
         out: Tensor | None,
     ) -> None:
-        """Check what was given and run the step. Writes `out` and the step's slots of `states`."""
+        """Check the tensors and run the step. Writes `out` and the step's slots of `states`.
+
+        Args:
+            step: the plan.
+            inputs: the kind's inputs, in the order of `forward`.
+            states: the cache of states.
+            out: `output_shape(num_tokens)`, contiguous, in the layer's dtype.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+
+        """
         device = self.group.torch_device
         named = self._named(inputs, step.batch.num_tokens)
         shape = self.output_shape(step.batch.num_tokens)

@@ -9,14 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 
 def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's sequence, its position in it, and the sequence's length, int64 (num_tokens,).
+    """Return each token's sequence, its position in it, and the sequence's length.
 
     They come from the device's lengths, which change between replays of a captured graph.
+
+    Args:
+        batch: the step.
+
+    Returns:
+        Three tensors, int64 (num_tokens,).
+
+    Raises:
+        Nothing: every step has them.
+
+    Examples:
+        >>> batch = Batch.from_lens([2, 1], [5, 9], torch.tensor([[0], [1]]).int(), 16)
+        >>> [each.tolist() for each in token_places(batch)]
+        [[0, 0, 1], [3, 4, 8], [5, 5, 9]]
+
     """
     tokens = torch.arange(batch.num_tokens, device=batch.device)
     if not batch.num_tokens:
@@ -36,12 +52,45 @@ NONE = torch.iinfo(torch.int32).max
 def visible_entries(
     tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
 ) -> Tensor:
-    """Return how many of a sequence's entries each token sees, int64 (num_tokens,).
+    """Return how many of its sequence's entries each token sees.
 
-    `positions`, `lens` (num_tokens,): as `token_places` gives them.
+    Args:
+        tokens_per_entry: that an entry stands for.
+        positions: (num_tokens,), as `token_places` returns them.
+        lens: likewise.
+        causal: False: a token sees its whole sequence.
+
+    Returns:
+        int64 (num_tokens,).
+
+    Raises:
+        Nothing: any lengths do.
+
+    Examples:
+        >>> visible_entries(4, torch.tensor([2, 3, 8]), torch.tensor([9, 9, 9])).tolist()
+        [0, 1, 2]
+
     """
     tokens = torch.minimum(positions + 1, lens) if causal else lens
     return tokens.clamp(min=0) // tokens_per_entry
+
+
+def newest(spec: LayerSpec, batch: Batch) -> Tensor:
+    """Return a choice of the newest groups that each token sees, as many as the budget."""
+    sparse = spec.sparse
+    assert sparse is not None
+    if sparse.physical:
+        raise BatchError(
+            "choice is missing: physical ids have no order in which some are the newest"
+        )
+    _, positions, lens = token_places(batch)
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    group = sparse.granularity
+    most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0
+    back = torch.arange(max(1, min(sparse.budget, most)), device=batch.device)
+    ids = (-(-visible // group) - 1)[:, None] - back
+    ids = ids.clamp(min=-1).int()[:, None]
+    return ids.expand(-1, sparse.choices(spec.num_heads, spec.num_kv_heads), -1).contiguous()
 
 
 def pages_of(

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention.reference import exact
+from polyattn.families.sparse.index_cache import read_index_keys
+from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.program import LayerParams
+from polyattn.runtime.program import IndexFrame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec
@@ -105,7 +107,7 @@ def forward(
     return output, lse
 
 
-def choose(
+def candidates(
     spec: IndexerSpec,
     query: Tensor,
     keys: Tensor,
@@ -113,14 +115,14 @@ def choose(
     weights: Tensor | None = None,
     within: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
-) -> list[list[int]]:
-    """Return one token's ids for each of its choices, the best first; the tail comes last.
+) -> list[dict[int, float]]:
+    """Return the scores of one token's candidates by id, for each of its choices.
 
     `query` (num_heads, head_size); `keys` (entries, head_size), its sequence's; `weights` (num_heads,);
     `within`: the blocks of entries that count.
     """
     query, keys = query.to("cpu", dtype), keys.to("cpu", dtype)
-    m, entries = spec.tokens_per_entry, (position + 1) // spec.tokens_per_entry
+    entries = max(position + 1, 0) // spec.tokens_per_entry
     products = spec.scale * query @ keys[:entries].T
     if spec.activation == "relu":
         products = products.relu()
@@ -129,27 +131,61 @@ def choose(
         products = (weights.to("cpu", dtype) @ products)[None]
     elif spec.fold == "sum":
         products = products.sum(0, keepdim=True)
-    candidates = -(-entries // spec.pool)
+    found = []
+    for row in products:
+        scores: dict[int, float] = {}
+        for entry, score in enumerate(row.tolist()):
+            if within is None or spec.within is None or entry // spec.within in within:
+                candidate = entry // spec.pool
+                scores[candidate] = max(score, scores.get(candidate, -math.inf))
+        found.append(scores)
+    return found
+
+
+def choose(spec: IndexerSpec, scores: dict[int, float], position: int) -> list[int]:
+    """Return the ids that one of a token's choices has, of all candidates' scores: ascending."""
+    seen = max(position + 1, 0)
+    there = -(-(seen // spec.tokens_per_entry) // spec.pool)
     count = spec.budget
     if isinstance(count, float):
-        count = math.ceil(candidates * count - 1e-9)
-    chosen = []
-    for row in products:
-        ranked = []
-        for candidate in range(candidates):
-            members = [
-                entry
-                for entry in range(candidate * spec.pool, min((candidate + 1) * spec.pool, entries))
-                if within is None or spec.within is None or entry // spec.within in within
-            ]
-            if not members:
-                continue
-            score = max(float(row[entry]) for entry in members)
-            forced = candidate < spec.forced_first or candidate >= candidates - spec.forced_last
-            ranked.append((not forced, 0.0 if forced else -score, candidate))
-        ids = [candidate for _, _, candidate in sorted(ranked)][:count]
-        chosen.append(ids + ([entries] if spec.tail and (position + 1) % m else []))
-    return chosen
+        count = math.ceil(there * count - 1e-9)
+    ranked = []
+    for candidate, score in scores.items():
+        forced = candidate < spec.forced_first or candidate >= there - spec.forced_last
+        ranked.append((not forced, 0.0 if forced else -score, candidate))
+    tail = [seen // spec.tokens_per_entry] if spec.tail and seen % spec.tokens_per_entry else []
+    return sorted(candidate for _, _, candidate in sorted(ranked)[:count]) + tail
+
+
+def scored(spec: LayerSpec, batch: Batch, frame: IndexFrame, token: int) -> list[dict[int, float]]:
+    """Return the scores of the candidates of a step's token, for each of its choices."""
+    indexer, table = spec.indexer, batch.block_table
+    assert indexer is not None and table is not None
+    index, position, length = (int(each[token]) for each in token_places(batch))
+    entries = length // indexer.tokens_per_entry
+    own = table[index, : -(-entries // frame.keys.shape[1])].long()
+    pages = read_index_keys(indexer, frame.keys, own, torch.float64)
+    keys = pages.flatten(0, 1)[:entries].cpu()
+    weights = None if frame.weights is None else frame.weights[token]
+    query = frame.query[token]
+    if frame.within is None:
+        return candidates(indexer, query, keys, position, weights)
+    each = frame.within[token].expand(frame.out.shape[1], -1).tolist()
+    return [
+        candidates(indexer, query, keys, position, weights, within)[at]
+        for at, within in enumerate(each)
+    ]
+
+
+def indexed(spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
+    """Return what an indexer of a layer chooses, int32 like `frame.out`, on the host."""
+    assert spec.indexer is not None
+    ids = torch.full(frame.out.shape, -1, dtype=torch.int32)
+    for token, position in enumerate(token_places(batch)[1].tolist()):
+        for at, scores in enumerate(scored(spec, batch, frame, token)):
+            found = choose(spec.indexer, scores, position)
+            ids[token, at, : len(found)] = torch.tensor(found, dtype=torch.int32)
+    return ids
 
 
 def _at(stored: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,13 +1,13 @@
 """How are a row's bytes read as numbers, and written? The parts that row formats are made of.
 
-`half`, `single` and `e4m3` read integers as floats in a `decode`; core traces them into kernels. The
-others write in an `encode`.
+`half`, `single`, `e4m3` and `level` read integers as floats in a `decode`; core traces them into
+kernels. The others write in an `encode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -52,6 +52,18 @@ def e4m3(code: Any) -> Any:
 def e2m1(code: Any) -> Any:
     """Return the number that a code of e2m1, four bits, stands for."""
     return half((code & 7) << 9 | (code & 8) << 12) * 16384.0
+
+
+@cache
+def codebook(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the numbers that codes are indices of, float32, copied to a device once."""
+    return torch.tensor(levels, device=device)
+
+
+def level(levels: tuple[float, ...], code: Any) -> Any:
+    """Return the number of a codebook that a code is the index of."""
+    device = torch.device("cpu") if isinstance(code, fx.Proxy) else code.device
+    return codebook(levels, device)[code]
 
 
 def nibble(row: Any, d: Any) -> Any:

@@ -410,7 +410,7 @@ class KVCache:
 
 
 ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
-"""Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
+"""The allocator of caches for a type of torch device whose tensors have no strides; a plugin sets it."""
 
 
 def _layout(key: Tensor) -> str:

@@ -134,7 +134,23 @@ def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
 
 
 def sizes_of(format: RowFormat) -> list[int]:
-    """Return the head sizes for which a format has rows."""
+    """Return the head sizes for which a format has rows.
+
+    Args:
+        format: the format.
+
+    Returns:
+        Ascending, `LONGEST_HEAD` at most.
+
+    Raises:
+        Nothing: `row_bytes` takes any size.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> sizes_of(row_formats()["nvfp4"])[:3]
+        [16, 32, 48]
+
+    """
     return [size for size in range(1, LONGEST_HEAD + 1) if format.row_bytes(size)]
 
 

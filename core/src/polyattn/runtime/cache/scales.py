@@ -123,7 +123,25 @@ def of_heads(scale: Scale, heads: int) -> Scale:
 
 
 def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
-    """Return (tokens, heads, size) dequantised into `dtype`; other tensors as they are."""
+    """Return a tensor of 8 bits dequantised into a wider dtype.
+
+    Args:
+        tensor: (tokens, heads, size); of 16 or more bits it is converted alone.
+        scale: a number, or float32 (num_kv_heads,).
+        dtype: of the result.
+
+    Returns:
+        (tokens, heads, size) in `dtype`.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> query = torch.ones(1, 1, 2).to(torch.float8_e4m3fn)
+        >>> dequantized(query, 0.5, torch.float32).flatten().tolist()
+        [0.5, 0.5]
+
+    """
     if tensor.dtype.itemsize > 1:
         return tensor.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -65,6 +65,13 @@ class Function:
     source: str | None = None
 
     def __call__(self, *places: Tensor, inputs: Mapping[str, Tensor]) -> Any:
+        """Return what the function returns.
+
+        Args:
+            places: the score or element and its indices, which broadcast.
+            inputs: the variant's inputs by name.
+
+        """
         return self.call(*places, **{name: inputs[name] for name in self.names})
 
 
@@ -94,10 +101,15 @@ class Pointwise:
 
     @classmethod
     def of(cls, spec: LayerSpec, language: str = "") -> Pointwise | None:
-        """Return a layer's functions, or None where it has neither variant nor step's mask.
+        """Return a layer's functions; None if it has neither a variant nor a step's mask.
 
-        `language`: what they will be generated in, if they are. Raises `SpecError` where a function
-        can't be had.
+        Args:
+            spec: the layer.
+            language: of the code that will be generated, if any: `"triton"`.
+
+        Raises:
+            SpecError: a function can't be imported or read.
+
         """
         variant = variant_of(spec)
         if variant is None and spec.mask is None:
@@ -113,7 +125,16 @@ class Pointwise:
 
     @classmethod
     def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
-        """Return a variant's functions. Raises `SpecError`."""
+        """Return a variant's functions.
+
+        Args:
+            variant: a registered one.
+            language: of the code that will be generated, if any: `"triton"`.
+
+        Raises:
+            SpecError: a function can't be imported or read.
+
+        """
         score, mask = (function_of(variant, name, language) for name in ("score_mod", "mask_mod"))
         masks = () if mask is None else (mask,)
         return cls(score, masks, variant.softmax, variant.parsed)
@@ -126,7 +147,14 @@ class Pointwise:
     def score(
         self, score: Tensor, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the changed scores; `places` are b, h, q_idx and kv_idx, which broadcast to them."""
+        """Return the changed scores, in the shape and dtype of `score`.
+
+        Args:
+            score: the scaled, capped and biased scores.
+            places: b, h, q_idx and kv_idx, which broadcast to the scores.
+            inputs: the variant's inputs by name.
+
+        """
         if self.score_mod is None:
             return score
         changed = torch.as_tensor(self.score_mod(score, *places, inputs=inputs))
@@ -134,7 +162,13 @@ class Pointwise:
         return changed if changed.shape == score.shape else changed.expand_as(score)
 
     def visible(self, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Return whether the masks show these pairs, None where there is no mask."""
+        """Return whether the masks show these pairs, bool; None if there is no mask.
+
+        Args:
+            places: b, h, q_idx and kv_idx, which broadcast.
+            inputs: the variant's inputs by name.
+
+        """
         seen = None
         for mask in self.mask_mods:
             found = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from polyattn.errors import BatchError, PolyattnError, describe
+from polyattn.runtime.cache.bits import half, single
+from polyattn.runtime.cache.rows import function_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.written import written_problem
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
@@ -32,11 +35,13 @@ OPERATIONS = {
 }  # fmt: skip
 """What a generator must know, with the numbers of operands; beside these: places, constants, `load`
 (an input at indices), `size` (of an input's dimension) and `written` (a call of a source by hand)."""
+OF_BYTES = {"shl": 2, "shr": 2, "half": 1, "single": 1}
+"""Operations of a format of rows alone: shifts, and 16 or 32 bits read as a float."""
 _TO_BOOL = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "to_bool"})
 _LOGIC = frozenset({"and", "or", "xor", "not"})
 _TO_FLOAT = frozenset(
     {"truediv", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
-     "to_float"}
+     "to_float", "half", "single"}
 )  # fmt: skip
 
 
@@ -98,7 +103,15 @@ class Trace:
     _known: dict[Any, int] = field(default_factory=dict)
 
     def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:
-        """Return the number of an operation's result; equal operations are one."""
+        """Return the number of an operation's result; equal operations share one.
+
+        Args:
+            op: the operation's name.
+            args: the numbers of its operands.
+            what: a constant, a name or a dtype that it needs.
+            kind: of the result: `"float"`, `"int"` or `"bool"`; `""`: it follows from the operands.
+
+        """
         kind = kind or self._kind(op, args)
         key = (op, args, type(what), what, kind)
         if key not in self._known:
@@ -122,9 +135,14 @@ class Trace:
         return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
 
     def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
-        """Return where inputs lie: of each its address, then the size and stride of each dimension.
+        """Return each input's address, then the size and stride of each of its dimensions.
 
-        Raises `BatchError`.
+        Args:
+            given: the inputs by name.
+
+        Raises:
+            BatchError: an input is empty.
+
         """
         rows = []
         for name, declared in self.inputs.items():
@@ -139,14 +157,26 @@ class Trace:
         return rows
 
     def captured(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the functions' own surroundings, as their inputs are declared."""
+        """Return the tensors that the functions close over, in their declared dtypes.
+
+        Args:
+            device: where they go.
+
+        """
         return {
             name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
             for name, tensor in self.constants.items()
         }
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
-        """Add a function, the last `places` of `PLACES` being its arguments; return its result."""
+        """Return the number of a function's result, whose operations are added.
+
+        Args:
+            function: the function.
+            inputs: the variant's inputs by name.
+            places: how many of `PLACES`, from the last, are its arguments.
+
+        """
         wanted = PLACES[len(PLACES) - places :]
         if function.source is None:
             return _Reader(self, inputs).read(function, wanted)
@@ -191,11 +221,46 @@ def trace(
     return found
 
 
+def trace_rows(format: RowFormat, size: int) -> Trace:
+    """Return the operations of a format's `decode`, traced by torch.fx.
+
+    Args:
+        format: the format.
+        size: elements of a row.
+
+    Returns:
+        The operations: `score` is the element, the place `"d"` which one, and a `load` of `"row"` a
+        byte, an integer.
+
+    Raises:
+        UntraceableError: `decode` does what no operation is for, or decides by a traced value.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> found = trace_rows(row_formats()["int4"], 32)
+        >>> sorted({node.what for node in found.nodes if node.op == "load"})
+        ['row']
+
+    """
+    decode = function_of(format, "decode")
+    function = Function(lambda d, *, row: decode(row, d, size), ("row",))
+    found = Trace()
+    reader = _Reader(found, {"row": VariantInput("int32", ("*",))}, OPERATIONS | OF_BYTES)
+    result = reader.read(function, ("d",))
+    found.score = found.add("to_float", (result,))
+    return found
+
+
 class _Reader:
     """Reads one function's torch.fx graph into a trace."""
 
-    def __init__(self, trace: Trace, inputs: dict[str, VariantInput]):
-        self.trace, self.declared = trace, inputs
+    def __init__(
+        self,
+        trace: Trace,
+        inputs: dict[str, VariantInput],
+        operations: Mapping[str, int] = OPERATIONS,
+    ):
+        self.trace, self.declared, self.operations = trace, inputs, operations
         self.values: dict[fx.Node, Any] = {}
 
     def read(self, function: Function, places: tuple[str, ...]) -> int:
@@ -226,7 +291,7 @@ class _Reader:
     def _value(self, node: fx.Node, root: nn.Module) -> Any:
         if node.op == "placeholder":
             name = str(node.target)
-            if name in PLACES and name not in self.declared:
+            if name in (*PLACES, "d") and name not in self.declared:
                 return self.trace.add("place", what=name, kind=_kind_of(name))
             return _Input(name, self.declared[name])
         if node.op == "get_attr":
@@ -236,13 +301,14 @@ class _Reader:
             target = _METHODS.get(str(target), target)
         known = _TARGETS.get(target)
         name = getattr(target, "__name__", str(target))
-        if known is None:
+        if known is None or (known in OF_BYTES and known not in self.operations):
             raise UntraceableError(f"operation {name!r}")
         args = tuple(self._operand(a) for a in node.args)
         kwargs = {k: self._operand(v) for k, v in node.kwargs.items()}
-        if known in OPERATIONS and (kwargs or len(args) != OPERATIONS[known]):
+        count = self.operations.get(known)
+        if count is not None and (kwargs or len(args) != count):
             raise UntraceableError(f"operation {name!r} with {len(args)} operands and {kwargs}")
-        if known in OPERATIONS:
+        if count is not None:
             return self.trace.add(known, tuple(map(self.number, args)))
         return getattr(self, f"_{known}")(*args, **kwargs)
 
@@ -393,7 +459,8 @@ def _targets() -> dict[Any, str]:
         "relu": (torch.relu, nn.functional.relu), "square": (torch.square,),
         "sigmoid": (torch.sigmoid, nn.functional.sigmoid), "tanh": (torch.tanh,),
         "reciprocal": (torch.reciprocal,), "full_like": (torch.full_like,),
-        "to_bool": (), "same": (),
+        "to_bool": (), "same": (), "shl": (operator.lshift, torch.bitwise_left_shift),
+        "shr": (operator.rshift, torch.bitwise_right_shift), "half": (half,), "single": (single,),
     }  # fmt: skip
     plain = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil")
     for name in plain:

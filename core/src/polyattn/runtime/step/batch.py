@@ -222,10 +222,20 @@ class Batch:
         slot_mapping: Tensor | None,
         positions: Tensor | None = None,
     ) -> Batch:
-        """A batch over device buffers that a captured graph reads; copies nothing.
+        """Return a batch over device buffers that a captured graph reads; copies nothing.
 
-        `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
-        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
+        Args:
+            starts: on the host, what `query_start_loc` holds, or the most that it will ever hold.
+            lens: on the host, what `seq_lens` holds, or the most that it will ever hold.
+            query_start_loc: int32 (num_seqs + 1,).
+            seq_lens: int32 (num_seqs,).
+            block_table: int32 (num_seqs, blocks); None without a cache.
+            slot_mapping: int64 (num_tokens,); None if nothing is stored.
+            positions: int64 (num_tokens,), for rotations; None: they follow from the lengths.
+
+        Raises:
+            BatchError: `slot_mapping` isn't int64, so it would be copied.
+
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
@@ -382,9 +392,11 @@ class Batch:
         return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
 
     def part(self, seqs: slice | list[int]) -> Batch:
-        """Return some of the sequences as a batch of their own, without what they store and rotate.
+        """Return some of the sequences as a batch of their own, without slots and positions.
 
-        A slice gives views, so that a captured graph goes on reading the same buffers.
+        Args:
+            seqs: their numbers. A slice gives views, so a captured graph reads the same buffers.
+
         """
         whole = range(self.num_seqs)
         chosen = whole[seqs] if isinstance(seqs, slice) else seqs
@@ -440,16 +452,28 @@ class Batch:
         return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
-        """Return the same batch over another block table."""
+        """Return the same batch over another block table.
+
+        Args:
+            block_table: int32 (num_seqs, blocks), on the batch's device.
+
+        """
         batch = self.copy()
         batch.__dict__.pop("host_block_table", None)
         batch.block_table = block_table
         return batch
 
     def find_shared_prefix(self, block_size: int) -> Levels:
-        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+        """Return `shared_prefix`, or what `host_block_table` shows; () if neither is known.
 
-        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        A row's last token is its own, so that each row attends to something alone.
+
+        Args:
+            block_size: of the cache, in tokens.
+
+        Raises:
+            BatchError: `shared_prefix` leaves a row no token of its own.
+
         """
         if self.shared_prefix is not None:
             check_own_tokens(self.shared_prefix, self.lens, block_size)
@@ -460,7 +484,12 @@ class Batch:
         return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
 
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
-        """Return the same batch, told which blocks its rows share."""
+        """Return the same batch with the blocks that its rows share.
+
+        Args:
+            levels: the shared runs of blocks, level by level; None: unknown.
+
+        """
         batch = self.copy()
         batch.shared_prefix = levels
         return batch
@@ -475,10 +504,14 @@ class Batch:
         return batch
 
     def check_queries(self, unable: Sequence[str] = ()) -> None:
-        """Check that each length counts its query's tokens, but a padding row's, which is 0.
+        """Check that each length covers its query's tokens; a padding row's length is 0.
 
-        `unable`: who of those that may run the step takes padding rows of one query token alone. Raises
-        `BatchError`.
+        Args:
+            unable: the backends of the step that take padding rows of one query token only.
+
+        Raises:
+            BatchError: a length is shorter than its query.
+
         """
         missing = self.host_lens < self.host_query_lens
         if not missing.any():
@@ -496,9 +529,14 @@ class Batch:
                 )
 
     def check_pages(self, block_size: int) -> None:
-        """Check on the host that each length fits its row of the block table. Raises `BatchError`.
+        """Check on the host that each length fits its row of the block table.
 
-        `block_size` is the cache's: that of which the batch's slots were made must be the same.
+        Args:
+            block_size: of the cache, in tokens; the batch's slots must come from the same size.
+
+        Raises:
+            BatchError: a row is too short, the sizes differ, or there is no block table.
+
         """
         if self.block_table is None:
             if not self.lens:
@@ -522,9 +560,14 @@ class Batch:
         )
 
     def tail_slots(self, block_size: int) -> Tensor:
-        """Return the slots of each sequence's last tokens, as many as its query has.
+        """Return int64 (num_tokens,): the slots of each sequence's last tokens, one per query token.
 
-        Raises `BatchError` where a sequence is longer than its row of the block table.
+        Args:
+            block_size: of the cache, in tokens.
+
+        Raises:
+            BatchError: a sequence is longer than its row of the block table.
+
         """
         assert self.block_table is not None
         self.check_pages(block_size)

@@ -157,7 +157,17 @@ class CustomMask(StepMask):
         return cls.pack(masks, "all")
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """`step_mask`'s tensors."""
+        """Return the tensors that the feature `step_mask` reads, by name.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+            device: where the tensors go.
+
+        Raises:
+            BatchError: the number of bits doesn't match the lengths.
+
+        """
         pairs = list(zip(query_lens, lens, strict=True))
         if self.over == "new":
             # A padding row has a query token and no key.
@@ -307,7 +317,17 @@ class BlockSparseMask(StepMask):
         return cls(indptr, [page for row in pages for page in row], (1, page_size))
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """`block_mask`'s tensors."""
+        """Return the tensors that the feature `block_mask` reads, by name.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+            device: where the tensors go.
+
+        Raises:
+            BatchError: a row names a block that its sequence lacks, or the rows don't match.
+
+        """
         height, width = self.block
         rows = [-(-q // height) for q in query_lens]
         if sum(rows) != len(self.indptr) - 1:

@@ -48,11 +48,21 @@ class UniformRows:
         return self.take is None
 
     def spread(self, packed: Tensor) -> Tensor:
-        """Return (tokens, ...) as (num_seqs, longest query, ...)."""
+        """Return (num_seqs, longest query, ...).
+
+        Args:
+            packed: (tokens, ...).
+
+        """
         taken = packed if self.take is None else packed[self.take]
         return taken.view(*self.shape, *packed.shape[1:])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return (num_seqs, longest query, ...) as (tokens, ...)."""
+        """Return (tokens, ...).
+
+        Args:
+            rows: (num_seqs, longest query, ...).
+
+        """
         flat = rows.flatten(0, 1)
         return flat if self.give is None else flat.index_select(0, self.give)

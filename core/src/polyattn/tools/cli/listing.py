@@ -1,4 +1,4 @@
-"""`polyattn list`: who is installed, and what is missing? Imports neither torch nor a vendor library."""
+"""`polyattn list`: what is installed, and what is missing? Imports neither torch nor a vendor library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(as_json: bool, everything: bool = False) -> int:
     """Print plugins, integrations, backends and problems; with `everything`, what isn't installed too.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
-    Whether its device is here as well, `doctor` says: asking imports torch.
+    `doctor` says whether its device is here too: asking imports torch.
     """
     registry = discover()
     rows = backend_rows(registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
 
@@ -38,10 +39,10 @@ def _row(info: BackendInfo) -> list[str]:
     caps = info.capabilities
     roles = sorted(role.value for role in caps.roles)
     serves = [", ".join(sorted(kind.value for kind in caps.kinds)), ", ".join(sorted(caps.phases))]
-    if not caps.phases & {"store", "merge"}:
+    if not caps.phases & SERVICES:
         serves.append(", ".join(roles))
-        given = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
-        serves.append(given.get(caps.cached, "over a cache and given keys"))
+        keys = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
+        serves.append(keys.get(caps.cached, "over a cache and given keys"))
         if caps.decode_query_lens > 1:
             serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
         if caps.state_targets:

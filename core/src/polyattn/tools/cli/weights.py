@@ -57,7 +57,7 @@ class Whole:
             raise SettingsError(f"{what}; the answer was no")
 
     def announce(self) -> None:
-        """Say on standard error what is waited for before anything is served."""
+        """Print on standard error what the command waits for before it serves."""
         doing = (
             "drawing random weights"
             if isinstance(self.source, RandomWeights)
@@ -74,7 +74,7 @@ class Whole:
 
 
 def model_of(model: str | None, weights: str | None) -> str | None:
-    """Return whose config is meant: the model's that is named, else the checkpoint's own.
+    """Return the config: the named model's, else the checkpoint's own.
 
     Raises `SettingsError` where `--weights` is neither a folder nor `random`.
     """

@@ -22,7 +22,7 @@ from polyattn.kernel import (
     Invariance,
     LayerParams,
     LayerSpec,
-    Lie,
+    PackedStrides,
     Plan,
     Reads,
     absorbed,
@@ -177,12 +177,12 @@ def _failed(text: str, blocks: int) -> Exception:
     return NativeError(text)
 
 
-def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
-    """Return `attend` over packed tensors that lie so, whatever their shapes."""
+def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
+    """Return `attend` over packed tensors of these strides and any shapes."""
     lib, pack = load(), _TENSORS.pack
-    (qt, qh), (kt, kh), (vt, vh), keys = lie
+    (qt, qh), (kt, kh), (vt, vh), keys = strides
     heads, size = spec.num_heads, spec.v_head_size
-    strides = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
+    ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
@@ -192,7 +192,7 @@ def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-            0 if alibi is None else alibi.data_ptr(), *strides, params.k_scale, params.v_scale,
+            0 if alibi is None else alibi.data_ptr(), *ints, params.k_scale, params.v_scale,
         )  # fmt: skip
         if lib.pa_attend(plan.handle, tensors):
             raise NativeError(lib.pa_error().decode())
@@ -238,9 +238,9 @@ class NativeAttention(AttentionBackend):
         size = 0 if self.cache is None else self.cache.block_size
         return reads(self.spec, *plan.step.listed(), size)
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed:
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
-        return addressed(plan.step, self.spec, lie)
+        return addressed(plan.step, self.spec, strides)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
         plan.attend(frame)

@@ -21,7 +21,7 @@ PAIRS_VARIABLE = "POLYATTN_CPU_PAIRS"
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
-"""What the build says of itself: why there is no library, where there is none."""
+"""The build's report: if there is no library, the reason."""
 
 REBUILD = "run python -m polyattn_cpu.native.build"
 

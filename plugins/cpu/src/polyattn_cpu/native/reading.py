@@ -1,4 +1,4 @@
-"""What does a native plan read? Its items, in the way that `run_item` and `merge_parts` do."""
+"""What does a native plan read? Its items, read as `run_item` and `merge_parts` read them."""
 
 from __future__ import annotations
 

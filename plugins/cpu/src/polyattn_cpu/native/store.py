@@ -1,4 +1,4 @@
-"""NATIVE_STORE: new rows into a paged cache, turned, quantised and scattered in one call."""
+"""NATIVE_STORE: rotates, quantises and scatters new rows into a paged cache in one call."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Compilers:
             self._answers.start()
 
     def compile(self, asked: Mapping[str, Any]) -> None:
-        """Compile what Triton was asked for; where that fails a warning says so, and it isn't."""
+        """Compile Triton's kernel in the worker; warn if that fails."""
         problem: str | None
         try:
             job = job_of(asked)
@@ -147,7 +147,7 @@ def _end_group(leader: int) -> None:
 
 
 def _deliver(connection: Connection, waiting: dict[int, Future[str | None]]) -> None:
-    """Hand answers to those who wait for them, until the process ends."""
+    """Hand answers to the callers that wait for them, until the process ends."""
     with suppress(EOFError, OSError):
         while True:
             number, problem = connection.recv()

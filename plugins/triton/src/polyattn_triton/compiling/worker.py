@@ -1,7 +1,7 @@
 """What does a process compile for another? Kernels, each by a fork of it, into Triton's cache on disk.
 
 `python -m polyattn_triton.compiling.worker FD`, started by `side_by_side`: it imports Triton and the
-kernels once, while whoever started it still traces. Jobs come by the socket FD with a number each;
+kernels once, while its parent still traces. Jobs come by the socket FD with a number each;
 answers leave with it, None or what went wrong. It imports no torch: a second of a process's time.
 """
 

@@ -126,7 +126,7 @@ def imported(text: str) -> ModuleType:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as new:
             new.write(text)
-        Path(new.name).replace(file)  # whole or not at all, whoever else writes it now
+        Path(new.name).replace(file)  # atomic: others may write it now
     found = importlib.util.spec_from_file_location(name, file)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -195,7 +195,7 @@ def _store(
     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
     HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Store the outputs and LSE of a tile that nobody else has a piece of."""
+    """Store the outputs and LSE of a tile that only this program computes."""
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
     row = start + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUTPUT))

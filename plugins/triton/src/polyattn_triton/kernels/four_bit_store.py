@@ -30,7 +30,7 @@ def _e4m3(x):
 
 @triton.jit
 def _value(code):
-    """What an e4m3 code of 0 or more stands for: its exponent and mantissa in float16's places."""
+    """The number of an e4m3 code of 0 or more: its exponent and mantissa at float16's bits."""
     half = (code << 7).to(tl.uint16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
 

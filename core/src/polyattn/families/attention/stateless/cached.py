@@ -92,7 +92,13 @@ class RotaryTables(NamedTuple):
     pairing: str
 
     def applied(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Return packed tokens (tokens, heads, size) rotated by their positions, int64 (tokens,)."""
+        """Return tokens rotated by their positions.
+
+        Args:
+            tokens: (tokens, heads, size), packed.
+            position: int64 (tokens,).
+
+        """
         turns = torch.cat([self.cos[position], self.sin[position]], -1).float()
         return Rotation(turns, None, self.pairing, turns.shape[1]).applied(tokens).to(tokens.dtype)
 

@@ -20,7 +20,7 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.stateless.views import View, packed_rows, token_view
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import Lie
+from polyattn.runtime.backend import PackedStrides
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import bad_input, check_is_real, refuse_gradients
@@ -403,11 +403,11 @@ class DenseCall:
             if of_key is not None and of_value is not None:
                 size = query.shape[3]
                 packed = (query.shape[heads] * size, size)  # as `packed_rows` leaves it
-                lie = Lie(
+                strides = PackedStrides(
                     packed if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
                     of_key[0][0],
                 )  # fmt: skip
-                self.addressed = only.backend.addressed(only.plan, lie)
+                self.addressed = only.backend.addressed(only.plan, strides)
 
     def __call__(
         self,

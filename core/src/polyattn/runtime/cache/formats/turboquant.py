@@ -6,22 +6,25 @@ whatever the row is: one codebook, Lloyd's and Max's of 16 levels, is the best f
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.runtime.cache.bits import HALF_MAX, divided, half_at, nibble, packed, written
+from polyattn.runtime.cache.bits import (
+    HALF_MAX,
+    codebook,
+    divided,
+    half_at,
+    level,
+    nibble,
+    packed,
+    written,
+)
 
 LEVELS = (0.12839, 0.38805, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259)
 """Max's levels above 0 of a normal number (IRE Transactions on Information Theory, 1960, table 1)."""
 CODEBOOK = (*(-x for x in reversed(LEVELS)), *LEVELS)
-
-
-@cache
-def _codebook(device: torch.device) -> Tensor:
-    return torch.tensor(CODEBOOK, device=device)
 
 
 def turn(row: Tensor, back: bool) -> Tensor:
@@ -45,12 +48,11 @@ def encode(row: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(row.double(), dim=-1, keepdim=True)
     norm = norm.clamp(max=HALF_MAX).half().float()
     near = divided(row, norm) * row.shape[-1] ** 0.5
-    levels = _codebook(row.device)
+    levels = codebook(CODEBOOK, row.device)
     bounds = (levels[1:] + levels[:-1]) / 2
     return torch.cat([packed(torch.bucketize(near, bounds)), written(norm, torch.float16)], -1)
 
 
 def decode(row: Any, d: Any, size: int) -> Any:
     """Return a level times the norm over the root of the size."""
-    code = nibble(row, d)
-    return _codebook(code.device)[code] * (half_at(row, size // 2) * size**-0.5)
+    return level(CODEBOOK, nibble(row, d)) * (half_at(row, size // 2) * size**-0.5)
