@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError, choice, flag, integer, number
+from polyattn.spec.kinds import ITEM_BYTES
 
 SCOPES = ("all", "kv_head", "head")
 """Which heads share one choice: all heads, a KV head's query heads, or one query head."""
@@ -179,10 +180,19 @@ class IndexerSpec:
         }
         return frozenset(name for name, asked in asks.items() if asked)
 
-    @property
-    def key_bytes(self) -> int:
-        """The bytes of a key in a cache of `fp8_scaled`: its elements and its scale."""
-        return self.head_size + 4
+    def key_bytes(self, dtype: str) -> int:
+        """Return the bytes of an entry's index key.
+
+        Args:
+            dtype: the layer's.
+
+        Returns:
+            The bytes in a cache of `cache_dtype`, a scale included.
+
+        """
+        if self.cache_dtype == "auto":
+            return self.head_size * ITEM_BYTES[dtype]
+        return self.head_size + (4 if self.cache_dtype == "fp8_scaled" else 0)
 
     def __str__(self) -> str:
         """How it chooses, in a few words, for `explain`."""

@@ -26,6 +26,8 @@ PART = 16384
 """Candidates that a program ranks where a few rows have more."""
 TILE = 64
 """Entries that a program scores at a time."""
+TILES = 8
+"""Tiles of a program that scores for one token."""
 PROMPT_TOKENS = 8
 """Tokens of a prompt for which a program scores a tile of entries."""
 CANDIDATES = 2048
@@ -43,7 +45,8 @@ def scores_constants(spec: LayerSpec, page_size: int, decode: bool) -> tuple[Any
     assert indexer is not None
     return (
         indexer.num_heads, power(indexer.num_heads), indexer.head_size, power(indexer.head_size),
-        page_size, 1 if decode else PROMPT_TOKENS, TILE, indexer.activation == "relu",
+        page_size, *((1, TILE, TILES) if decode else (PROMPT_TOKENS, TILE, 1)),
+        indexer.activation == "relu",
         indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
     )  # fmt: skip
 
@@ -106,7 +109,7 @@ class TritonIndex(IndexBackend):
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         constants = scores_constants(self.spec, size, decode)
         _score(
-            (-(-width // TILE), -(-tokens // constants[5]), 1),
+            (-(-width // (TILE * constants[7])), -(-tokens // constants[5]), 1),
             (query, keys, scales, weights, table, seqs, ends, visible, scores),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),

@@ -16,7 +16,7 @@ from polyattn.errors import SelectionError, SettingsError, ranges
 from polyattn.registry.devices import resolve_device
 from polyattn.selection.selection import Selection, verdict_line
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import group_layers, kv_sources
+from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
@@ -47,7 +47,7 @@ def show(
     resolved = resolve_device(device)
     selected: list[_Group] = []
     for spec, layers in groups.items():
-        read = kv_sources(specs, layers)
+        read = kv_sources(specs, layers), choice_sources(specs, layers)
         try:
             selected.append((spec, layers, read, select(spec, resolved, settings=settings)))
         except SelectionError as error:
@@ -126,31 +126,36 @@ def _plot(
     plot_values(panels, path, f"predicted on {device}", "microseconds")
 
 
-_Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]
+_Sources = tuple[tuple[int, ...], tuple[int | None, ...]]
+"""For each layer whose keys it reads, and whose choice it attends to."""
+_Group = tuple[LayerSpec, list[int], _Sources, Selection | SelectionError]
 """A group's spec, its layers, whose keys each reads, and what was selected."""
 
 
 def _json(
     spec: LayerSpec,
     layers: list[int],
-    read: tuple[int, ...],
+    read: _Sources,
     result: Selection | SelectionError,
     predicted: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read)}
+    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read[0])}
+    if spec.chooses:
+        base["choice_source"] = list(read[1])
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
     return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
 
 
 def _tree(
-    spec: LayerSpec, layers: list[int], read: tuple[int, ...], found: Selection | SelectionError
+    spec: LayerSpec, layers: list[int], read: _Sources, found: Selection | SelectionError
 ) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
-    for source in sorted(set(read)):
-        readers = [i for i, other in zip(layers, read, strict=True) if other == source != i]
-        if readers:
-            tree.add(f"layers {ranges(readers)} read the keys of layer {source}")
+    for sources, what in zip(read, ("read the keys", "attend to the choice"), strict=True):
+        for source in sorted(each for each in {*sources} if each is not None):
+            readers = [i for i, other in zip(layers, sources, strict=True) if other == source != i]
+            if readers:
+                tree.add(f"layers {ranges(readers)} {what} of layer {source}")
     if isinstance(found, SelectionError):
         tree.add(f"[red]{escape(str(found))}[/]")
         return tree
