@@ -128,7 +128,7 @@ def main() -> int:
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")
     own = []
-    for path in with_ours(folders):
+    for path in sorted(with_ours(folders)):  # core first: pip 23.2 else looks for it in the index
         extras = f"[{','.join(EXTRAS[path])}]" if path in EXTRAS else ""
         own += ["-e", f"{ROOT / path}{extras}"]
     install = [python, "-m", "pip", "install", "-q", "pytest-xdist[psutil]"]

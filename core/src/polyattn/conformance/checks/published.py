@@ -64,7 +64,7 @@ def published(case: Case, harness: Harness) -> None:
         harness.step(harness.layer(further), batch).check("another layer: ")
     other = case.spec.replace(needs_lse=not case.spec.needs_lse)
     if case.spec.cached and case.batch.startswith("reaching") and _served(harness, other):
-        prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+        prefills = "prefill" in _capabilities(harness).phases
         harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
             "few rows: "
         )
@@ -79,7 +79,7 @@ def _further(
         spec = _layer_of(case.spec, fields)
         if spec is None or not _served(harness, spec):
             continue
-        caps = discover().backend(harness.backend).capabilities
+        caps = _capabilities(harness)
         if (
             spec.block_size
             and spec.block_size not in caps.block_sizes
@@ -118,7 +118,7 @@ def masks(case: Case, harness: Harness) -> None:
         except PolyattnError:  # claimed apart, excluded together
             continue
         lengths = GRID_LENGTHS[bool(spec.cached)]
-        if "prefill" not in discover().backend(harness.backend).capabilities.phases:
+        if "prefill" not in _capabilities(harness).phases:
             lengths = [(1, length) for _, length in lengths]
         harness.step(layer, lengths).check("masks: ")
         looked_at += 1
@@ -131,7 +131,7 @@ def pairs(case: Case, harness: Harness) -> None:
     All do, or as many as some budgets leave time for.
     """
     end, looked_at = time.monotonic() + PATIENCE * harness.budget, 0
-    caps = discover().backend(harness.backend).capabilities
+    caps = _capabilities(harness)
     values = claimed(case.spec, caps)
     covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
     for most in MOST_NUMBERS:
@@ -271,8 +271,14 @@ def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
         return None
 
 
+def _capabilities(harness: Harness) -> Capabilities:
+    """Return the claims of the backend under test, of its build where one claims the device."""
+    info = discover().backend(harness.backend)
+    return next(iter(info.builds_on(harness.device.platform)), info).capabilities
+
+
 def _served(harness: Harness, spec: LayerSpec) -> bool:
-    caps = discover().backend(harness.backend).capabilities
+    caps = _capabilities(harness)
     served = served_phases(caps, spec, harness.device)
     return len(served) == len(caps.phases & {"prefill", "decode"})
 
