@@ -5,9 +5,6 @@ from polyattn.api import select_layers as select_layers
 from polyattn.device import Device as Device
 from polyattn.errors import PolyattnError as PolyattnError
 from polyattn.families.attention.layer import Attention as Attention
-from polyattn.families.attention.quest import choose_pages as choose_pages
-from polyattn.families.attention.quest import page_bounds as page_bounds
-from polyattn.families.attention.quest import page_scores as page_scores
 from polyattn.families.attention.stateless.function import attention as attention
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
