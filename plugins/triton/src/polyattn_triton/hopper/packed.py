@@ -3,9 +3,8 @@
 A warp is a program and attends to 32 keys at a time. Keys are the rows of the first product and values'
 columns those of the second, so that a product's short side is the heads of one KV head. Numbers pass
 from shared memory to the tensor cores' registers in units of 16 bits, which hold four numbers: a unit's
-first numbers, its second and so on are operands by themselves, so that none is moved once it is unpacked,
-two at a time. Values, and keys of e2m1, are multiplied by their groups' scales; of keys that are integers
-each group's scores are, and what unpacking adds to a number is taken off these at once.
+first numbers, its second and so on are four operands, whose columns are every fourth of a head. So none
+is moved once it is unpacked, two at a time, and multiplied by its group's scale.
 
 Gluon has no interpreter: CI compiles this ahead of time, and a GPU checks its values.
 """
@@ -46,18 +45,6 @@ INTEGERS = gl.constexpr("""
     mul.rn.f16x2 $3, t, $5;
 }
 """)
-# The same with nothing taken off: 1024 more than the number, or than 16 times it.
-BIASED = gl.constexpr("""
-{
-    .reg .b32 t, magic;
-    mov.b32 magic, 0x64006400;
-    shr.u32 t, $4, 8;
-    lop3.b32 $0, $4, 0x000f000f, magic, 0xea;
-    lop3.b32 $1, $4, 0x00f000f0, magic, 0xea;
-    lop3.b32 $2, t, 0x000f000f, magic, 0xea;
-    lop3.b32 $3, t, 0x00f000f0, magic, 0xea;
-}
-""")
 # e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part.
 E2M1 = gl.constexpr("""
 {
@@ -93,132 +80,31 @@ def _unpacked(units, scales, FLOAT: gl.constexpr):
 
 @gluon.jit
 def _scales(smem, LAYOUT: gl.constexpr, FLOAT: gl.constexpr):
-    """Load scales as float16."""
+    """Load scales as float16; those of e2m1 64 times as large."""
     found = smem.load(LAYOUT)
     if FLOAT:
-        found = found.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+        found = found.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
     return found
 
 
 @gluon.jit
-def _quarters(x):
-    """Cut a tensor's last dimension, of 4, into its four parts."""
-    x = x.reshape((x.shape[0], x.shape[1], 2, 2))
-    even, odd = gl.split(x)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def _key_groups(a, b, LAYOUT: gl.constexpr):
-    """Return, of two numbers of each unit (keys, 32), the four groups' (keys, 16), as operands."""
-    both = gl.join(a, b).reshape((a.shape[0], 4, 8, 2)).permute((0, 3, 2, 1))
-    w, x, y, z = _quarters(both.reshape((a.shape[0], 16, 4)))
-    return (
-        gl.convert_layout(w, LAYOUT), gl.convert_layout(x, LAYOUT),
-        gl.convert_layout(y, LAYOUT), gl.convert_layout(z, LAYOUT),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _query_groups(a, b, LAYOUT: gl.constexpr):
-    """Return queries (32, heads) of the same numbers: the four groups' (16, heads), as operands."""
-    HEADS: gl.constexpr = a.shape[1]
-    both = gl.join(a, b).reshape((4, 8, HEADS, 2)).permute((3, 1, 2, 0))
-    w, x, y, z = _quarters(both.reshape((16, HEADS, 4)))
-    return (
-        gl.convert_layout(w, LAYOUT), gl.convert_layout(x, LAYOUT),
-        gl.convert_layout(y, LAYOUT), gl.convert_layout(z, LAYOUT),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _group_bias(q0, q1, q2, q3, LAYOUT: gl.constexpr):
-    """Return what `BIASED` numbers add to each group's scores, (heads,) each, negative."""
-    HEADS: gl.constexpr = q0.shape[1]
-    wide = 1032.0 * (q0.to(gl.float32) + q2.to(gl.float32))
-    wide += 1152.0 * (q1.to(gl.float32) + q3.to(gl.float32))
-    found = -gl.sum(wide.reshape((4, 8, HEADS)), 1)
-    w, x, y, z = _quarters(found.permute((1, 0)).reshape((1, HEADS, 4)))
-    return (
-        gl.convert_layout(w.reshape((HEADS,)), LAYOUT), gl.convert_layout(x.reshape((HEADS,)), LAYOUT),
-        gl.convert_layout(y.reshape((HEADS,)), LAYOUT), gl.convert_layout(z.reshape((HEADS,)), LAYOUT),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _group_score(s, a, b, q, r, bias, scale):
-    """Add a group's scores: numbers' products with queries, less their bias, times a key's scale."""
-    found = gl.zeros_like(s) + bias[None, :]
-    found = mma_v2(a, q, found)
-    found = mma_v2(b, r, found)
-    return s + found * scale[:, None]
-
-
-@gluon.jit
-def _scores(units, scales, q01, q23, bias, SCORES: gl.constexpr):
-    """Return scores of keys whose numbers are integers: each group's product times its scale."""
-    A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
-    k0, k1, k2, k3 = gl.inline_asm_elementwise(
-        BIASED, "=r,=r,=r,=r,r", [units],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-    N: gl.constexpr = units.shape[0]
-    BY_ROW: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [16, 0]],
-        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warp_bases=[], block_bases=[], shape=[N, 4],
-    )  # fmt: skip
-    by = scales.load(BY_ROW).to(gl.float32).reshape((1, N, 4))
-    w, x, y, z = _quarters(by)
-    a0, a1, a2, a3 = _key_groups(k0, k1, A)
-    b0, b1, b2, b3 = _key_groups(k2, k3, A)
-    s = gl.zeros([N, bias[0].shape[0]], gl.float32, SCORES)
-    s = _group_score(s, a0, b0, q01[0], q23[0], bias[0], gl.convert_layout(w.reshape((N,)), KEY))
-    s = _group_score(s, a1, b1, q01[1], q23[1], bias[1], gl.convert_layout(x.reshape((N,)), KEY))
-    s = _group_score(s, a2, b2, q01[2], q23[2], bias[2], gl.convert_layout(y.reshape((N,)), KEY))
-    return _group_score(s, a3, b3, q01[3], q23[3], bias[3], gl.convert_layout(z.reshape((N,)), KEY))
-
-
-@gluon.jit
-def _block(BT, tile, part, length, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The block that holds 16 keys of a tile; past the length block 0."""
-    at = tile * BLOCK_N + part * 16
-    return gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0).to(gl.int64)
-
-
-@gluon.jit
 def _copy(
-    codes, scales, ROWS, block, tile, part: gl.constexpr, slot, length, of_row, b, t,
-    WORDS: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    codes, scales, ROWS, BT, tile, slot, length, of_row, b, t, WORDS: gl.constexpr,
+    LAYOUT: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy 16 rows of a tile into shared memory; scales past the length are zero."""
+    """Copy a tile's rows into shared memory, 16 at a time; scales past the length are zero."""
     line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
-    at = tile * BLOCK_N + part * 16
-    FROM = ROWS + block * b + (at % BLOCK_SIZE) * t
-    async_copy.async_copy_global_to_shared(codes.index(slot).slice(part * 16, 16), FROM + of_row)
-    async_copy.async_copy_global_to_shared(
-        scales.index(slot).slice(part * 16, 16), FROM + WORDS + (line * t)[:, None],
-        mask=(line < length - at)[:, None],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _copy_both(
-    k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, slot, length, of_k, of_v,
-    k_b, k_t, v_b, v_t, WORDS: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile's keys and values, of these two blocks."""
-    _copy(k_codes, k_scales, K, first, tile, 0, slot, length, of_k, k_b, k_t, WORDS, LINE,
-          BLOCK_N, BLOCK_SIZE)  # fmt: skip
-    _copy(k_codes, k_scales, K, second, tile, 1, slot, length, of_k, k_b, k_t, WORDS, LINE,
-          BLOCK_N, BLOCK_SIZE)  # fmt: skip
-    _copy(v_codes, v_scales, V, first, tile, 0, slot, length, of_v, v_b, v_t, WORDS, LINE,
-          BLOCK_N, BLOCK_SIZE)  # fmt: skip
-    _copy(v_codes, v_scales, V, second, tile, 1, slot, length, of_v, v_b, v_t, WORDS, LINE,
-          BLOCK_N, BLOCK_SIZE)  # fmt: skip
+    for part in gl.static_range(BLOCK_N // 16):
+        at = tile * BLOCK_N + part * 16
+        block = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0).to(gl.int64)
+        FROM = ROWS + block * b + (at % BLOCK_SIZE) * t
+        async_copy.async_copy_global_to_shared(
+            codes.index(slot).slice(part * 16, 16), FROM + of_row
+        )
+        async_copy.async_copy_global_to_shared(
+            scales.index(slot).slice(part * 16, 16), FROM + WORDS + (line * t)[:, None],
+            mask=(line < length - at)[:, None],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -256,41 +142,25 @@ def _attend(
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
-    q0 = (q0 / power[None, :]).to(gl.float16)
-    q1 = (q1 / power[None, :]).to(gl.float16)
-    q2 = (q2 / power[None, :]).to(gl.float16)
-    q3 = (q3 / power[None, :]).to(gl.float16)
-    if FLOAT:
-        q0 = gl.convert_layout(q0, B)
-        q1 = gl.convert_layout(q1, B)
-        q2 = gl.convert_layout(q2, B)
-        q3 = gl.convert_layout(q3, B)
-    else:
-        q1 = q1 * 0.0625
-        q3 = q3 * 0.0625
-        bias = _group_bias(q0, q1, q2, q3, HEAD)
-        q01 = _query_groups(q0, q1, B)
-        q23 = _query_groups(q2, q3, B)
-    by = gl.convert_layout(power, HEAD) * (scale * LOG2E * (16384.0 if FLOAT else 1.0))
+    q0 = gl.convert_layout((q0 / power[None, :]).to(gl.float16), B)
+    q1 = gl.convert_layout((q1 / power[None, :]).to(gl.float16), B)
+    q2 = gl.convert_layout((q2 / power[None, :]).to(gl.float16), B)
+    q3 = gl.convert_layout((q3 / power[None, :]).to(gl.float16), B)
+    by = gl.convert_layout(power, HEAD) * (scale * LOG2E * (256.0 if FLOAT else 1.0))
 
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, WIDE))
     of_k = row[:, None] * k_t + word[None, :]
     of_v = row[:, None] * v_t + word[None, :]
     last = gl.minimum(gl.cdiv(length, BLOCK_N), end)
-    # Which blocks the next tile is in is known a tile ahead: nothing waits for the table.
-    first = _block(BT, begin, 0, length, BLOCK_N, BLOCK_SIZE)
-    second = _block(BT, begin, 1, length, BLOCK_N, BLOCK_SIZE)
     for i in gl.static_range(STAGES - 1):
         tile = begin + i * step
         if tile < last:
-            _copy_both(
-                k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, i, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, LINE, BLOCK_N, BLOCK_SIZE,
-            )  # fmt: skip
+            _copy(k_codes, k_scales, K, BT, tile, i, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+            _copy(v_codes, v_scales, V, BT, tile, i, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
         async_copy.commit_group()
-        first = _block(BT, tile + step, 0, length, BLOCK_N, BLOCK_SIZE)
-        second = _block(BT, tile + step, 1, length, BLOCK_N, BLOCK_SIZE)
 
     acc0 = gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES)
     acc1 = acc0
@@ -309,16 +179,13 @@ def _attend(
         )
         v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS))
         v = v.permute((1, 0)).load(A)
+        k = k.reshape((BLOCK_N, GROUPS, EACH))
         v = v.reshape((GROUPS, EACH, BLOCK_N))
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         KIND: gl.constexpr = gl.uint8 if FLOAT else gl.float16
         k_scale = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, GROUPS], PLAIN)
         v_scale = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, GROUPS], PLAIN)
-        if FLOAT:
-            k3d = k.reshape((BLOCK_N, GROUPS, EACH))
-            k_by = _scales(k_scale, gl.SliceLayout(2, k3d.type.layout), FLOAT)
-        else:
-            s = _scores(k, k_scale, q01, q23, bias, SCORES)
+        k_by = _scales(k_scale, gl.SliceLayout(2, k.type.layout), FLOAT)
         v_by = _scales(v_scale.permute((1, 0)), gl.SliceLayout(1, v.type.layout), FLOAT)
 
         ahead = tile + (STAGES - 1) * step
@@ -326,32 +193,21 @@ def _attend(
         if to < 0:
             to = STAGES - 1
         if ahead < last:
-            _copy_both(
-                k_codes, k_scales, v_codes, v_scales, K, V, first, second, ahead, to, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, LINE, BLOCK_N, BLOCK_SIZE,
-            )  # fmt: skip
+            _copy(k_codes, k_scales, K, BT, ahead, to, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+            _copy(v_codes, v_scales, V, BT, ahead, to, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
         async_copy.commit_group()
-        first = _block(BT, ahead + step, 0, length, BLOCK_N, BLOCK_SIZE)
-        second = _block(BT, ahead + step, 1, length, BLOCK_N, BLOCK_SIZE)
         slot += 1
         if slot == STAGES:
             slot = 0
 
-        if FLOAT:
-            k0, k1, k2, k3 = _unpacked(k3d, k_by[:, :, None], FLOAT)
-            s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
-            s = mma_v2(
-                gl.convert_layout(k0.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q0, s
-            )
-            s = mma_v2(
-                gl.convert_layout(k1.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q1, s
-            )
-            s = mma_v2(
-                gl.convert_layout(k2.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q2, s
-            )
-            s = mma_v2(
-                gl.convert_layout(k3.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q3, s
-            )
+        k0, k1, k2, k3 = _unpacked(k, k_by[:, :, None], FLOAT)
+        s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
+        s = mma_v2(gl.convert_layout(k0.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q0, s)
+        s = mma_v2(gl.convert_layout(k1.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q1, s)
+        s = mma_v2(gl.convert_layout(k2.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q2, s)
+        s = mma_v2(gl.convert_layout(k3.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q3, s)
         s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 0))
         alpha = gl.exp2(m - m_new)
@@ -371,7 +227,7 @@ def _attend(
                       weights, acc3 * more)  # fmt: skip
     async_copy.wait_group(0)
     total = gl.sum(sums, 0)
-    raised = 16384.0 if FLOAT else 1.0
+    raised = 256.0 if FLOAT else 1.0
     safe = gl.where(total == 0.0, 1.0, total)
     norm = (raised / safe)[None, :]
     lse = gl.where(total == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
@@ -429,7 +285,7 @@ def packed_kernel(
     Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FLOAT`: numbers
     are e2m1, with a scale in e4m3 for each 16; else integers from -8, with one in float16 for each 32.
     """
-    gl.static_assert(gl.num_warps() == 1 and BLOCK_N == 32)
+    gl.static_assert(gl.num_warps() == 1)
     gdc_launch_dependents()
     WORD: gl.constexpr = gl.int64
     WORDS: gl.constexpr = D // 16
@@ -475,9 +331,9 @@ def packed_kernel(
                 k_codes, v_codes, k_scales, v_scales,
                 G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FLOAT,
             )  # fmt: skip
-            begun = low // share
-            if (high - 1) // share > begun:
-                part = kv_head * 2 * programs + 2 * program + (begun == program).to(gl.int32)
+            first = low // share
+            if (high - 1) // share > first:
+                part = kv_head * 2 * programs + 2 * program + (first == program).to(gl.int32)
                 place = part * ROWS + head
                 _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
                        1.0, 1.0, ok, True)  # fmt: skip
