@@ -1,9 +1,10 @@
 """Judges TRITON_INDEX on a GPU: its choices beside TORCH_INDEX's, its time beside the time of its bytes.
 
-    python benchmarks/h200_index.py [--out results/MACHINE.jsonl]
+    python benchmarks/h200_index.py [--rows TEXT] [--set TILES=16 WARPS=8] [--out results/MACHINE.jsonl]
 
 A row is a decode of 64 sequences of 131,072 tokens, or a prompt. `share` is a part of the bandwidth at
-which a sum reads 1 GiB here; its bar is 0.8.
+which a sum reads 1 GiB here; its bar is 0.8. `scores_us` is without the second kernel. `--set` changes
+constants of the backend's module, to tune them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import polyattn_triton.index as module
 import torch
 from polyattn import Batch, Indexer, IndexerSpec, select
 from polyattn.conformance.cases.index import layer_for
@@ -70,6 +73,8 @@ def measured(name: str, clock: Clock, peak: float) -> dict[str, Any]:
     found = indexer(query, keys, batch, weights)
     torch.cuda.reset_peak_memory_stats()
     us = clock.us(lambda: indexer(query, keys, batch, weights))
+    with mock.patch.object(module, "_select", lambda *args: None):
+        scores_us = clock.us(lambda: indexer(query, keys, batch, weights))
     few = min(seqs, 4)
     part, rows = batch.part(slice(0, few)), slice(0, few * new)
     plain = Indexer(select(layer, device, backend="index=TORCH_INDEX"))
@@ -83,7 +88,7 @@ def measured(name: str, clock: Clock, peak: float) -> dict[str, Any]:
         (length - new + at + 1) // spec.tokens_per_entry for at in range(new)
     ) * seqs  # fmt: skip
     return {
-        "row": name, "us": us, "bytes_us": read / peak, "share": read / peak / us,
+        "row": name, "us": us, "scores_us": scores_us, "bytes_us": read / peak, "share": read / peak / us,
         "tflops": products / us / 1e6, "graph_us": clock.us(graph.replay), "replays_differing": changed,
         "ids_differing": sum(differing) / max(of, 1), "ids": of,
     }  # fmt: skip
@@ -107,13 +112,19 @@ def replayed(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out, device = parser.parse_args().out, torch.device("cuda")
+    parser.add_argument("--rows", default="")
+    parser.add_argument("--set", nargs="*", default=[])
+    given, device = parser.parse_args(), torch.device("cuda")
+    out = given.out
+    for name, value in (each.split("=") for each in given.set):
+        setattr(module, name, int(value))
     clock = Clock(device)
     held = torch.ones(1 << 28, device=device)
     peak = held.numel() * 4 / clock.us(held.sum)
     print(f"{torch.cuda.get_device_name()}: reads {peak / 1e6:.2f} TB/s", flush=True)
-    for name in ROWS:
+    for name in (name for name in ROWS if given.rows in name):
         row = measured(name, clock, peak) | {"device": torch.cuda.get_device_name()}
+        row |= {"set": given.set} if given.set else {}
         print(json.dumps(row), flush=True)
         if out is not None:
             with out.open("a") as file:

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from polyattn import Batch, Device, LayerGroup, LayerSpec, __version__, select
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
+from polyattn.families.mla import planning as mla_planning
 from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.plan_checks import check_calls, check_plan
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
@@ -289,23 +290,31 @@ def hpu(dice: Dice) -> Drawn:
     return backend, step
 
 
+class Apart(NamedTuple):
+    """A group, whose steps are taken apart, and the bytes of a piece of an expanded context."""
+
+    group: LayerGroup
+    piece: int
+
+    def plan(self, batch: Batch, _: Any = None) -> Any:
+        with patch.object(mla_planning, "EXPANDED_BYTES", self.piece):
+            return self.group.plan(batch)
+
+
 def by_phase(dice: Dice) -> Drawn:
     """Steps that a group takes apart: decodes and prefills, and over latents the pieces of contexts."""
-    from polyattn.families.mla import planning
-
     if latent := dice.integer(0, 2):
         spec = latents(dice).replace(dtype="float32", block_size=16)
-        width = spec.num_heads * (spec.head_size + spec.v_head_size)
-        planning.EXPANDED_BYTES = 4 * width * dice.choice((2000, 9000, 50000))
     else:
         spec = layer(dice, dtype="float32", block_size=16)
     group = LayerGroup(select(spec, CPU, backend=None if latent else "TORCH_SDPA", verify=False))
+    row = 4 * spec.num_heads * (spec.head_size + spec.v_head_size)
 
     def step(dice: Dice) -> Batch:
         rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
         return distinct(rows, 16, dice)
 
-    return group, step
+    return Apart(group, row * dice.choice((2000, 9000, 50000))), step
 
 
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
@@ -335,7 +344,7 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
             if kind.endswith("captured") and first is None:
                 first = plan
             try:
-                if isinstance(backend, LayerGroup):
+                if isinstance(backend, Apart):
                     check_calls(plan)
                     checked += 1
                 else:

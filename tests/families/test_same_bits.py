@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from defaults import CPU_DEFAULT
-from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, attention, select
+from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, RopeSpec, attention, select
 from polyattn.errors import BatchError
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
@@ -181,3 +181,78 @@ def test_a_call_without_a_layer_gives_a_sequence_its_bits(
             mask=torch.ones(1, 1, at, at).bool(),
             batch_invariant=level,
         )
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("store", ["NATIVE_STORE", "TORCH_STORE"])
+def test_what_is_rotated_quantised_and_stored_has_the_same_bits(store: str, stored: str) -> None:
+    """Of a request in a step of five and alone: its blocks, and what its rotated queries attend to."""
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=48, kv_cache_dtype=stored,
+        rope=RopeSpec(rotary_size=32), batch_invariant="batch",
+    )  # fmt: skip
+    group = LayerGroup(select(spec, "cpu", backend=f"store={store}"))
+    scales = {"k_scale": 0.03, "v_scale": 0.02} if stored != "auto" else {}
+    layer = Attention(group, rotate=True, **scales)
+    assert group.selection.backend("store").name == store  # type: ignore[union-attr]
+    dice, lens = torch.Generator().manual_seed(SEED), [37, 1, 16, 5, 90]
+    given = [
+        torch.randn(sum(lens), heads, 48, generator=dice).bfloat16()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    table = torch.randperm(30, generator=dice).view(5, 6).int()
+
+    def step(cache: KVCache, some: list[int]) -> list[Tensor]:
+        batch = Batch.from_lens(
+            [lens[i] for i in some], [lens[i] for i in some], table[some], BLOCK
+        )
+        rows = (torch.cat([part.split(lens)[i] for i in some]) for part in given)
+        out = layer(*rows, cache, group.plan(batch))
+        assert isinstance(out, Tensor)
+        return list(out.split([lens[i] for i in some]))
+
+    whole, alone = (group.allocate_cache(30) for _ in range(2))
+    for pages in (whole.key, whole.value, alone.key, alone.value):
+        pages.view(torch.uint8).zero_()
+    order = [3, 0, 4, 1, 2]
+    for i, found in zip(order, step(whole, order), strict=True):
+        assert torch.equal(step(alone, [i])[0], found), i
+    for pages, its in ((whole.key, alone.key), (whole.value, alone.value)):
+        assert pages.view(torch.uint8).any()
+        assert torch.equal(pages.view(torch.uint8), its.view(torch.uint8))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
+def test_ten_thousand_regroupings_change_no_bit(backend: str, dtype: str) -> None:
+    """Of 14 requests, decodes, drafts, chunks and prompts, some of them in any order and repeated."""
+    asked = [(1, 1), (1, 16), (1, 17), (1, 300), (1, 900), (2, 40), (3, 513), (4, 64), (8, 8), (9, 256),
+             (17, 500), (33, 33), (65, 90), (1, 33)]  # fmt: skip
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, batch_invariant="batch"
+    )
+    layer = Attention(LayerGroup(select(spec, "cpu", backend=backend)))
+    dice = torch.Generator().manual_seed(SEED)
+    cache = layer.group.allocate_cache(14 * 57)
+    for pages in (cache.key, cache.value):
+        pages.copy_(torch.randn(pages.shape, generator=dice))
+    table = torch.randperm(14 * 57, generator=dice).view(14, 57).int()
+    query = [
+        torch.randn(q, HEADS, SIZE, generator=dice).to(getattr(torch, dtype)) for q, _ in asked
+    ]
+
+    def attended(some: list[int]) -> list[Tensor]:
+        queries, lens = zip(*(asked[i] for i in some), strict=True)
+        starts = torch.tensor([0, *queries]).cumsum(0).tolist()
+        plan = layer.group.plan(Batch(starts, list(lens), table[some]))
+        out = layer(torch.cat([query[i] for i in some]), None, None, cache, plan)
+        assert isinstance(out, Tensor)
+        return list(out.split(queries))
+
+    alone = [attended([i])[0] for i in range(len(asked))]
+    for _ in range(10_000):
+        count = int(torch.randint(2, 10, (), generator=dice))
+        some = torch.randint(0, len(asked), (count,), generator=dice).tolist()
+        for i, found in zip(some, attended(some), strict=True):
+            assert torch.equal(found, alone[i]), f"request {i} of {some}"

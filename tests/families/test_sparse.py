@@ -25,6 +25,7 @@ from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.sparse import pages, planning, reference, torch_index
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step.cost import batch_cost
 from polyattn.settings import current
 from polyattn.workload.base import workload
 from polyattn.workload.pages import bits
@@ -327,3 +328,25 @@ def test_who_indexes_is_selected_and_told() -> None:
     with pytest.raises(SelectionError, match="index_fp8_scaled"):
         select(layer_for(INDEXERS["scaled"], "bfloat16"), "a100", backend="index=TRITON_INDEX")
     assert select(DSA, "cpu").decision.backend("index") is None
+
+
+def test_layers_know_whose_choice_they_attend_to() -> None:
+    """GLM-5.2's way: a layer without an indexer shares the choice of the nearest before it."""
+    full = layer_for(INDEXERS["tokens"], "float32")
+    shared = full.replace(indexer=None)
+    dense = LayerSpec(num_heads=1, head_size=64, dtype="float32")
+    specs = [dense, shared, full, shared, shared, dense, full, shared]
+    groups = {g.spec: g.choice_source for g in polyattn.select_layers(specs, "x86-avx512")}
+    assert groups == {dense: (None, None), full: (2, 6), shared: (None, 2, 2, 6)}
+    steps = {s.question: s.answer for s in select(full, "x86-avx512").decision.steps}
+    assert "128 bytes of index key for each token" in steps["Who chooses the keys?"]
+
+
+def test_the_roofline_counts_the_index() -> None:
+    indexer = replace(INDEXERS["entries"], cache_dtype="fp8_scaled")
+    spec = layer_for(indexer, "bfloat16")
+    batch = Batch.from_lens([2, 1], [9, 100])
+    more, less = (batch_cost(s, batch) for s in (spec, spec.replace(indexer=None)))
+    # Entries of 4 tokens: of the tokens at 7 and 8 two each, of the last one 25; 36 bytes a key.
+    assert more.flops - less.flops == 2 * (2 + 2 + 25) * 4 * 32
+    assert more.bytes - less.bytes == (2 + 25) * 36 + 3 * 4 * (32 * 2 + 4)

@@ -198,7 +198,8 @@ def latents(topk: int | None) -> Any:
 
 KINDS = (
     "NATIVE_ATTN", "NATIVE_MLA", "TRITON_ATTN", "TRITON_ATTN, captured",
-    "TRITON_ATTN, shared prefixes", "TRITON_MLA", "PALLAS_ATTN", "HPU_ATTN",
+    "TRITON_ATTN, shared prefixes", "TRITON_ATTN, invariant", "TRITON_MLA", "PALLAS_ATTN", "HPU_ATTN",
+    "steps taken apart",
 )  # fmt: skip
 
 

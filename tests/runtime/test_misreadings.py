@@ -23,11 +23,8 @@ from polyattn import (
     StepGraphs,
     StepSize,
     attention,
-    choose_pages,
     deberta_buckets,
     discover,
-    page_bounds,
-    page_scores,
     select,
     select_layers,
     shared_prefixes,
@@ -159,14 +156,6 @@ CHOICES = [
     refused(SpecError, "bidirectional='no' must be", t5_buckets, bidirectional="no"),
     refused(SpecError, "num_buckets=-1", deberta_buckets, -1),
     refused(SpecError, "max_distance=17 must be an integer, 18", deberta_buckets, 32, 17),
-    refused(BatchError, "count=-1 must be", choose_pages, zeros(4, 5), -1),
-    refused(BatchError, "scores is (5,) of", choose_pages, zeros(5), 1),
-    refused(BatchError, "scores=[1] must be a tensor", choose_pages, [1], 1),
-    refused(BatchError, "page_size=2.0 must be", page_bounds, zeros(5, 2, 8), 2.0),
-    refused(BatchError, "keys is (0, 2, 8)", page_bounds, zeros(0, 2, 8), 2),
-    refused(BatchError, "query is (4, 8) of torch.float32; it must be (a multiple of 3, 8)",
-            page_scores, zeros(4, 8), zeros(5, 3, 8), zeros(5, 3, 8)),
-    refused(BatchError, "high is (5, 1, 8)", page_scores, zeros(4, 8), zeros(5, 2, 8), zeros(5, 1, 8)),
 ]  # fmt: skip
 
 

@@ -493,6 +493,17 @@ def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:
         check_plan(backend, captured, first)
 
 
+def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
+    """Four sequences' tiles are more than one sequence's of as many tokens."""
+    backend = triton(BASE.replace(graph_capture="any"))
+    first = step_of([900, 0, 0, 0], [2000, 9, 700, 64])
+    later = step_of([257, 257, 257, 129], [300, 2000, 257, 226])
+    first.num_contexts = later.num_contexts = 4
+    captured = backend.plan(first)
+    backend.plan(later, captured)
+    assert check_plan(backend, captured, later)
+
+
 MASKS: list[dict[str, Any]] = [
     {}, {"causal": False}, {"sliding_window": 5}, {"sliding_window": 5, "causal": False},
     {"sliding_window": 4, "sink_tokens": 3}, {"chunk_size": 7}, {"chunk_size": 9, "sliding_window": 4},

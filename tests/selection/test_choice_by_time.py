@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
         "format": FORMAT, "device": device, "measured": "2026-01-01", "versions": {"torch": _torch()},
         "models": [
             {
-                "backend": m.backend, "kind": m.kind, "layer": {"head_size": 32}, "of": ["torch"],
+                "backend": m.backend, "kind": m.kind, "of": ["torch"],
+                "layer": {"head_size": 32} | ({"batch_invariant": m.level} if m.level else {}),
                 "overlap": m.overlap, "whole": m.whole,
                 "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
             }
@@ -269,6 +271,22 @@ def test_the_cost_of_invariance_is_said(table: Any, caplog: pytest.LogCaptureFix
     name = said.decision.decode
     assert f"costs: {name} runs decode, not HPU_ATTN; for a decode of 32" in said.explain()
     assert "1,330.0 us are predicted, 133.0 times 10.0 us" in caplog.text
+
+
+def test_the_cost_of_a_level_that_was_measured_apart_is_said(table: Any) -> None:
+    """Of one backend with it and without it; no other level's, and not the free layer's times."""
+    name = select(SPEC.replace(batch_invariant="batch"), "cpu").decision.decode
+    table([
+        *(model(name, kind, launch=10) for kind in KINDS),
+        *(replace(model(name, kind, launch=30), level="batch") for kind in KINDS),
+        *(replace(model(name, kind, launch=70), level="steps") for kind in KINDS),
+    ])  # fmt: skip
+    said = select(SPEC.replace(batch_invariant="batch"), "cpu", backend=name).explain()
+    assert f"'batch' costs: {name} runs decode, without it too; for a decode of 32" in said
+    assert "30.0 us are predicted, 3.0 times 10.0 us" in said and "70.0" not in said
+    free = select(SPEC, "cpu", backend=name)
+    assert {m.coefficients[0] for m in free.timings} <= {10.0}
+    assert "costs" not in free.explain()
 
 
 def test_a_refusal_names_who_can_at_what_level_and_time(table: Any) -> None:

@@ -5,14 +5,15 @@ from polyattn.api import select_layers as select_layers
 from polyattn.device import Device as Device
 from polyattn.errors import PolyattnError as PolyattnError
 from polyattn.families.attention.layer import Attention as Attention
-from polyattn.families.attention.quest import choose_pages as choose_pages
-from polyattn.families.attention.quest import page_bounds as page_bounds
-from polyattn.families.attention.quest import page_scores as page_scores
 from polyattn.families.attention.stateless.function import attention as attention
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
+from polyattn.families.sparse.compressor import Compressor as Compressor
+from polyattn.families.sparse.compressor import Entries as Entries
 from polyattn.families.sparse.indexer import Indexer as Indexer
 from polyattn.families.sparse.layer import SparseAttention as SparseAttention
+from polyattn.families.sparse.union import Stream as Stream
+from polyattn.families.sparse.union import UnionAttention as UnionAttention
 from polyattn.registry.capabilities import Capabilities as Capabilities
 from polyattn.registry.capabilities import Rejection as Rejection
 from polyattn.registry.devices import resolve_device as resolve_device
@@ -59,6 +60,7 @@ from polyattn.spec.layer import LayerSpec as LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
+from polyattn.spec.sparse import CompressorSpec as CompressorSpec
 from polyattn.spec.sparse import IndexerSpec as IndexerSpec
 from polyattn.spec.sparse import SparseSpec as SparseSpec
 from polyattn.spec.variant import AttentionVariant as AttentionVariant

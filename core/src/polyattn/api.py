@@ -23,7 +23,7 @@ from polyattn.selection.invariance import costs, described
 from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
 from polyattn.selection.tree import Facts, as_built, decide
 from polyattn.settings import PHASE_SCOPES, Settings, current
-from polyattn.spec.decompose import group_layers, kv_sources
+from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
 from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat, rows_of
@@ -230,6 +230,7 @@ def select_layers(
             tuple(layers),
             select(spec, device, settings=settings, verify=verify),
             kv_sources(specs, layers),
+            choice_sources(specs, layers),
         )
         for spec, layers in group_layers(specs).items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 TOKENS, BLOCK = 40, 16
 TABLE = torch.tensor([[3, 0, 2]], dtype=torch.int32)
 CHUNKS = (13, 14, 1, 1, TOKENS - 29)
+SINGLE = (1,) * TOKENS
+REJECTED = (13, -5, 1, -3, 2, -4, 4, -1, 1, -6, TOKENS - 21)
+"""Below zero: so many drafts, all of which are rejected, before the next step's tokens."""
 INDEX = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16, "num_hidden_layers": 3}
 """16 heads, so that no two scores are equal; a quarter of the keys at most."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -148,12 +152,15 @@ class Ours:
 
 
 def model_of(model_type: str) -> Any:
-    """Return a tiny model, none of whose weights is at its neutral start."""
-    config = tiny_config(model_type, **MODELS[model_type])
-    model = build(config)
+    """Return a tiny model of the type."""
+    return stirred(build(tiny_config(model_type, **MODELS[model_type])))
+
+
+def stirred(model: Any) -> Any:
+    """Return a model none of whose weights is at its neutral start."""
     generator = torch.Generator().manual_seed(5)
     for name, weight in model.named_parameters():
-        if weight.ndim == 1 and "A_log" not in name:
+        if (weight.ndim == 1 and "A_log" not in name) or not weight.any():
             weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
     model.set_attn_implementation("eager")
     return model
@@ -174,6 +181,15 @@ def run(model: Any, tokens: Tensor, steps: tuple[int, ...], ours: Ours | None) -
     for new in steps:
         if ours is not None:
             ours.past = past
+        if new < 0:  # transformers' cache is put back; ours has what the drafts left in it
+            drafts, before = tokens[:, past : past - new].flip(1), copy.deepcopy(cache)
+            lengths = {name: len(parts) for name, parts in seen.items()}
+            with torch.no_grad():
+                model(drafts, past_key_values=cache, use_cache=True)
+            for name, count in lengths.items():
+                del seen[name][count:]
+            cache = before
+            continue
         with torch.no_grad():
             step = model(tokens[:, past : past + new], past_key_values=cache, use_cache=True)
         logits.append(step.logits if "logits" in step else step.last_hidden_state)
@@ -183,13 +199,12 @@ def run(model: Any, tokens: Tensor, steps: tuple[int, ...], ours: Ours | None) -
     return [torch.cat(logits, 1), *(torch.cat(parts, 1) for parts in seen.values())]
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_layers_and_logits(model_type: str) -> None:
-    """A whole prompt; chunks with single tokens among them, over a cache of ours."""
+def compare(model_type: str, *ways: tuple[int, ...]) -> None:
+    """Compare layers and logits with transformers' own, of one whole prompt."""
     model = model_of(model_type)
     tokens = torch.randint(3, 60, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     wanted = run(model, tokens, (TOKENS,), None)
-    for steps in ((TOKENS,), CHUNKS):
+    for steps in ways:
         ours = Ours(model)
         with ours.inside():
             found = run(model, tokens, steps, ours)
@@ -198,3 +213,15 @@ def test_layers_and_logits(model_type: str) -> None:
             error = (one - other).abs().max() / other.abs().max()
             assert error < 1e-5, (steps, float(error))
         assert torch.equal(found[0].argmax(-1), wanted[0].argmax(-1))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_layers_and_logits(model_type: str) -> None:
+    """A whole prompt; chunks with single tokens among them, over a cache of ours."""
+    compare(model_type, (TOKENS,), CHUNKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_single_tokens_and_rejected_drafts(model_type: str) -> None:
+    compare(model_type, SINGLE, REJECTED)

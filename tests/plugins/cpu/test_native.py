@@ -418,3 +418,13 @@ def test_rows_that_come_with_others_have_the_bits_that_they_have_alone(
         fewer.query, fewer.queries = step.query[700 - rows :], [rows, 3]
         for found, whole in zip(fewer.run(threads=2), (out, lse), strict=True):
             assert torch.equal(found, whole[700 - rows :])
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": "float32"}, {"sliding_window": 9}])
+def test_the_first_level_costs_nothing(fields):
+    """What the library is told of the layer is what it is told without a level: the same kernels run."""
+    from polyattn_cpu.native.attention import layer_bytes
+
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, **fields)
+    assert layer_bytes(spec.replace(batch_invariant="batch")) == layer_bytes(spec)
+    assert layer_bytes(spec.replace(batch_invariant="steps")) != layer_bytes(spec)

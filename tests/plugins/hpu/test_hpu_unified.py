@@ -216,6 +216,14 @@ def test_a_block_at_two_places_is_two_entries() -> None:
     agree(made, True, EXACT)
 
 
+def test_a_bucket_may_reach_beyond_the_cache() -> None:
+    """Nine blocks, all of the cache, in a bucket of ten that is a slice of it."""
+    made = step([1] * 9, [3] * 9, [[i] for i in range(9)])
+    bucket = made.metadata(rounding=Rounding()).bucket
+    assert bucket.contiguous and bucket.unique > made.cache.num_blocks
+    agree(made, True, Rounding())
+
+
 def test_nan_stays_with_its_request() -> None:
     """Keys and values of one request turn NaN and Inf: nobody else's output changes by a bit."""
     made = step(

@@ -74,7 +74,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the environment": lambda: {
         name: value
         for name, value in os.environ.items()
-        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_"))  # the compiler's own
+        # The compilers' own: JAX 0.11 sets Mosaic's when Pallas is imported.
+        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "MOSAIC_GPU_"))
     },
     "the working directory": os.getcwd,
     "the mask of new files": lambda: _umask(),

@@ -38,7 +38,7 @@ class Entry:
     def speaks_of(self, spec: LayerSpec) -> bool:
         """Whether the model is for layers like this: of its class, whatever their heads."""
         theirs = layer_class(spec)
-        return all(theirs[name] == value for name, value in self.layer)
+        return all(theirs.get(name) == value for name, value in self.layer)
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,13 @@ class TimingTable:
         """
         if not self.is_for(device):
             return ()
+        found = [e for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)]
+        at_level = {(e.model.backend, e.model.kind) for e in found if e.model.level}
+        # Where a backend was measured at the layer's level, that counts.
         return tuple(
-            e.model for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)
+            e.model
+            for e in found
+            if e.model.level or (e.model.backend, e.model.kind) not in at_level
         )
 
     def notes(self, device: Device) -> list[str]:
@@ -101,8 +106,9 @@ class Timings:
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
-    """Return what a model's layers have in common."""
-    return {
+    """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for."""
+    level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
+    return level | {
         "kind": spec.kind.value,
         "dtype": spec.dtype,
         "stored": spec.stored_dtype,
@@ -226,11 +232,13 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
-    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole)
+    level = str(layer.get(LEVEL, ""))
+    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole, level)
     return model, tuple(sorted(layer.items())), of
 
 
-_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size"}
+LEVEL = "batch_invariant"
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL}
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:

@@ -40,15 +40,21 @@ def times(
 
 
 def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:
-    """Return a line for each phase that would use another backend if bits could depend on the batch."""
+    """Return a line for each phase that costs more than if bits could depend on the batch, or may.
+
+    Another backend runs it then, or the same one was measured at the level. `models`: as in `times`.
+    """
     models, lines = tuple(models), []
-    others = times(free, models)
+    others = times(free, free.timings or models)
+    measured = {(m.backend, m.kind) for m in models if m.level}
     level = invariant.spec.batch_invariant.name.lower()
     for phase, (name, us) in times(invariant, models).items():
         other, its = others[phase]
-        if name == other:
+        _, queries, lens = STEPS[phase]
+        if name == other and (name, kind_of_step(queries, lens)) not in measured:
             continue
-        line = f"batch_invariant={level!r} costs: {name} runs {phase}, not {other}; "
+        beside = "without it too" if name == other else f"not {other}"
+        line = f"batch_invariant={level!r} costs: {name} runs {phase}, {beside}; "
         if us is None or its is None:
             unknown = " and ".join(n for n, t in ((name, us), (other, its)) if t is None)
             line += f"no timing table of this device has {unknown}"

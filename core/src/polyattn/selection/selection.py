@@ -264,6 +264,8 @@ class SelectedLayers:
         layers: their indices in the model.
         selection: what was selected.
         kv_source: for each layer the index of the layer whose cache it reads, most often its own.
+        choice_source: for each layer the index of the layer whose indexer chooses its keys; None: it
+            attends to no choice, or no layer has an indexer.
 
     Examples:
         >>> (group,) = select_layers([LayerSpec(num_heads=8, head_size=64)] * 2, "x86-avx512")
@@ -276,6 +278,7 @@ class SelectedLayers:
     layers: tuple[int, ...]
     selection: Selection
     kv_source: tuple[int, ...]
+    choice_source: tuple[int | None, ...]
 
     def num_caches(self, count: int) -> int:
         """Return how many caches the first layers need.

@@ -273,7 +273,18 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         size = sparse_blocks(spec)[1]
         answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
         steps.append(Step("Does each call choose the keys?", answer))
+    if spec.chooses:
+        steps.append(Step("Who chooses the keys?", _chooser(spec)))
     return steps
+
+
+def _chooser(spec: LayerSpec) -> str:
+    """Return who chooses, and what a token of context costs its index."""
+    if spec.indexer is None:
+        return "another layer's indexer, or the caller"
+    size, m = spec.indexer.key_bytes(spec.dtype), spec.indexer.tokens_per_entry
+    each = f"{m} tokens" if m > 1 else "token"
+    return f"its indexer, {spec.indexer}; {size} bytes of index key for each {each} of context"
 
 
 def _judge(

@@ -240,6 +240,20 @@ def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
     return groups
 
 
+def choice_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int | None, ...]:
+    """Return for each of `layers` the index of the layer whose indexer chooses for it; None: nobody's.
+
+    That is the layer itself, or the nearest one before it that has an indexer.
+    """
+    found: list[int | None] = []
+    for index in layers:
+        spec, source = specs[index], index
+        while source >= 0 and specs[source].indexer is None:
+            source -= 1
+        found.append(source if spec.chooses and source >= 0 else None)
+    return tuple(found)
+
+
 def kv_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int, ...]:
     """Return for each of `layers` the index of the layer whose cache it reads."""
     sources = ((index, specs[index].kv_source) for index in layers)

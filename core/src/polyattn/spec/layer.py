@@ -254,6 +254,11 @@ class LayerSpec:
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
+    def chooses(self) -> bool:
+        """Whether a token attends to a choice of keys, which each call brings."""
+        return self.sparse is not None or bool(self.latent and self.latent.topk)
+
+    @property
     def in_rows(self) -> bool:
         """Whether the cache holds rows of bytes, in a format of `row_formats()`."""
         return self.kv_cache_dtype not in KV_CACHE_DTYPES

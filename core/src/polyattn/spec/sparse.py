@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError, choice, flag, integer, number
+from polyattn.spec.kinds import ITEM_BYTES
 
 SCOPES = ("all", "kv_head", "head")
 """Which heads share one choice: all heads, a KV head's query heads, or one query head."""
@@ -179,10 +180,19 @@ class IndexerSpec:
         }
         return frozenset(name for name, asked in asks.items() if asked)
 
-    @property
-    def key_bytes(self) -> int:
-        """The bytes of a key in a cache of `fp8_scaled`: its elements and its scale."""
-        return self.head_size + 4
+    def key_bytes(self, dtype: str) -> int:
+        """Return the bytes of an entry's index key.
+
+        Args:
+            dtype: the layer's.
+
+        Returns:
+            The bytes in a cache of `cache_dtype`, a scale included.
+
+        """
+        if self.cache_dtype == "auto":
+            return self.head_size * ITEM_BYTES[dtype]
+        return self.head_size + (4 if self.cache_dtype == "fp8_scaled" else 0)
 
     def __str__(self) -> str:
         """How it chooses, in a few words, for `explain`."""
@@ -193,3 +203,62 @@ class IndexerSpec:
         words += [f"entries of {self.tokens_per_entry}"] if self.tokens_per_entry > 1 else []
         words += [self.cache_dtype] if self.cache_dtype != "auto" else []
         return " ".join(words)
+
+
+REDUCTIONS = ("softmax", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """How the tokens of a group become one entry of a cache (DeepSeek-V4, 2026).
+
+    Attributes:
+        size: elements of an entry.
+        tokens_per_entry: m: entry e is of tokens e * m to e * m + m - 1.
+        reduction: of a group's rows, element by element: `"softmax"`, weighted by a softmax of the rows'
+            gates; or `"mean"`.
+        overlap: an entry pools the group before its own as well. A token's row then has twice the size:
+            first its part of the next entry, then that of its own.
+        drafts: tokens of a step that may be rejected; the states keep so many rows more.
+
+    Raises:
+        SpecError: a value or a combination describes no compressor.
+
+    Examples:
+        >>> CompressorSpec(size=512, tokens_per_entry=4, overlap=True).capacity
+        8
+
+    """
+
+    size: int
+    tokens_per_entry: int
+    reduction: str = "softmax"
+    overlap: bool = False
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        integer("compressor.size", self.size, 1)
+        integer("compressor.tokens_per_entry", self.tokens_per_entry, 1)
+        integer("compressor.drafts", self.drafts, 0)
+        choice("compressor.reduction", self.reduction, REDUCTIONS)
+        flag("compressor.overlap", self.overlap)
+        if self.overlap and self.reduction == "mean":
+            raise SpecError(
+                "compressor.overlap=True: the group before the first has no rows, which only a softmax "
+                "leaves out; use reduction='softmax'"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many groups of tokens an entry pools."""
+        return 2 if self.overlap else 1
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's row, and of its gates."""
+        return self.size * self.groups
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence's state holds."""
+        return self.tokens_per_entry * self.groups + self.drafts

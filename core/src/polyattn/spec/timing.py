@@ -29,7 +29,8 @@ class TimingModel:
     behind one another, so that the largest of the three counts; else they add up. `error`: the median
     relative error on points that it was not fitted to. `margin`: by how much it must be predicted to
     be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
-    predictions are off by changes no choice.
+    predictions are off by changes no choice. `level`: of `batch_invariant`, at which it was measured;
+    empty: none.
     """
 
     backend: str
@@ -40,6 +41,7 @@ class TimingModel:
     source: str = ""
     margin: float = 0.0
     whole: int = 0
+    level: str = ""
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

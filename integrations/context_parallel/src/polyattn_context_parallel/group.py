@@ -74,8 +74,8 @@ class ContextGroup:
         try:
             self._check()
             self._load()
-        except Exception as found:
-            error = found
+        except Exception as failure:
+            error = failure
         note = f"{self.spec.to_json()} {group.cache_format} {keys} {prefill} {merge}"
         digest = hashlib.sha256(note.encode()).hexdigest()[:8]
         words = f"{self.spec}, keys={keys!r}, prefill={prefill!r}, merge={merge!r}, {digest}"
@@ -149,8 +149,8 @@ class ContextGroup:
 
     def tokens(self, batch: Batch) -> Tensor:
         """Return which of the step's tokens this rank has with `queries="own"`, int64, in order."""
-        found = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
-        return torch.from_numpy(found).to(batch.device)
+        positions = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
+        return torch.from_numpy(positions).to(batch.device)
 
     def plan(self, batch: Batch, queries: Queries = "all") -> ContextPlan:
         """Prepare one step for every layer, on every rank at the same time.
@@ -172,17 +172,17 @@ class ContextGroup:
 
     def _together(self, what: str, note: str, make: Callable[[], T]) -> T:
         """Return what this rank makes, where every rank could make it and means the same."""
-        context, made, error = self.context, None, None
+        context, result, error = self.context, None, None
         try:
-            made = make()
-        except Exception as found:
-            error = found
+            result = make()
+        except Exception as failure:
+            error = failure
         if context.checks:
             context.agree(what, note, error)
         elif error is not None:
             context.break_off(error)
             raise error
-        return cast(T, made)
+        return cast(T, result)
 
     def _check_batch(self, batch: Batch, queries: str) -> None:
         if queries not in get_args(Queries):

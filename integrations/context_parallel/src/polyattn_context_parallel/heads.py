@@ -70,19 +70,19 @@ class HeadsStep(ContextStep):
         self, layer: Layer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache
     ) -> Found:
         latent = layer.spec.latent is not None
-        given = [query, key, value]
-        for index, tensor in enumerate(given):
+        tensors = [query, key, value]
+        for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             if index and latent:
-                given[index] = self._all_tokens(tensor) if self.own else tensor
+                tensors[index] = self._all_tokens(tensor) if self.own else tensor
             elif self.own:
-                given[index] = self._swap(tensor)
+                tensors[index] = self._swap(tensor)
             else:
                 mine = own_heads(tensor.shape[1], self.context.rank, self.context.size)
-                given[index] = tensor[:, mine].contiguous()
-        found: Any = layer(*given, cache, self.plan)
-        out, lse = found if isinstance(found, tuple) else (found, None)
+                tensors[index] = tensor[:, mine].contiguous()
+        result: Any = layer(*tensors, cache, self.plan)
+        out, lse = result if isinstance(result, tuple) else (result, None)
         if self.by_heads:
             return out, lse
         if self.own:

@@ -124,9 +124,9 @@ class ContextParallel:
 
     def longest(self, seconds: float) -> float:
         """Return the largest of the ranks' numbers, the same on all of them."""
-        found = torch.tensor([seconds], dtype=torch.float32, device=self.device)
-        self._do(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group))
-        return float(found)
+        longest = torch.tensor([seconds], dtype=torch.float32, device=self.device)
+        self._do(lambda: dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group))
+        return float(longest)
 
     def numbers(self, own: list[int]) -> list[list[int]]:
         """Return every rank's list of as many integers."""

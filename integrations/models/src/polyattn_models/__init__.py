@@ -94,10 +94,10 @@ def model_layers(
         reader = towers(assume)  # a wrapper of another type, around a text tower of this one
         cfg.read.update(values)
     try:
-        found = reader(cfg)
+        layers = reader(cfg)
         check_fields(cfg, assume is not None, ignore, strict)
         if kv_cache_dtype in (None, "auto"):
             kv_cache_dtype = cache_dtype_of(cfg)
-        return model_of(source, model, found, kv_cache_dtype)
+        return model_of(source, model, layers, kv_cache_dtype)
     except SpecError as error:
         raise ConfigError(f"{source}: {error}") from error

@@ -66,7 +66,7 @@ def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     model_type, names = LAYERS[kind]
     _check(values, MODEL, MODEL_ONLY, source, "")
     _check(layer, {*names, *BESIDE, *ONLY}, ONLY, source, "ssm_cfg.")
-    given = {ours: layer.get(theirs, default) for theirs, (ours, default) in names.items()}
+    fields = {ours: layer.get(theirs, default) for theirs, (ours, default) in names.items()}
     out = {
         "model_type": model_type,
         "hidden_size": values["d_model"],
@@ -76,13 +76,13 @@ def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         "residual_in_fp32": values.get("residual_in_fp32", True),
         "tie_word_embeddings": values.get("tie_embeddings", True),
         **{name: values[name] for name in ("torch_dtype", "dtype") if name in values},
-        **given,
+        **fields,
     }
-    width = _positive(given["expand"], source, "ssm_cfg.expand") * _positive(
+    width = _positive(fields["expand"], source, "ssm_cfg.expand") * _positive(
         values["d_model"], source, "d_model"
     )
     if model_type == "mamba2":
-        size = _positive(given["head_dim"], source, "ssm_cfg.headdim")
+        size = _positive(fields["head_dim"], source, "ssm_cfg.headdim")
         if width % size:
             raise ConfigError(
                 f"{source}: ssm_cfg.headdim={size!r} doesn't divide expand x d_model = {width}"

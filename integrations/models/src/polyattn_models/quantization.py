@@ -146,9 +146,9 @@ def cache_scales(folder: str | Path) -> dict[int, dict[str, Any]]:
                 f"{path}: can't be read, or is truncated: {describe(error)}"
             ) from error
         for name, tensor in tensors.items():
-            found = SCALE.search(name)
-            assert found is not None
-            which = "kv" if found["both"] else found["one"] or found["out"]
+            match = SCALE.search(name)
+            assert match is not None
+            which = "kv" if match["both"] else match["one"] or match["out"]
             values = tensor.float().flatten()
             if not all(math.isfinite(value) and value > 0 for value in values.tolist()):
                 raise ConfigError(
@@ -156,7 +156,7 @@ def cache_scales(folder: str | Path) -> dict[int, dict[str, Any]]:
                     "the file where the checkpoint has no scale"
                 )
             scale = float(values) if values.numel() == 1 else values
-            scales.setdefault(int(found[1]), {}).update(
+            scales.setdefault(int(match[1]), {}).update(
                 {f"{letter}_scale": scale for letter in which}
             )
     return scales

@@ -39,14 +39,14 @@ class Step:
 
     def batch(self, sliding: bool, store: bool) -> Batch:
         """Return the step over the pool of sliding layers, or the other; made once."""
-        found = self._batches.get((sliding, store))
-        if found is None:
+        batch = self._batches.get((sliding, store))
+        if batch is None:
             longest = max(self.lens, default=0)
             table, slots = self.table(longest, self.slots[: self.tokens], sliding)
-            found = self._batches[sliding, store] = Batch(
+            batch = self._batches[sliding, store] = Batch(
                 [0, *accumulate(self.query_lens)], self.lens, table, slots if store else None
             )
-        return found
+        return batch
 
 
 class ServedAttention:
@@ -111,7 +111,7 @@ class ServedAttention:
         sliding = window is not None and window > -1
         decoder = layer.attn_type.value == "decoder"
         level: bool | str = self.deterministic and ("steps" if decoder else "batch")
-        asked = CallOptions(
+        options = CallOptions(
             decoder, float(layer.scaling), window + 1 if sliding else None,
             logit_soft_cap=layer.logit_cap or None, batch_invariant=level,
         )  # fmt: skip
@@ -120,25 +120,25 @@ class ServedAttention:
             v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]
         cache = None
         if layer.attn_type.value == "encoder_only":
-            group = self._group(query, layer, asked, sinks, cached=False)
+            group = self._group(query, layer, options, sinks, cached=False)
             plan: Any = plan_lengths(group, tuple(step.query_lens), tuple(step.query_lens))
         else:
             cache = self._cache(layer, q)
-            group = self._group(query, layer, asked, sinks, block_size=self.page)
+            group = self._group(query, layer, options, sinks, block_size=self.page)
             group.check_format(cache.format)
             if not store:  # what shares another layer's cache attends to what that one stored
                 k = v = None
             plan = group.plan_for(step.batch(sliding, k is not None))
         LEDGER.count(plan.group)
-        found, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
-        out[:tokens] = found.flatten(1)
+        result, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
+        out[:tokens] = result.flatten(1)
         return out
 
     def _group(
-        self, query: Tensor, layer: Any, asked: CallOptions, sinks: Tensor | None, **more: Any
+        self, query: Tensor, layer: Any, options: CallOptions, sinks: Tensor | None, **more: Any
     ) -> LayerGroup:
         return group_for_call(
-            query, layer.tp_k_head_num, layer.v_head_dim, asked, sinks is not None, False, **more
+            query, layer.tp_k_head_num, layer.v_head_dim, options, sinks is not None, False, **more
         )
 
     def _cache(self, layer: Any, like: Tensor) -> KVCache:

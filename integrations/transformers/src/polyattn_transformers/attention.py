@@ -54,8 +54,8 @@ def attention(
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
     if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
-        asked = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
-        return _invariant(module, query, key, value, attention_mask, asked, sinks, why), None
+        call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
+        return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None
     if why is None and torch.compiler.is_compiling():
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
@@ -84,7 +84,7 @@ def attention(
 
 def _invariant(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    asked: CallOptions, sinks: Tensor | None, why: str | None,
+    call_options: CallOptions, sinks: Tensor | None, why: str | None,
 ) -> Tensor:  # fmt: skip
     """Attend at the model's level of `batch_invariant`. Raises `PolyattnError` for all but whole rows."""
     level: Any = module._polyattn_invariance
@@ -96,9 +96,9 @@ def _invariant(
             f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
             "continuous_batching_manager"
         )
-    asked = asked._replace(batch_invariant=level)
+    call_options = call_options._replace(batch_invariant=level)
     return attend_dense(
-        query, key, value, asked, heads_first=True, sinks=sinks, count=LEDGER.count
+        query, key, value, call_options, heads_first=True, sinks=sinks, count=LEDGER.count
     )[0]
 
 
@@ -150,15 +150,15 @@ def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int
         )
     chosen = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
     chosen.scatter_(-1, indices.long(), True)
-    seen = mask if mask.dtype is torch.bool else mask == 0
-    return seen & chosen[:, None]
+    visible = mask if mask.dtype is torch.bool else mask == 0
+    return visible & chosen[:, None]
 
 
 @lru_cache(maxsize=256)
 def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
     """Return the eager attention of a model's file, and those of its arguments that aren't served."""
-    found = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
-    return found, frozenset(inspect.signature(found).parameters) - SERVED
+    own = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
+    return own, frozenset(inspect.signature(own).parameters) - SERVED
 
 
 TRAINING = ("gradients are asked for", "dropout")

@@ -42,10 +42,10 @@ def continuous_batching_manager(
     the cache on.
     """
     config = kwargs.get("continuous_batching_config")
-    asked = getattr(config, "use_cuda_graph", None)
-    if any(asked) if isinstance(asked, tuple) else asked:
+    graphs = getattr(config, "use_cuda_graph", None)
+    if any(graphs) if isinstance(graphs, tuple) else graphs:
         raise PolyattnError(
-            f"use_cuda_graph={asked}: continuous batching here plans each step on the host; leave it out"
+            f"use_cuda_graph={graphs}: continuous batching here plans each step on the host; leave it out"
         )
     host: Any = model
     if not host._supports_attention_backend:
@@ -105,8 +105,8 @@ def attend(
         keys, values = cache.update(key, value, layer, dict(kwargs))
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
-        given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        out = run_plan(step, flat[:tokens], *given, sinks=sinks)[0]
+        whole = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        out = run_plan(step, flat[:tokens], *whole, sinks=sinks)[0]
     LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])

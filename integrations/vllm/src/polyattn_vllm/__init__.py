@@ -31,9 +31,9 @@ def register() -> None:
 
 def _check_version() -> None:
     """Raise where vLLM is not of the versions that this distribution's metadata names."""
-    for found in integrations():
-        if found.distribution == "polyattn-vllm" and found.problem:
-            raise RuntimeError(f"{found.problem}; or leave it out: VLLM_PLUGINS= (empty)")
+    for integration in integrations():
+        if integration.distribution == "polyattn-vllm" and integration.problem:
+            raise RuntimeError(f"{integration.problem}; or leave it out: VLLM_PLUGINS= (empty)")
 
 
 def __getattr__(name: str) -> Any:

@@ -151,9 +151,9 @@ class Builder(AttentionMetadataBuilder[Step]):
             self._attach()
         common = common_attn_metadata
         cpu = self.device.type == "cpu"
-        given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert given is not None
-        starts, lens = common.query_start_loc_cpu.tolist(), given.tolist()
+        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
+        assert seq_lens is not None
+        starts, lens = common.query_start_loc_cpu.tolist(), seq_lens.tolist()
         captured = self.captured.get(common.num_reqs, {}) if _one_each(common) else {}
         if captured:  # a graph runs what is padding, too: rows of one token, and no keys
             lens = [n if b > a else 0 for n, (a, b) in zip(lens, pairwise(starts), strict=True)]

@@ -254,7 +254,7 @@ TRITON_INDEX = declared(
         kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
         phases=names("index"),
         dtypes=DTYPES,
-        head_sizes=multiples(4, high=256),
+        head_sizes=multiples(4, high=128),
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),

@@ -24,17 +24,24 @@ SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
 """Candidates that a program ranks where a few rows have more."""
-TILE = 64
+TILE = 128
 """Entries that a program scores at a time."""
+TILES = 8
+"""Tiles of a program that scores for one token."""
 PROMPT_TOKENS = 8
 """Tokens of a prompt for which a program scores a tile of entries."""
 CANDIDATES = 2048
 """Elements of a tile that is ranked."""
-OPTIONS = {"scores": {"num_warps": 4}, "select": {"num_warps": 8}}
-"""Launch options of the two kernels."""
+WARPS, STAGES, SELECT_WARPS = 4, 3, 8
+"""Of programs that score, how many loads of keys are in flight in them, and of programs that rank."""
 
 _score = Launcher(index_scores_kernel)
 _select = Launcher(index_select_kernel)
+
+
+def scores_options(arch: str) -> dict[str, Any]:
+    """Return `index_scores_kernel`'s launch options: AMD's shared memory holds one tile of keys."""
+    return {"num_warps": WARPS, "num_stages": STAGES if arch.startswith("sm_") else 1}
 
 
 def scores_constants(spec: LayerSpec, page_size: int, decode: bool) -> tuple[Any, ...]:
@@ -43,16 +50,23 @@ def scores_constants(spec: LayerSpec, page_size: int, decode: bool) -> tuple[Any
     assert indexer is not None
     return (
         indexer.num_heads, power(indexer.num_heads), indexer.head_size, power(indexer.head_size),
-        page_size, 1 if decode else PROMPT_TOKENS, TILE, indexer.activation == "relu",
-        indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
+        page_size, *((1, TILE, TILES) if decode else (PROMPT_TOKENS, TILE, 1)),
+        indexer.activation == "relu", indexer.fold == "weighted", indexer.fold == "none",
+        indexer.cache_dtype == "fp8_scaled", pooled(indexer),
     )  # fmt: skip
+
+
+def pooled(indexer: IndexerSpec) -> int:
+    """Return of how many entries the best score is written: of a candidate's, where a tile has them."""
+    return 1 if TILE % indexer.pool or indexer.within else indexer.pool
 
 
 def select_constants(indexer: IndexerSpec, listed: bool, last: bool) -> tuple[Any, ...]:
     """Return `index_select_kernel`'s constants, in its order. `last`: it writes the choice itself."""
-    pool = int(triton.next_power_of_2(indexer.pool))
+    left = indexer.pool // pooled(indexer)
+    pool = int(triton.next_power_of_2(left))
     return (
-        indexer.choices, indexer.forced_first, indexer.forced_last, indexer.pool, pool,
+        indexer.choices, indexer.forced_first, indexer.forced_last, left, pool,
         indexer.within or 0, max(16, CANDIDATES // pool), listed, indexer.tail and last,
     )  # fmt: skip
 
@@ -103,24 +117,26 @@ class TritonIndex(IndexBackend):
             scales = scales.view(torch.float32)[size * spec.head_size // 4 :]
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
+        entries, width = width, -(-width // pooled(spec))  # of a row of scores
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         constants = scores_constants(self.spec, size, decode)
         _score(
-            (-(-width // TILE), -(-tokens // constants[5]), 1),
+            (-(-entries // (TILE * constants[7])), -(-tokens // constants[5]), 1),
             (query, keys, scales, weights, table, seqs, ends, visible, scores),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
              keys.stride(0), keys.stride(0) // 4),
             (tokens, width, table.stride(0)),
             constants,
-            OPTIONS["scores"],
+            scores_options(self.device.arch),
         )  # fmt: skip
+        visible = -(-visible // pooled(spec))
         held, held_steps = visible, (0, 0)
         if spec.within is not None:
             assert frame.within is not None
-            held = _held(frame.within[rows], -(-width // spec.within))
+            held = _held(frame.within[rows], -(-entries // spec.within))
             held_steps = (held.stride(0), held.stride(1) if held.shape[1] > 1 else 0)
-        most = -(-width // spec.pool)
+        most = -(-entries // spec.pool)
         count = out.shape[2] - spec.tail
         parts = -(-most // PART)
         few = len(scores) < 4 * multiprocessors(query.device)
@@ -141,7 +157,7 @@ class TritonIndex(IndexBackend):
                 (ids.shape[-1] if second else 0, count if into is not out else out.shape[2],
                  width, each, programs),
                 select_constants(spec, second, into is out),
-                OPTIONS["select"],
+                {"num_warps": SELECT_WARPS},
             )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn.families.attention.roofline import visible_pairs
+from polyattn.families.sparse.roofline import index_cost
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost
@@ -28,4 +29,4 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     width = spec.num_heads * (spec.head_size + spec.v_head_size)
     size = STORAGE_DTYPES[spec.dtype].itemsize
     cached = rows * row_widths(spec.stored_dtype, latent.size, latent.rank)[0]
-    return Cost(flops, cached + batch.num_tokens * width * size)
+    return Cost(flops, cached + batch.num_tokens * width * size) + index_cost(spec, batch)

@@ -21,7 +21,7 @@ def index_cache_form(spec: LayerSpec) -> tuple[int, torch.dtype]:
     indexer = spec.indexer
     assert indexer is not None
     if indexer.cache_dtype == "fp8_scaled":
-        return indexer.key_bytes, torch.uint8
+        return indexer.key_bytes(spec.dtype), torch.uint8
     stored = spec.dtype if indexer.cache_dtype == "auto" else indexer.cache_dtype
     return indexer.head_size, STORAGE_DTYPES[stored]
 

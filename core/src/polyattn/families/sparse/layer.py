@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
+from polyattn.families.sparse.pages import newest
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
@@ -101,7 +102,7 @@ class SparseAttention(Layer):
         cache: KVCache,
         plan: StepPlan | Batch | None = None,
         *,
-        choice: Tensor,
+        choice: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values in `cache` and attend to the chosen ones.
@@ -114,7 +115,8 @@ class SparseAttention(Layer):
             plan: as `Attention.forward` takes it.
             choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
                 them, -1 for none. An id of what the token doesn't see counts as none; one that occurs
-                twice counts twice.
+                twice counts twice. None: the newest groups that the token sees, as many as the
+                budget: a window, or, of few enough, all.
             out: (num_tokens, num_heads, v_head_size), written and returned.
 
         Returns:
@@ -129,6 +131,8 @@ class SparseAttention(Layer):
         step = self.group.plan_for(plan)
         assert isinstance(step, SparseStep)
         check_tensor("query", query, self.group.torch_device)
+        if choice is None:
+            choice = newest(self.spec, step.batch)
         if out is None:
             out = query.new_empty(step.out_shape)
         lse = None

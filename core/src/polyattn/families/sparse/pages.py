@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
@@ -72,6 +73,24 @@ def visible_entries(
     """
     tokens = torch.minimum(positions + 1, lens) if causal else lens
     return tokens.clamp(min=0) // tokens_per_entry
+
+
+def newest(spec: LayerSpec, batch: Batch) -> Tensor:
+    """Return a choice of the newest groups that each token sees, as many as the budget."""
+    sparse = spec.sparse
+    assert sparse is not None
+    if sparse.physical:
+        raise BatchError(
+            "choice is missing: physical ids have no order in which some are the newest"
+        )
+    _, positions, lens = token_places(batch)
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    group = sparse.granularity
+    most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0
+    back = torch.arange(max(1, min(sparse.budget, most)), device=batch.device)
+    ids = (-(-visible // group) - 1)[:, None] - back
+    ids = ids.clamp(min=-1).int()[:, None]
+    return ids.expand(-1, sparse.choices(spec.num_heads, spec.num_kv_heads), -1).contiguous()
 
 
 def pages_of(

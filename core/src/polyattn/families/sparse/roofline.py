@@ -30,4 +30,21 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     choices = sparse.choices(spec.num_heads, spec.num_kv_heads)
     moved = int(read * stored * ITEM_BYTES[spec.stored_dtype])
     moved += batch.num_tokens * (spec.num_heads * width * item + 4 * choices * sparse.budget)
-    return Cost(2 * pairs * spec.num_heads * width, moved)
+    return Cost(2 * pairs * spec.num_heads * width, moved) + index_cost(spec, batch)
+
+
+def index_cost(spec: LayerSpec, batch: Batch) -> Cost:
+    """Return the products with index keys, and the bytes of those, of index queries and of the choice.
+
+    A sequence's keys are read once for all its tokens. Nothing where the layer has no indexer.
+    """
+    indexer, flops, moved = spec.indexer, 0, 0
+    if indexer is None:
+        return Cost(0, 0)
+    m, item = indexer.tokens_per_entry, STORAGE_DTYPES[spec.dtype].itemsize
+    for query, length in zip(batch.query_lens, batch.lens, strict=True):
+        seen = sum((position + 1) // m for position in range(max(length - query, 0), length))
+        flops += 2 * seen * indexer.num_heads * indexer.head_size
+        moved += (length // m) * indexer.key_bytes(spec.dtype) if query else 0
+    each = indexer.num_heads * (indexer.head_size * item + 4 * (indexer.fold == "weighted"))
+    return Cost(flops, moved + batch.num_tokens * each)

@@ -33,31 +33,31 @@ def search(
     memories = [
         GroupMemory(g, options, n) for g, n in zip(groups, _blocks(groups, options), strict=True)
     ]
-    found = BeamSearch(
+    beam_search = BeamSearch(
         model, memories, beams, max(r.output for r in requests), check_tokens=options.check_tokens
     )
     hypotheses: list[list[Hypothesis]] = []
     first = 0
     while first < len(requests):
-        count = _together(requests[first:], first, found, options)
+        count = _together(requests[first:], first, beam_search, options)
         wave = requests[first : first + count]
         prompts = [
             prompt_tokens(request, first + i, model.vocabulary, options.seed)
             for i, request in enumerate(wave)
         ]
-        hypotheses += found.run(prompts, [request.output for request in wave])
+        hypotheses += beam_search.run(prompts, [request.output for request in wave])
         first += count
     return {
         "beams": beams,
         "requests": len(requests),
-        "steps": found.steps,
-        "seconds": found.seconds,
+        "steps": beam_search.steps,
+        "seconds": beam_search.seconds,
         "generated_tokens": sum(request.output for request in requests),
-        "widest_decode": found.widest,
-        "most_blocks": found.most_blocks,
-        "blocks_copied": found.copied,
-        "checked_tokens": found.checker.checked,
-        "max_error": found.checker.worst,
+        "widest_decode": beam_search.widest,
+        "most_blocks": beam_search.most_blocks,
+        "blocks_copied": beam_search.copied,
+        "checked_tokens": beam_search.checker.checked,
+        "max_error": beam_search.checker.worst,
         "hypotheses": [
             [{"tokens": list(one.tokens), "score": one.score} for one in each]
             for each in hypotheses

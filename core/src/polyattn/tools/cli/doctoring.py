@@ -127,7 +127,7 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
 
 def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
     """Return the device of each platform that is here."""
-    found = {}
+    devices = {}
     for name, claimed in registry.platforms.items():
         try:
             device = ask_detector(claimed)
@@ -136,11 +136,11 @@ def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
             problems.append(f"{owner.origin}: platform {name}: {error} ({owner.removal})")
             continue
         if device is not None:
-            found[name] = device
-    if not found:
+            devices[name] = device
+    if not devices:
         remedy = "; ".join(registry.disabled) or 'install a plugin: pip install "polyattn[cpu]"'
         problems.append(f"no device is found; {remedy}")
-    return found
+    return devices
 
 
 def _backends(
@@ -173,17 +173,17 @@ def _backends(
 def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -> list[str]:
     """Return what is wrong with backends that settings name; none of them is ever replaced."""
     states = {row["name"]: row["state"] for row in rows}
-    found = []
+    faults = []
     for override in (override for source in settings.sources for override in source):
         try:
             state = states[registry.backend(override.backend).name]
         except PluginError as error:
             why = str(error).partition("\n")[0]  # what else is wrong is said beside it
-            found.append(f"{override.source}={override}: {why}")
+            faults.append(f"{override.source}={override}: {why}")
         else:
             if not state.startswith("ready"):
-                found.append(f"{override.source}={override} can't run here: {state}")
-    return found
+                faults.append(f"{override.source}={override} can't run here: {state}")
+    return faults
 
 
 def _timings(
@@ -194,15 +194,15 @@ def _timings(
     A table of another device is no problem, and neither is one that is out of date: priorities
     choose then. A file that isn't a table is a problem.
     """
-    found = timings(settings)
-    problems += found.broken
+    tables = timings(settings)
+    problems += tables.broken
     return [
         {
             "path": table.path, "device": table.device, "measured": table.measured,
             "models": len(table.entries), "here": any(table.is_for(d) for d in devices.values()),
             "ignored": [note for d in devices.values() for note in table.notes(d)],
         }
-        for table in found.tables
+        for table in tables.tables
     ]  # fmt: skip
 
 

@@ -344,6 +344,10 @@ def tune(
     quantized: Annotated[
         bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
     ] = True,
+    batch_invariant: Annotated[
+        str | None,
+        typer.Option(help="Measure the layers at this level too: batch, steps or calls."),
+    ] = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
     kv_cache_dtype: CacheDtypeOption = None,
@@ -358,7 +362,17 @@ def tune(
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(
         lambda: show(
-            model or [], device, backend or [], trace, out, seconds, json, plot, quantized, reading
+            model or [],
+            device,
+            backend or [],
+            trace,
+            out,
+            seconds,
+            json,
+            plot,
+            quantized,
+            reading,
+            batch_invariant,
         )
     )
 

@@ -54,13 +54,15 @@ class _Narrow(Table):
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table with the house style; columns that start with `>` are right-aligned."""
-    made = _Narrow(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    narrow = _Narrow(
+        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     for column in columns:
         right = column.startswith(">")
-        made.add_column(
+        narrow.add_column(
             column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
         )
-    return made
+    return narrow
 
 
 def add_row(to: Table, *cells: str) -> None:

@@ -177,15 +177,17 @@ def _serve(
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         if options.beams is not None and model is not None:
-            made = _engine_options(options, ranks)
-            return _print_beams(search(groups, requests, made, options.beams, model), options, path)
+            engine_options = _engine_options(options, ranks)
+            return _print_beams(
+                search(groups, requests, engine_options, options.beams, model), options, path
+            )
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
         report = _run(engine, quiet=options.json or silent)
     if silent:
         return 0
     if options.json:
-        found = _json(_name(path), groups, options, clipped, report)
-        print_json({"interpreted": pretends, **found})
+        summary = _json(_name(path), groups, options, clipped, report)
+        print_json({"interpreted": pretends, **summary})
     else:
         _print_report(report, clipped, options)
     if options.plot:

@@ -41,8 +41,8 @@ def _row(info: BackendInfo) -> list[str]:
     serves = [", ".join(sorted(kind.value for kind in caps.kinds)), ", ".join(sorted(caps.phases))]
     if not caps.phases & SERVICES:
         serves.append(", ".join(roles))
-        given = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
-        serves.append(given.get(caps.cached, "over a cache and given keys"))
+        keys = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
+        serves.append(keys.get(caps.cached, "over a cache and given keys"))
         if caps.decode_query_lens > 1:
             serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
         if caps.state_targets:

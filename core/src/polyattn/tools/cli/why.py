@@ -24,24 +24,24 @@ def show(pid: int | None, as_json: bool) -> int:
 
     A server's processes are those that it started.
     """
-    found = list(running())
+    processes = list(running())
     if pid is not None:
-        found = [process for process in found if pid in (process.pid, *process.ancestors)]
-        if not found:
+        processes = [process for process in processes if pid in (process.pid, *process.ancestors)]
+        if not processes:
             raise SettingsError(
                 f"process {pid} has no record, nor has a process that it started: it has ended, or has "
                 "loaded no layer group, or belongs to another user, or its POLYATTN_WHY is 0; "
                 "`polyattn why` lists the others"
             )
     if as_json:
-        print_json([asdict(process) for process in found])
-    elif not found:
+        print_json([asdict(process) for process in processes])
+    elif not processes:
         console.print(NOBODY, markup=False)
-    elif len(found) == 1:
-        _print(found[0])
+    elif len(processes) == 1:
+        _print(processes[0])
     else:
-        _list(found)
-    return int(not found)
+        _list(processes)
+    return int(not processes)
 
 
 def _list(processes: Sequence[Process]) -> None:

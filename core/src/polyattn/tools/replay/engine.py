@@ -274,8 +274,8 @@ def _cached(
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
         return options.context.runner(layers, options, num_blocks)
-    made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
-    return made(layers, options, num_blocks)
+    runner = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
+    return runner(layers, options, num_blocks)
 
 
 def _block_bytes(runner: Runner) -> int:

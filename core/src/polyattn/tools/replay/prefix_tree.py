@@ -61,18 +61,18 @@ class PrefixTree:
 
     def match(self, tokens: Tokens) -> Match:
         """Return what is cached of the leading tokens of a prompt, int64 (tokens,)."""
-        size, run, found = self.block_size, self._root, list[int | None]()
+        size, run, blocks = self.block_size, self._root, list[int | None]()
         while True:
-            rest = tokens[len(found) * size :]
+            rest = tokens[len(blocks) * size :]
             child, alike = run.closest(rest)
             if child is None:
-                return Match(found)
+                return Match(blocks)
             whole = alike // size
-            found += child.blocks[:whole]
+            blocks += child.blocks[:whole]
             if whole < len(child.blocks):
                 tail = alike % size
                 source = child.blocks[whole] if tail else None
-                return Match(found, source, tail if source is not None else 0)
+                return Match(blocks, source, tail if source is not None else 0)
             run = child
 
     def insert(self, tokens: Tokens, blocks: list[int | None]) -> Match:

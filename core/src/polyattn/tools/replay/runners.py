@@ -177,12 +177,12 @@ class AttentionRunner(Runner):
         seconds, plan = self.plan(batch)
         for layer, cache, own in zip(self.layers, self.caches, self.own, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
-            given = (key, value) if stores and own else (None, None)
+            new = (key, value) if stores and own else (None, None)
             started = self.clock()
-            got = layer(query, *given, cache, plan)
+            got = layer(query, *new, cache, plan)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
-            checker.check(layer, query, given, cache, batch, out)
+            checker.check(layer, query, new, cache, batch, out)
         return seconds
 
 

@@ -92,9 +92,9 @@ class Measured:
                 elif one_call and len(mine.plan.calls) > 1:
                     yield name, "takes this kind of step in several calls"
                 else:
-                    taken = self.us(mine)
+                    us = self.us(mine)
                     self._check(name, sample.kind, mine)
-                    yield name, taken
+                    yield name, us
             except torch.OutOfMemoryError:
                 yield name, "out of memory"
             except Exception as error:  # whatever a vendor's library raises is a reason

@@ -56,8 +56,8 @@ class PointsFile:
                     raise SettingsError(f"{remedy} ({name}: {theirs.get(name)}, now {value})")
             for line in lines[1:]:
                 if line.endswith("}"):  # the last one may have been cut short
-                    made = _measurement(json.loads(line))
-                    self.found[made.spec, made.step, made.backend] = made
+                    point = _measurement(json.loads(line))
+                    self.found[point.spec, point.step, point.backend] = point
         except (IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, SettingsError):
                 raise
@@ -88,9 +88,9 @@ class PointsFile:
 
 
 def _measurement(value: dict[str, Any]) -> Measurement:
-    given = value["sample"]
+    fields = value["sample"]
     sample = StepSample(
-        given["kind"], given["lengths"], tuple(given["queries"]), tuple(given["lens"])
+        fields["kind"], fields["lengths"], tuple(fields["queries"]), tuple(fields["lens"])
     )
     spec = LayerSpec.from_dict(value["spec"])
     return Measurement(spec, value["step"], sample, value["backend"], value["us"], value["cannot"])

@@ -109,7 +109,7 @@ class Tuning:
             self.notes.append(str(error).splitlines()[0])
             return None
         names = self._names(selection)
-        if len(names) < 2:
+        if len(names) < 2 and not spec.batch_invariant:  # whose cost is worth knowing
             self.notes.append(f"{spec}: {', '.join(names)} alone; nothing to choose")
             return None
         return selection
@@ -129,16 +129,16 @@ class Tuning:
         for name in self._missing(spec, step, sample.kind, measured.layers):
             self.points.start(spec, step, sample, name)
             for _, result in measured.times(sample, [name]):
-                found: dict[str, Any] = (
+                outcome: dict[str, Any] = (
                     {"cannot": result} if isinstance(result, str) else {"us": result}
                 )
-                self.points.add(Measurement(spec, step, sample, name, **found))
+                self.points.add(Measurement(spec, step, sample, name, **outcome))
 
     def _tally(self, spec: LayerSpec, step: int, kind: str, names: Collection[str]) -> None:
         """Count which backends failed a step or were beaten by far; one that always was is dropped."""
-        made = [m for name in names if (m := self.points.found.get((spec, step, name)))]
-        best = min((m.us for m in made if m.us is not None), default=0.0)
-        for m in made:
+        measurements = [m for name in names if (m := self.points.found.get((spec, step, name)))]
+        best = min((m.us for m in measurements if m.us is not None), default=0.0)
+        for m in measurements:
             key = (kind, m.backend)
             tally = self._tallies.setdefault(key, Tally())
             tally.failed += m.us is None

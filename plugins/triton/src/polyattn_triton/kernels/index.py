@@ -8,65 +8,124 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _index_keys(
+    KEYS, SCALES, TABLE, e, there, page, scale_page, DTYPE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a sequence's keys, (entries, BLOCK_D), and their scales; TABLE is its row."""
+    dd = tl.arange(0, BLOCK_D)
+    block = tl.load(TABLE + e // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    row = block * page + (e % PAGE_SIZE) * D
+    inside = there[:, None] & (dd < D)[None, :]
+    keys = tl.load(KEYS + row[:, None] + dd[None, :], mask=inside, other=0.0).to(DTYPE)
+    scales = tl.zeros(e.shape, dtype=tl.float32)
+    if SCALED:
+        scales = tl.load(SCALES + block * scale_page + e % PAGE_SIZE, mask=there, other=0.0)
+    return keys, scales
+
+
+@triton.jit
+def _write_scores(
+    OUT, q, weights, keys, scales, scale, token, e, seen, width,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
+    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr,
+):  # fmt: skip
+    """Score a tile of keys for a token, and write each score, or the best of POOL neighbours.
+
+    Scales are positive: they may come after the activation and the sum over heads.
+    """
+    hh = tl.arange(0, BLOCK_H)
+    s = tl.dot(keys, q, input_precision="ieee")
+    if SCALED:
+        scale = scales * scale
+    else:
+        scale = tl.zeros(e.shape, dtype=tl.float32) + scale
+    if RELU:
+        s = tl.maximum(s, 0.0)
+    if POOL > 1:
+        c = tl.max(tl.reshape(e, [e.shape[0] // POOL, POOL]), 1) // POOL
+    else:
+        c = e
+    kept = c * POOL < seen
+    if BY_HEAD:
+        s *= scale[:, None]
+        if POOL > 1:
+            s = tl.where((e < seen)[:, None] & (s == s), s, float("-inf"))
+            s = tl.max(tl.reshape(s, [e.shape[0] // POOL, POOL, BLOCK_H]), 1)
+        to = OUT + (token * HEADS + hh[None, :]) * width + c[:, None]
+        tl.store(to, s, mask=(hh < HEADS)[None, :] & kept[:, None])
+    else:
+        if WEIGHTED:
+            s *= weights[None, :]
+        s = tl.sum(s, 1) * scale
+        if POOL > 1:
+            s = tl.where((e < seen) & (s == s), s, float("-inf"))
+            s = tl.max(tl.reshape(s, [e.shape[0] // POOL, POOL]), 1)
+        tl.store(OUT + token * width + c, s, mask=kept)
+
+
 @triton.jit(do_not_specialize=["tokens", "width", "table_s"])
 def index_scores_kernel(
     Q, KEYS, SCALES, WEIGHTS, TABLE, SEQS, ENDS, VISIBLE, OUT, scale,
     q_t, q_h, w_t, w_h, page, scale_page, tokens, width, table_s,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, RELU: tl.constexpr,
-    WEIGHTED: tl.constexpr, BY_HEAD: tl.constexpr, SCALED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, TILES: tl.constexpr,
+    RELU: tl.constexpr, WEIGHTED: tl.constexpr, BY_HEAD: tl.constexpr, SCALED: tl.constexpr,
+    POOL: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of entries for some tokens, which read it once where they are of one sequence.
+    """Score some tiles of ENTRIES for a token, or one tile for several tokens, which may share it.
 
-    Grid: (tiles of ENTRIES, tiles of TOKENS).
+    Grid: (runs of TILES, tiles of TOKENS); one of the two is 1.
     """
-    first = tl.program_id(0) * ENTRIES
-    e = first + tl.arange(0, ENTRIES)
+    first = tl.program_id(0) * ENTRIES * TILES
     dd = tl.arange(0, BLOCK_D)
     hh = tl.arange(0, BLOCK_H)
-    before = -1
-    keys = tl.zeros([BLOCK_D, ENTRIES], dtype=Q.dtype.element_ty)
-    scales = tl.zeros([ENTRIES], dtype=tl.float32)
-    for i in range(TOKENS):
-        token = tl.program_id(1).to(tl.int64) * TOKENS + i
-        seen = tl.load(VISIBLE + token, mask=token < tokens, other=0)
-        if first < seen:
-            seq = tl.load(SEQS + token).to(tl.int32)
-            if seq != before:
-                before = seq
-                there = e < tl.load(ENDS + token)
-                block = tl.load(
-                    TABLE + seq.to(tl.int64) * table_s + e // PAGE_SIZE, mask=there, other=0
-                )
-                block = block.to(tl.int64)
-                row = block * page + (e % PAGE_SIZE) * D
-                keys = tl.load(
-                    KEYS + row[None, :] + dd[:, None],
-                    mask=there[None, :] & (dd < D)[:, None],
-                    other=0.0,
-                ).to(Q.dtype.element_ty)
-                if SCALED:
-                    scales = tl.load(
-                        SCALES + block * scale_page + e % PAGE_SIZE, mask=there, other=0.0
-                    )
-            q = tl.load(
-                Q + token * q_t + hh[:, None] * q_h + dd[None, :],
-                mask=(hh < HEADS)[:, None] & (dd < D)[None, :],
-                other=0.0,
-            )
-            s = tl.dot(q, keys, input_precision="ieee") * scale
-            if SCALED:
-                s *= scales[None, :]
-            if RELU:
-                s = tl.maximum(s, 0.0)
-            if BY_HEAD:
-                to = OUT + (token * HEADS + hh[:, None]) * width + e[None, :]
-                tl.store(to, s, mask=(hh < HEADS)[:, None] & (e < seen)[None, :])
-            else:
+    inside = (hh < HEADS)[None, :] & (dd < D)[:, None]
+    at = hh[None, :] * q_h + dd[:, None]
+    weights = tl.zeros([BLOCK_H], dtype=tl.float32)
+    if TOKENS == 1:
+        token = tl.program_id(1).to(tl.int64)
+        seen = tl.load(VISIBLE + token).to(tl.int32)
+        TABLE += tl.load(SEQS + token) * table_s
+        q = tl.load(Q + token * q_t + at, mask=inside, other=0.0)
+        if WEIGHTED:
+            weights = tl.load(WEIGHTS + token * w_t + hh * w_h, mask=hh < HEADS, other=0.0)
+            weights = weights.to(tl.float32)
+        for start in range(first, tl.minimum(first + ENTRIES * TILES, seen), ENTRIES):
+            e = start + tl.arange(0, ENTRIES)
+            keys, scales = _index_keys(
+                KEYS, SCALES, TABLE, e, e < seen, page, scale_page, Q.dtype.element_ty, D, BLOCK_D,
+                PAGE_SIZE, SCALED,
+            )  # fmt: skip
+            _write_scores(
+                OUT, q, weights, keys, scales, scale, token, e, seen, width, HEADS, BLOCK_H, RELU,
+                WEIGHTED, BY_HEAD, SCALED, POOL,
+            )  # fmt: skip
+    else:
+        e = first + tl.arange(0, ENTRIES)
+        before = -1
+        keys = tl.zeros([ENTRIES, BLOCK_D], dtype=Q.dtype.element_ty)
+        scales = tl.zeros([ENTRIES], dtype=tl.float32)
+        for i in range(TOKENS):
+            token = tl.program_id(1).to(tl.int64) * TOKENS + i
+            seen = tl.load(VISIBLE + token, mask=token < tokens, other=0).to(tl.int32)
+            if first < seen:
+                seq = tl.load(SEQS + token).to(tl.int32)
+                if seq != before:
+                    before = seq
+                    keys, scales = _index_keys(
+                        KEYS, SCALES, TABLE + seq.to(tl.int64) * table_s, e, e < tl.load(ENDS + token),
+                        page, scale_page, Q.dtype.element_ty, D, BLOCK_D, PAGE_SIZE, SCALED,
+                    )  # fmt: skip
+                q = tl.load(Q + token * q_t + at, mask=inside, other=0.0)
                 if WEIGHTED:
-                    w = tl.load(WEIGHTS + token * w_t + hh * w_h, mask=hh < HEADS, other=0.0)
-                    s *= w.to(tl.float32)[:, None]
-                tl.store(OUT + token * width + e, tl.sum(s, 0), mask=e < seen)
+                    weights = tl.load(WEIGHTS + token * w_t + hh * w_h, mask=hh < HEADS, other=0.0)
+                    weights = weights.to(tl.float32)
+                _write_scores(
+                    OUT, q, weights, keys, scales, scale, token, e, seen, width, HEADS, BLOCK_H, RELU,
+                    WEIGHTED, BY_HEAD, SCALED, POOL,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -216,8 +216,8 @@ class DeepSeekRouter(Router):
         scores = self(x).sigmoid()
         biased = (scores + self.e_score_correction_bias.float()).unflatten(-1, (self.groups, -1))
         best = biased.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        kept = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        biased = biased.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        eligible = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        biased = biased.masked_fill(~eligible[..., None], float("-inf")).flatten(1)
         chosen = biased.topk(self.top, dim=-1).indices
         weights = scores.gather(1, chosen)
         if self.scaled:

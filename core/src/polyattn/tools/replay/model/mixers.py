@@ -151,10 +151,10 @@ class _Recurrence(Mixer):
         weights = {"weight": self.conv1d.weight[:, 0].detach()}
         if self.conv1d.bias is not None:
             weights["bias"] = self.conv1d.bias.detach()
-        given = (weights, {name: tensor.detach() for name, tensor in params.items()})
+        parameters = (weights, {name: tensor.detach() for name, tensor in params.items()})
         self.layers = [
             Recurrent(memory.group, checks=memory.checks(index), **tensors)
-            for memory, tensors in zip(memories, given, strict=True)
+            for memory, tensors in zip(memories, parameters, strict=True)
         ]
         self.states = [memory.states[index] for memory in memories]
 
