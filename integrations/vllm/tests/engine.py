@@ -39,7 +39,7 @@ class Engine:
         selector._cached_get_attn_backend.cache_clear()
         self.llm = LLM(
             str(path), **{
-                "dtype": "float32", "enforce_eager": True,
+                "dtype": "float32", "enforce_eager": True, "disable_log_stats": False,
                 "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options,
             },
         )  # fmt: skip
@@ -61,6 +61,11 @@ class Engine:
         options = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate(prompts(), options, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def draft_tokens(self) -> int:
+        """Return how many tokens were drafted since the engine was made."""
+        counted = {metric.name: metric for metric in self.llm.get_metrics()}
+        return int(counted["vllm:spec_decode_num_draft_tokens"].value)
 
     def log_probabilities(self, which: Iterable[int], alone: bool) -> list[list[list[float]]]:
         """Return for each token of a prompt, and each greedy one after it, those of all words.

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 from engine import NEW, Engine, rounded_caches
-from tiny_checkpoints import save
+from tiny_checkpoints import save, save_head, save_with_mtp
 from torch import Tensor
 from vllm.model_executor.layers import utils
 
@@ -62,6 +62,42 @@ def test_a_draft_model(layers: int, folder: Path) -> None:
     with Engine(path, own=False, speculative_config=speculation) as engine:
         found = engine.tokens()
     assert found == expected
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_an_eagle_head(method: str, folder: Path) -> None:
+    """With a head that drafts, on vLLM's backends and on ours, tokens are those without it."""
+    path, head = save("llama", folder), save_head(method, folder)
+    speculates(path, {"model": str(head), "method": method, "num_speculative_tokens": 3})
+
+
+def test_multi_token_prediction(folder: Path) -> None:
+    path = save_with_mtp("glm4_moe", folder)
+    speculates(path, {"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_multi_token_prediction_over_latents(folder: Path) -> None:
+    """Tokens are those of vLLM's own backends in the same steps, of one request at a time.
+
+    On any backend, vLLM's CPU engine gives DeepSeek-V3 other tokens with drafts than without.
+    """
+    path, tokens = save_with_mtp("deepseek_v3", folder), []
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    for own in (True, False):
+        with Engine(path, own=own, speculative_config=dict(speculation), max_num_seqs=1) as engine:
+            tokens.append(engine.tokens())
+            assert engine.draft_tokens() > 0
+    assert tokens[0] == tokens[1]
+
+
+def speculates(path: Path, speculation: dict[str, Any]) -> None:
+    """Assert that with drafts both engines give the tokens that vLLM gives without."""
+    with Engine(path, own=True) as engine:
+        expected = engine.tokens()
+    for own in (True, False):
+        with Engine(path, own=own, speculative_config=dict(speculation)) as engine:
+            assert engine.tokens() == expected
+            assert engine.draft_tokens() > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])

@@ -164,11 +164,13 @@ PAIRS: dict[str, Callable[[Call], bool]] = {
     "SlopesOfGroup5": lambda c: c.spec.alibi and c.spec.gqa_ratio == 5,
     "WindowsOfBlocks32": lambda c: (
         c.has("sliding_window") and c.cache is not None and c.cache.block_size == 32),
+    "Window1024OfBlocks784": lambda c: (
+        c.spec.sliding_window == 1024 and c.cache is not None and c.cache.block_size == 784),
     "BlockZeroIsNobodys": lambda c: c.table is not None and any(
         n and c.table[row, 0] == 0 for row, n in enumerate(c.lens)),
     "WrongWithoutGradients": lambda c: not torch.is_grad_enabled(),
 }  # fmt: skip
-"""Values, and pairs of them, that no published layer has."""
+"""Values, and pairs of them, that no single published layer has."""
 HND: dict[str, Callable[[Call], bool]] = {
     "WindowsOfHnd": lambda c: c.has("sliding_window"),
     "SinksOfHnd": lambda c: c.has("learned_sinks"),

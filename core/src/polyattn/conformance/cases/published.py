@@ -98,45 +98,35 @@ COMBINED: dict[str, dict[str, Any]] = {
 """Features together: each is right by itself, and every pair."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "head_size": (
-        *range(8, 137, 8), 20, 100, 144, 160, 176, 192, 208, 224, 256, 320, 384, 512,
-        *9 * (64, 80, 96, 112, 120, 128, 192, 256),
-    ),
-    "num_kv_heads": (*range(1, 17), 20, 24, 32, 40, *6 * (1, 2, 4, 5, 8, 10)),
-    "group": (*range(1, 17), 20, 24, 32, 40, 48, 64, 71, *6 * (1, 2, 4, 5, 6, 7, 8, 12, 16)),
-    "scale": (0.0, 0.0, 0.0625, 0.0442, 0.015625, 0.25, 0.5, 1.0),
-    "causal": (True, True, False),
-    "sliding_window": (
-        None, None, None, 1, 2, 3, 8, 16, 31, 32, 33, 64, 100, 127, 128, 129, 255, 256, 257, 511, 512,
-        1000, 1024, 2047, 2048, 4095, 4096, 8192, 32768,
-    ),
-    "sink_tokens": (0, 0, 1, 2, 4, 4, 5, 16, 17, 32, 64, 100, 128, 256),
-    "chunk_size": (None, None, None, 1, 7, 16, 48, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192),
-    "logit_soft_cap": (None, None, 1.5, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
+    "head_size": (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 192, 256),
+    "num_kv_heads": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32, 40),
+    "group": (*range(1, 11), 12, 14, 16, 17, 24, 32, 48, 71),
+    "scale": (0.0, 0.0625, 0.0442, 0.015625, 0.25, 0.5, 1.0),
+    "causal": (True, False),
+    "sliding_window": (None, 1, 3, 16, 64, 128, 256, 512, 1000, 1024, 2047, 2048, 4096, 8192, 32768),
+    "sink_tokens": (0, 1, 4, 5, 9, 16, 64, 128, 200, 256),
+    "chunk_size": (None, 7, 16, 64, 256, 512, 1024, 2048, 8192),
+    "logit_soft_cap": (None, 1.5, 5.0, 10.0, 20.0, 30.0, 50.0),
     "alibi": (False, True),
     "learned_sinks": (False, True),
     "needs_lse": (False, True),
-    "v_head_size": (0, 0, 16, 40, 64, 128, 256),
+    "v_head_size": (0, 16, 64, 128, 256),
     "dtype": ("bfloat16", "float16", "float32"),
-    "kv_cache_dtype": ("auto", "auto", "fp8_e4m3", "int8"),
-    "block_size": (
-        *(1 << n for n in range(11)), 24, 40, 48, 80, 96, 112, 144, 160, 272, 528, 544, 784,
-        *9 * (1, 16, 32, 64, 128, 256),
-    ),
+    "kv_cache_dtype": ("auto", "fp8_e4m3", "int8"),
+    "block_size": (1, 8, 16, 32, 48, 64, 80, 96, 128, 144, 256, 272, 512, 528, 544, 784, 1024),
     "layout": ("NHD", "HND", "contiguous"),
     "lie": ("plain", "packed", "by heads"),
     "mode": ("gradients", "none", "inference"),
-    "query": (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384,
-              512, 513, 1024, 1025),
-    "length": (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511,
-               512, 513, 640, 1000, 1023, 1024, 1025, 2048, 4096, 4099, 8200, 16_500),
-    "rows": (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 129, 257),
+    "sequences": (1, 2, 3, 4, 8, 9, 16, 17, 33, 65, 129, 257),
+    "context": (1, 2, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2048, 2049, 4096,
+                4099, 8200, 16_500, 32_775),
+    "query": (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1025),
+    "length": (2, 7, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2049, 4099),
 }  # fmt: skip
-"""Values of which every pair is met in some layer and step, as far as they are claimed; what most models
-have is there several times.
+"""Values of which every pair is met in some layer and step, as far as they are claimed.
 
-`group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `query`, `length`
-and `rows`: of the step.
+`group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `sequences`: of
+the step; `context`: of its sequences of one query; `query` and `length`: of the others.
 """
 
 LENGTHS = (

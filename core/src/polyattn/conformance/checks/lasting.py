@@ -41,6 +41,8 @@ LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
 """Steps of which each has other lengths than all before; how many there are at least, of which one has so
 many rows."""
 ROUNDS = 96
+OF_LARGE = 4
+"""Of so many of these steps one is large: code may be another beyond some size."""
 LEAKED = 24 << 20
 """Bytes that a process may grow by in so many steps: what allocators keep."""
 
@@ -209,10 +211,13 @@ def loaded_later(case: Case, harness: Harness) -> None:
 def process(case: Case, harness: Harness) -> None:
     """Steps leave no plans, tensors, threads, open files or memory behind."""
     layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch).remembered()
+    prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+    large = [(1, 9 + row) for row in range(MANY_ROWS // 2)] + [(130 if prefills else 1, 140)]
+    steps = [harness.step(layer, lengths).remembered() for lengths in (case.batch, large)]
 
     def rounds(count: int) -> dict[str, int]:
-        for _ in range(count):
+        for number in range(count):
+            step = steps[number % OF_LARGE == 0]
             step.but(plan=layer.group.plan(step.batch.copy())).run()
         gc.collect()
         alive = gc.get_objects()

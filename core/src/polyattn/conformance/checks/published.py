@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import combinations, product
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from polyattn.conformance.case import Case, served_phases
 from polyattn.conformance.cases.published import FURTHER, VALUES
+from polyattn.conformance.covering import Choice, Covering
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.discovery import discover
 from polyattn.runtime.step.shared_prefix import SharedRun
@@ -21,16 +24,20 @@ from polyattn.spec.layer import LayerSpec
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
-LEAST_PAIRS, MOST_LAYERS, CANDIDATES, MOST_NUMBERS = 10, 1000, 24, 1 << 21
-"""Of pairs: layers that are looked at at least, and drawn at most; candidates of which each is the one
-with most new pairs; keys times query heads times the head size of a step, half of its scores, and half of
-its cache, which the reference computes in some hundredths of a second."""
+LEAST_PAIRS, PATIENCE = 10, 6
+"""Of pairs: layers that are looked at at least; budgets that they all may take together."""
+MOST_NUMBERS = (1 << 18, 1 << 20, 1 << 22)
+"""Most numbers of a step's keys, half of those of its scores and its cache: small steps come first."""
+ROWS = {"decodes": (("context",), 4), "prompts": (("query", "length"), 3)}
+"""Rows of a step of pairs."""
+MOST_HEADS = 142
+"""Query heads of a layer of pairs: Falcon's group of 71, twice."""
+FEW = 3
+"""So many of its rows, the shortest, are there again in larger steps."""
 MODES = {
     "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
 }  # fmt: skip
-OF_STEPS = frozenset({"layout", "lie", "mode", "query", "length", "rows", "others"})
-DECODES = 4
-"""So many more decodes, and as many prompts, has a step that has so many rows, and that fit."""
+OF_STEPS = frozenset({"layout", "lie", "mode", "sequences", "decodes", "prompts"})
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
     "sliding_window": (None, 2, 40),
@@ -119,52 +126,103 @@ def masks(case: Case, harness: Harness) -> None:
 
 
 def pairs(case: Case, harness: Harness) -> None:
-    """Each two values of a layer, its cache and its step: those not met yet first, for the budget."""
-    end, looked_at = time.monotonic() + harness.budget, 0
-    met: set[tuple[Any, Any]] = set()
-    values = _claimed(case.spec, discover().backend(harness.backend).capabilities)
-    for _ in range(MOST_LAYERS):
-        if looked_at >= LEAST_PAIRS and time.monotonic() > end:
-            return
-        some = [_any(harness, values) for _ in range(CANDIDATES)]
-        some.sort(key=lambda chosen: len(_pairs_of(chosen) - met), reverse=True)
-        known = ((chosen, _drawn(case.spec, chosen)) for chosen in some)
-        found = ((c, spec) for c, spec in known if spec is not None and _served(harness, spec))
-        chosen, spec = next(found, (None, None))
-        if chosen is None or spec is None:
-            continue
-        try:
-            with MODES[chosen["mode"]]():
-                _pair(harness, spec, chosen)
-        except SelectionError:  # claimed apart, excluded together
-            continue
-        looked_at += 1
-        met |= _pairs_of(chosen)
+    """Each two values of a layer, its cache and its step meet in some step, small steps first.
+
+    All do, or as many as some budgets leave time for.
+    """
+    end, looked_at = time.monotonic() + PATIENCE * harness.budget, 0
+    caps = discover().backend(harness.backend).capabilities
+    values = claimed(case.spec, caps)
+    covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
+    for most in MOST_NUMBERS:
+        small = partial(fits, most=most)
+        for choice in covering.draw(small, any_value=most == MOST_NUMBERS[0]):
+            if looked_at >= LEAST_PAIRS and time.monotonic() > end:
+                return
+            spec = _drawn(case.spec, choice)
+            if spec is None or not _served(harness, spec):
+                continue
+            try:
+                with MODES[choice["mode"]]():
+                    _pair(harness, spec, choice, covering)
+            except SelectionError:  # claimed apart, excluded together
+                continue
+            looked_at += 1
     assert looked_at, "no layer of the values is served"
 
 
-def _any(harness: Harness, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return a value of each, by names in order, and of queries and lengths several more."""
-    chosen = {name: harness.dice.choice(values[name]) for name in sorted(values)}
-    queries, lengths = values["query"], values["length"]
-    chosen["others"] = tuple(
-        (1 if row < DECODES else harness.dice.choice(queries), harness.dice.choice(lengths))
-        for row in range(2 * DECODES)
-    )
-    return chosen
+def _pair(harness: Harness, spec: LayerSpec, choice: Choice, covering: Covering) -> None:
+    """Run a choice: its rows in one step, and so many of them, or more, as its sequences are."""
+    layer, count = harness.layer(spec, choice.get("layout")), choice["sequences"]
+    rows = _rows(choice)
+    known = harness.step(layer, rows, packed=choice["lie"] == "packed", first_block=0).remembered()
+    order = harness.dice.order(len(rows)).tolist()
+    if count < len(rows):
+        _lying(known, choice).check(f"{choice}: ")
+        covering.meet({name: value for name, value in choice.items() if name != "sequences"})
+        order = order[:count]
+    else:
+        short = sorted(range(len(rows)), key=lambda row: rows[row][1])[:FEW]
+        order += (short * count)[: count - len(rows)]
+        order = [order[n] for n in harness.dice.order(count).tolist()]
+    _lying(known.picked(order), choice).check(f"{choice}: ")
+    own = {rows[row] for row in order}
+    covering.meet(choice | {
+        "decodes": [row for row in choice["decodes"] if (1, *row) in own],
+        "prompts": [row for row in choice["prompts"] if _prompt(row) in own],
+    })  # fmt: skip
 
 
-def _pairs_of(chosen: dict[str, Any]) -> set[tuple[Any, Any]]:
-    return {*combinations([(n, value) for n, value in chosen.items() if n != "others"], 2)}
+def _lying(step: AttentionWorkload, choice: Choice) -> AttentionWorkload:
+    """Return a step whose tensors lie as a choice says."""
+    if choice["lie"] != "by heads":
+        return step
+    tensors = {name: by_heads(tensor) for name, tensor in step.tensors().items()}
+    return step.but(**tensors, expected=step.expected)
 
 
-def _pair(harness: Harness, spec: LayerSpec, chosen: dict[str, Any]) -> None:
-    layer = harness.layer(spec, chosen.get("layout"))
-    packed = chosen["lie"] == "packed"
-    step = harness.step(layer, _rows(chosen, spec), packed=packed, first_block=0)
-    if chosen["lie"] == "by heads":
-        step = step.but(**{n: by_heads(tensor) for n, tensor in step.tensors().items()})
-    step.check(f"{chosen}: ")
+def _rows(choice: Choice) -> list[tuple[int, int]]:
+    """Return (query, length) of a choice's rows, and of some that reach beyond what a layer sees."""
+    far, rows = _far(choice), [(1, length) for (length,) in choice["decodes"]]
+    rows += [_prompt(row) for row in choice["prompts"]]
+    query, length = rows[-1] if rows else (1, 1)
+    rows += [(0, 3), (1, far + 1 + length % 19), (1, far or 2)]
+    return [*rows, (min(query, 9), far + 9 + length % 5)]
+
+
+def _prompt(row: tuple[int, int]) -> tuple[int, int]:
+    query, length = row
+    return min(query, length), length
+
+
+def _far(choice: Choice) -> int:
+    """Return beyond which length a layer doesn't see all."""
+    window, kept, chunk = (choice.get(n) for n in ("sliding_window", "sink_tokens", "chunk_size"))
+    return max((window or 0) + (kept or 0), chunk or 0)
+
+
+def fits(choice: Choice, most: int) -> bool:
+    """Whether a choice, which may lack some, is a layer whose step has at most so many numbers."""
+    size, block = choice.get("head_size", 16), choice.get("block_size") or 1
+    kv_heads, lie, layout = choice.get("num_kv_heads", 1), choice.get("lie"), choice.get("layout")
+    heads, far = kv_heads * choice.get("group", 1), _far(choice)
+    if heads > MOST_HEADS:
+        return False
+    if choice.get("sink_tokens") and choice.get("sliding_window", 1) is None:
+        return False
+    if choice.get("v_head_size", 0) not in (0, choice.get("head_size", choice.get("v_head_size"))) and (
+        layout == "contiguous" or lie == "packed"
+    ):  # fmt: skip
+        return False
+    if layout == "contiguous" and lie == "packed":
+        return False
+    prompts = [(row[0], row[-1]) for row in choice.get("prompts", ()) if row]
+    lengths = [row[0] for row in choice.get("decodes", ()) if row]
+    lengths += [length for _, length in prompts] + [far + 19, far or 2, far + 9]
+    scores = sum(min(query, length) * length for query, length in prompts) + 9 * (far + 9)
+    held = sum(-(-length // block) for length in lengths) + choice.get("sequences", 1)
+    numbers = max(sum(lengths) * max(kv_heads, heads // 4), held * block * kv_heads // 2) * size
+    return bool(max(numbers, scores * heads // 2) <= most)
 
 
 def by_heads(tensor: Tensor) -> Tensor:
@@ -172,7 +230,7 @@ def by_heads(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
+def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Return the values of which a backend may serve a layer."""
     found = dict(VALUES)
     for name, sizes in (
@@ -187,6 +245,8 @@ def _claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     if not base.cached:
         found |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
         del found["layout"]
+    if "prefill" not in caps.phases:
+        found["query"] = (1,)
     unclaimed = {
         "group": "gqa", "causal": "non_causal", "chunk_size": "chunked", "needs_lse": "lse",
         **{n: n for n in ("sliding_window", "sink_tokens", "logit_soft_cap", "alibi", "learned_sinks")},
@@ -198,44 +258,10 @@ def _claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     return {name: each or (getattr(base, name),) for name, each in found.items()}
 
 
-def _drawn(base: LayerSpec, chosen: dict[str, Any]) -> LayerSpec | None:
-    """Return the layer of chosen values; None for what is no layer, or takes the reference too long."""
-    fields = {n: v for n, v in chosen.items() if n not in OF_STEPS}
-    if not fields["sliding_window"]:
-        fields["sink_tokens"] = 0
-    heads = fields.pop("group") * fields["num_kv_heads"]
-    spec = _layer_of(base, fields | {"num_heads": heads})
-    if spec is None:
-        return None
-    if chosen["lie"] == "packed" and (
-        spec.v_head_size != spec.head_size or chosen.get("layout") == "contiguous"
-    ):
-        return None
-    rows, block, size = _rows(chosen, spec), spec.block_size or 1, spec.head_size
-    keys = sum(length for _, length in rows)
-    held = sum(-(-length // block) * block for _, length in rows) * spec.num_kv_heads * size
-    scores = sum(query * length for query, length in rows) * heads
-    return spec if max(keys * heads * size, held // 2, scores // 2) <= MOST_NUMBERS else None
-
-
-def _rows(chosen: dict[str, Any], spec: LayerSpec) -> list[tuple[int, int]]:
-    """Return a step of a size, a query and a length, which reaches beyond what the layer sees."""
-    far = max((spec.sliding_window or 0) + spec.sink_tokens, spec.chunk_size or 0)
-    query, length = chosen["query"], chosen["length"]
-    rows = [(min(query, length), length), (1, length), (0, 3), (1, far + 1 + length % 19), (2, 7)]
-    if length == far:  # what ends just there is looked at, too
-        rows[2] = (1, far)
-    rows += [(1, 1 + 5 * row % 23) for row in range(chosen["rows"])]
-    rows = rows[: chosen["rows"]]
-    if len(rows) > DECODES:
-        left = MOST_NUMBERS // (spec.num_heads * spec.head_size) - sum(length for _, length in rows)
-        for query, length in chosen["others"]:
-            query = min(query, length)
-            if length <= left // 2 and query * length * spec.num_heads <= MOST_NUMBERS // 4:
-                rows.append((query, length))
-                left -= length
-    first = length % len(rows)
-    return rows[first:] + rows[:first]
+def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:
+    """Return the layer of a choice, None for what is no layer."""
+    fields = {n: v for n, v in choice.items() if n not in OF_STEPS}
+    return _layer_of(base, fields | {"num_heads": fields.pop("group") * fields["num_kv_heads"]})
 
 
 def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:

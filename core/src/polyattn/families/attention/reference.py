@@ -69,12 +69,13 @@ def attend(
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
-    key = key.repeat_interleave(spec.gqa_ratio, dim=1)
-    value = value.repeat_interleave(spec.gqa_ratio, dim=1)
+    ratio = spec.gqa_ratio
     if spec.rope is not None and spec.rope.positions == "cache":
-        scores = products_in_cache(spec, spec.rope, query, key) * spec.scale
+        each = key.repeat_interleave(ratio, dim=1)
+        scores = products_in_cache(spec, spec.rope, query, each) * spec.scale
     else:
-        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+        of_groups = query.unflatten(1, (-1, ratio))
+        scores = torch.einsum("qhgd,khd->hgqk", of_groups, key).flatten(0, 1) * spec.scale
     if spec.logit_soft_cap is not None:
         scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
     num_queries, num_keys = query.shape[0], key.shape[0]
@@ -95,7 +96,7 @@ def attend(
         if not pointwise.softmax:
             weights = scores.masked_fill(~mask, 0.0)
             none = scores.new_full((num_queries, spec.num_heads), torch.nan)
-            return torch.einsum("hqk,khd->qhd", weights, value), none
+            return _weighted(weights, value, ratio), none
     scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
@@ -104,7 +105,13 @@ def attend(
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
     lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(-1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+    return _weighted(weights, value, ratio), lse.T
+
+
+def _weighted(weights: Tensor, value: Tensor, ratio: int) -> Tensor:
+    """Return sums of values (keys, num_kv_heads, size) by weights (num_heads, queries, keys)."""
+    of_groups = weights.unflatten(0, (-1, ratio))
+    return torch.einsum("hgqk,khd->qhgd", of_groups, value).flatten(1, 2)
 
 
 def _places(heads: int, queries: int, keys: int, seq: int) -> tuple[Tensor, ...]:
@@ -165,8 +172,8 @@ def read_cache(
         (cache.key, params.k_scale, formats[0], form.head_size),
         (cache.value, params.v_scale, formats[1], form.v_head_size),
     ):
-        rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
-        tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
+        blocks = batch.block_table[index, : -(-length // size)].long().to(stored.device)
+        tokens = stored[blocks].flatten(0, 1)[:length]
         if format is not None:
             whole = form.head_size if cache.value_in_key else width
             values = decoded(tokens.cpu(), format, whole, torch.float64)[..., :width]
