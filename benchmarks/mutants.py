@@ -81,6 +81,7 @@ def kernels(*names: str) -> tuple[str, ...]:
 
 
 MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_non_causal)"
+OTHERS = "sink_tokens-mixed or dtype_int8-mixed or decoder_sigmoid-mixed or decoder_custom-mixed"
 LISTED = "beside_a_mask or forest or sparse-- or reuse or plans or stale"
 WHOLE = "not search and not refusal and not process and not many_"
 SCANS = "recurrence and (odd or three_each)"
@@ -156,7 +157,8 @@ TARGETS = {
         (TPU + "kernel.py", TPU + "planning.py"),
         (
             tests(PLANS[1], "tests/plugins/tpu/test_tpu_masks.py"),
-            kit("PALLAS_ATTN", f"({MIXED}) or stale", PALLAS_INTERPRET="1"),
+            kit("PALLAS_ATTN", f"({MIXED}) or stale or ({OTHERS})", PALLAS_INTERPRET="1"),
+            kit("XLA_SCAN", "recurrence-gdn and (odd or three_each)", PALLAS_INTERPRET="1"),
         ),
     ),
     "hpu": Target(
@@ -165,7 +167,7 @@ TARGETS = {
             tests(
                 PLANS[1], "tests/plugins/hpu/test_hpu_unified.py", "tests/runtime/test_empty_steps.py"
             ),
-            kit("HPU_ATTN", f"({MIXED}) or ({LISTED}) or empty"),
+            kit("HPU_ATTN", f"({MIXED}) or ({LISTED}) or empty or cache_dtype"),
         ),
     ),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 #   . benchmarks/machines/h200_setup.sh; benchmarks/machines/h200_sanitize.sh OUT SECONDS [BACKEND ...]
 # TOOLS and CASES (pytest's -k) choose others; SIDE of them run side by side; OPTIONS go to compute-sanitizer
 # (`--kernel-name kns=decode`). A row for each: how many errors, and what pytest says; the whole text is in OUT.
-# What ran stays for the next call. Not run on a GPU yet.
+# What ran stays for the next call.
 out=$(realpath -m "$1"); end=$((SECONDS + $2)); shift 2
 [ $# -gt 0 ] || set -- TRITON_STORE TRITON_MERGE TRITON_MLA TRITON_ATTN TRITON_TOKEN_SCAN TRITON_SCAN TRITON_MLA_SPARSE
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")}

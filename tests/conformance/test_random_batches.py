@@ -34,6 +34,7 @@ BACKENDS = [
     name
     for name, info in discover().backends.items()
     if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
+    and "index" not in info.capabilities.phases  # whose steps hold index keys, in its kit alone
     and availability(info, 60.0) is None
 ]
 # What serves by name only is the reference itself: a hundred batches of it are enough.

@@ -14,9 +14,11 @@ import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, RowFormat, select
 from polyattn.errors import CacheError, PluginError, SelectionError, SpecError
 from polyattn.families.attention import reference
+from polyattn.kernel import SharedRun
 from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
 from polyattn.spec.row_format import known_formats, row_format
 from torch import Tensor
+from unseen_format import registered
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -307,6 +309,27 @@ def test_a_users_format_serves_beside_another_of_values(sign: RowFormat) -> None
     held = key.sign() * key.abs().mean(-1, keepdim=True).half().float()
     expected, _ = reference.attend(spec, query, held, back("int8_rows", value))
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA"])
+def test_a_format_that_no_backend_knows_serves_chunks_and_a_shared_prefix(backend: str) -> None:
+    """As `test_rows.py` has TRITON_ATTN do it, interpreted, and `rows_on_gpu.py` in a captured graph."""
+    with registered():
+        spec = SPEC.replace(v_head_size=80, kv_cache_dtype="logs6/int8_rows")
+        group = LayerGroup(select(spec, "cpu", backend=backend))
+        layer, cache = Attention(group), group.allocate_cache(8)
+        table = torch.tensor([[2, 3, 4], [2, 5, 6]], dtype=torch.int32)
+        levels = ((SharedRun((0, 1), 0, 1),),)
+        steps: list[tuple[list[int], list[int], Any]] = [
+            ([18, 17], [18, 17], None), ([5, 3], [23, 20], None), ([1, 1], [24, 21], levels),
+        ]  # fmt: skip
+        for queries, lens, shared in steps:
+            count = sum(queries)
+            query, key, value = normal(count, 4, 32), normal(count, 2, 32), normal(count, 2, 80)
+            batch = Batch.from_lens(queries, lens, table, 16, shared_prefix=shared)
+            out = layer(query, key, value, cache, batch)
+            wanted, _ = reference.forward(spec, query, key, value, cache, batch, layer.params)
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_a_format_is_pickled_by_name_and_version(sign: RowFormat) -> None:

@@ -172,9 +172,9 @@ def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path:
                            (["--kv-cache-dtype=float32"], None)):  # fmt: skip
         code, out, _ = here(*line, *options)
         assert code == 0 and ("fp8_e4m3" in out) == (cache is not None)
-    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}))
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "INT8"}}))
     code, _, err = here(*line)
-    assert code == 2 and "quantization_config.kv_cache_quant_algo='NVFP4'" in err
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='INT8'" in err
 
 
 def test_explain_compares_formats_of_the_cache() -> None:

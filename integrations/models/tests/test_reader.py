@@ -14,7 +14,15 @@ import torch
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
 from polyattn.tools.cli.models import bundled, bundled_models
-from polyattn_models import READERS, cache_scales, layer_specs, model_layers
+from polyattn_models import (
+    READERS,
+    cache_scales,
+    is_cache_scale,
+    layer_specs,
+    model_layers,
+    read_config,
+    weights_quantized,
+)
 from polyattn_models.config import read_values
 from polyattn_models.encoders import READERS as ENCODERS
 from polyattn_models.rotary import KNOWN
@@ -328,12 +336,21 @@ COMPRESSED = {
     "strategy": "tensor",
     "symmetric": True,
 }
+QUARK_OUTPUT = {
+    "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+}
+QUARK = {
+    "quant_method": "quark",
+    "export": {"kv_cache_group": ["*k_proj", "*v_proj"]},
+    "layer_quant_config": {"*k_proj": QUARK_OUTPUT, "*v_proj": QUARK_OUTPUT},
+}
 E4M3_SCHEMES: list[dict[str, Any]] = [
     {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": COMPRESSED}},
     {"compression_config": {"kv_cache_scheme": COMPRESSED | {"strategy": "attn_head"}}},
     {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
     {"quantization_config": {"quant_method": "modelopt",
                              "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+    {"quantization_config": QUARK},
 ]  # fmt: skip
 OTHER_SCHEMES: list[tuple[dict[str, Any], str]] = [
     *(
@@ -341,8 +358,12 @@ OTHER_SCHEMES: list[tuple[dict[str, Any], str]] = [
         for change in ({"type": "int"}, {"num_bits": 4}, {"dynamic": True}, {"strategy": "channel"},
                        {"symmetric": False})
     ),
-    ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "NVFP4"}}},
-     "quantization_config.quantization.kv_cache_quant_algo='NVFP4'"),
+    ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "INT8"}}},
+     "quantization_config.quantization.kv_cache_quant_algo='INT8'"),
+    ({"quantization_config": {"kv_cache_quant_algo": "NVFP4", "kv_cache_scheme": COMPRESSED}},
+     "quantization_config.kv_cache_scheme="),
+    ({"quantization_config": QUARK | {"layer_quant_config": {"*k_proj": QUARK_OUTPUT}}},
+     "quantization_config.export.kv_cache_group="),
     ({"quantization_config": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj"]}}},
      "quantization_config.export.kv_cache_group="),
 ]  # fmt: skip
@@ -362,6 +383,28 @@ def test_a_checkpoints_e4m3_cache_is_read(scheme: dict[str, Any]) -> None:
     assert spec.kv_cache_dtype == "fp8_e4m3"
     own = layer_specs(LLAMA)
     assert layer_specs(LLAMA | scheme, kv_cache_dtype=own[0].dtype) == own
+
+
+def test_modelopts_nvfp4_is_read() -> None:
+    scheme = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}}
+    model = LLAMA | {"head_dim": 32}
+    wanted = [spec.replace(kv_cache_dtype="nvfp4") for spec in layer_specs(model)]
+    assert layer_specs(model | scheme) == wanted
+
+
+def test_a_scheme_of_the_cache_alone_quantises_no_weights() -> None:
+    def of(scheme: dict[str, Any]) -> bool:
+        return weights_quantized(read_config(LLAMA | scheme))
+
+    assert not of({}) and not of(E4M3_SCHEMES[0]) and not of(E4M3_SCHEMES[2])
+    groups = {
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}
+    }
+    fp8 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    assert of(groups) and of(fp8) and of({"quantization_config": QUARK}) and of(PLAIN_SCHEMES[1])
+    assert is_cache_scale("model.layers.0.self_attn.k_scale") and not is_cache_scale(
+        "lm_head.weight"
+    )
 
 
 @pytest.mark.parametrize(("scheme", "name"), OTHER_SCHEMES)

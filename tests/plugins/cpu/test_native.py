@@ -354,6 +354,20 @@ def test_all_256_bytes_count_as_keys(isa, stored, heads):
 
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm")
+def test_partial_results_use_memory_again():
+    """Steps that need ever more room, then the last of them often: no memory is lost on the way."""
+    steps = [Step(make_spec(), [1] * 4, [n] * 4) for n in (600, 1500, 3000, 5000)]
+    for made in steps * 2:
+        made.run()
+    held = [0, 0]
+    for at in range(2):
+        for _ in range(150 * at):
+            steps[-1].run()
+        held[at] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    assert held[1] - held[0] < 16 << 20
+
+
 def test_a_forked_child_has_threads_of_its_own():
     step = Step(make_spec(), [1] * 4, [2000] * 4)
     want, _ = step.run(threads=3)

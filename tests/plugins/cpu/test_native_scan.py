@@ -34,6 +34,7 @@ LAYERS = {  # kind, heads, key heads, head size, form
     "mamba2": ("mamba2", 4, 2, 24, RecurrentSpec(state_size=128)),
     "mamba2, large head": ("mamba2", 2, 1, 200, RecurrentSpec(state_size=64)),
     "mamba2, odd state": ("mamba2", 4, 2, 9, RecurrentSpec(state_size=10)),
+    "mamba2, odd head": ("mamba2", 4, 2, 9, RecurrentSpec(state_size=16)),
     "linear": ("linear", 4, 2, 40, RecurrentSpec()),
     "delta rule": ("gdn", 4, 2, 128, RecurrentSpec(qk_norm=True)),
     "delta rule, odd head": ("gdn", 2, 2, 21, RecurrentSpec()),

@@ -86,7 +86,7 @@ def drawn_group(
 
     `with_variants`: functions and masks are drawn, too.
     """
-    info = discover().backend(harness.backend)
+    info, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
     caps, layout = info.capabilities, None
     if base.recurrent is not None:
         spec = data.draw(recurrences(caps, base), label="spec")

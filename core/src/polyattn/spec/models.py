@@ -57,6 +57,15 @@ class ModelReader(Protocol):
     def text_config(self, config: object, assume: str | None = None) -> ModelConfig:
         """Return the text tower's config, with the defaults of its type or of the type to `assume`."""
 
+    def weights_quantized(self, config: ModelConfig) -> bool:
+        """Return whether a checkpoint's scheme is of more than cached keys and values."""
+
+    def is_cache_scale(self, name: str) -> bool:
+        """Return whether a checkpoint's tensor is a scale of cached keys or values."""
+
+    def cache_scales(self, folder: str) -> dict[int, dict[str, Any]]:
+        """Return those scales by layer, as `Attention` takes them. Raises `ConfigError`."""
+
 
 @cache
 def model_reader() -> ModelReader:

@@ -13,7 +13,12 @@ from polyattn_models.layers import Layer, ModelLayers, Reader, Towers, model_of
 from polyattn_models.multimodal import READERS as WITH_TOWERS
 from polyattn_models.multimodal import text_part, towers
 from polyattn_models.outside import outside_reader
-from polyattn_models.quantization import cache_dtype_of, cache_scales
+from polyattn_models.quantization import (
+    cache_dtype_of,
+    cache_scales,
+    is_cache_scale,
+    weights_quantized,
+)
 from polyattn_models.recurrent import READERS as RECURRENT
 from polyattn_models.unknown import why_unknown
 
@@ -25,10 +30,12 @@ __all__ = [
     "Reader",
     "Towers",
     "cache_scales",
+    "is_cache_scale",
     "layer_specs",
     "model_layers",
     "read_config",
     "text_config",
+    "weights_quantized",
 ]
 
 READERS: dict[str, Reader] = {**RECURRENT, **WITH_TOWERS}

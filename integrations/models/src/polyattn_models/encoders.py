@@ -187,6 +187,12 @@ def biased(cfg: Config) -> Towers:
     return {"text": [(Missing(RELATIVE_BIAS),)] * cfg.need("num_hidden_layers")}
 
 
+def mvp(cfg: Config) -> Towers:
+    """MVP, whose prompts are keys and values beside the text's."""
+    cfg.only("use_prompt", False)
+    return encoder_decoder(cfg)
+
+
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
@@ -213,9 +219,10 @@ READERS: dict[str, Reader] = {
     "siglip": two_towers(causal_text=False),
     **dict.fromkeys(
         ("bart", "mbart", "whisper", "marian", "pegasus", "m2m_100", "blenderbot",
-         "blenderbot-small", "mvp", "plbart"),
+         "blenderbot-small", "plbart"),
         encoder_decoder,
     ),
+    "mvp": mvp,
     "bigbird_pegasus": bigbird_pegasus,
     "prophetnet": unserved("streams of n-grams with a relative position bias"),
     **dict.fromkeys(("t5", "mt5", "umt5"), t5),

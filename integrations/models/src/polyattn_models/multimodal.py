@@ -175,8 +175,8 @@ TOWERS: dict[str, Reader] = {
     "blt": unserved("towers of bytes and of patches that attend to each other"),
     "hrm_text": hrm_text,
     "mistral_large4_text": unserved("a query temperature that is learned for each head"),
-    "glm5_next_text": unserved("an index of pooled keys over latents without a rotation"),
-    "deepseek_v4": unserved("several caches under one softmax", "compressed entries"),
+    "glm5_next_text": unserved("a spec of compressors, and of choices of groups over latents"),
+    "deepseek_v4": unserved("a spec of compressors, and of a rotation of keys' last elements"),
     "mllama_text_model": mllama_text,
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip

@@ -20,6 +20,15 @@ STATIC_E4M3: dict[str, tuple[Any, ...]] = {
     "strategy": (None, "tensor", "attn_head"),
 }  # fmt: skip
 """Fields of compressed-tensors' `QuantizationArgs` that say e4m3, with scales in the checkpoint."""
+QUARK_E4M3: dict[str, tuple[Any, ...]] = {
+    "dtype": ("fp8_e4m3",), "qscheme": ("per_tensor",), "is_dynamic": (None, False),
+}  # fmt: skip
+"""Quark's fields of an output that say the same."""
+ALGORITHMS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4"}
+"""ModelOpt's; what it stores as a layer's scale is what numbers are divided by, of both."""
+CACHE_ALONE = ("compressed-tensors", "modelopt")
+"""Methods that may be of the cache alone."""
+OF_WEIGHTS = ("config_groups", "quant_algo")
 SCALE = re.compile(
     r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.)?"
     r"(?:(?P<both>kv_scale)|(?:[a-z_]*proj\.)?(?P<one>[kv])_scale|(?P<out>[kv])_proj\.output_scale)$"
@@ -31,29 +40,48 @@ def cache_dtype_of(cfg: Config) -> str:
     """Return the `kv_cache_dtype` that a model's checkpoint, or one of its towers', asks for.
 
     `"auto"` is the model's own dtype. compressed-tensors and fp8 call the field `kv_cache_scheme`,
-    ModelOpt `kv_cache_quant_algo`, Quark `kv_cache_group`. Raises `ConfigError` for a scheme that isn't
-    e4m3 with stored scales.
+    ModelOpt `kv_cache_quant_algo`, Quark `kv_cache_group`. Raises `ConfigError` for a scheme that is
+    neither e4m3 with stored scales nor ModelOpt's nvfp4, and for parts that differ.
     """
     dtypes = {cache_dtype_of(part) for part in cfg.parts}
     for place in WHERE:
-        for path, value in _schemes(cfg.values.get(place), place):
-            if not _is_static_e4m3(path, value):
+        found = cfg.values.get(place)
+        for path, value in _schemes(found, place):
+            dtype = "fp8_e4m3" if _is_quark_e4m3(path, value, found) else _dtype_of(path, value)
+            if dtype is None or dtypes - {"auto", dtype}:
                 raise cfg.error(
                     path,
                     value,
                     "is a format of cached keys and values that isn't read; name the cache's dtype "
                     "yourself, such as kv_cache_dtype='fp8_e4m3' or the model's own dtype",
                 )
-            dtypes.add("fp8_e4m3")
-    return "fp8_e4m3" if "fp8_e4m3" in dtypes else "auto"
+            dtypes.add(dtype)
+    return next(iter(dtypes - {"auto"}), "auto")
 
 
-def _is_static_e4m3(path: str, value: Any) -> bool:
+def _dtype_of(path: str, value: Any) -> str | None:
     if path.endswith(".kv_cache_quant_algo"):
-        return str(value).upper() == "FP8"
+        return ALGORITHMS.get(str(value).upper())
     if not path.endswith(".kv_cache_scheme") or not isinstance(value, Mapping):
+        return None
+    static = all(value.get(name) in valid for name, valid in STATIC_E4M3.items())
+    return "fp8_e4m3" if static else None
+
+
+def _is_quark_e4m3(path: str, value: Any, scheme: Any) -> bool:
+    """Whether Quark's layers of keys and values have outputs in e4m3, by one stored scale each."""
+    if not path.endswith(".kv_cache_group") or not isinstance(value, list):
         return False
-    return all(value.get(name) in valid for name, valid in STATIC_E4M3.items())
+    layers = scheme.get("layer_quant_config")
+    outputs = [
+        layers[name].get("output_tensors")
+        for name in value
+        if isinstance(layers, Mapping) and isinstance(layers.get(name), Mapping)
+    ]
+    return len(outputs) == len(value) and all(
+        isinstance(found, Mapping) and all(found.get(k) in valid for k, valid in QUARK_E4M3.items())
+        for found in outputs
+    )
 
 
 def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -65,6 +93,29 @@ def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", inner
         else:
             yield from _schemes(inner, f"{path}.{name}")
+
+
+def weights_quantized(config: Config) -> bool:
+    """Return whether a checkpoint's scheme is of more than cached keys and values, as far as it says.
+
+    compressed-tensors lists other tensors in `config_groups`, ModelOpt names their `quant_algo`; of
+    another method it is said by the method itself.
+    """
+    for place in WHERE:
+        found = config.values.get(place)
+        if found in PLAIN:
+            continue
+        if not isinstance(found, Mapping) or found.get("quant_method") not in CACHE_ALONE:
+            return True
+        parts = (found, found.get("quantization") or {})
+        if any(part.get(name) not in PLAIN for part in parts for name in OF_WEIGHTS):
+            return True
+    return False
+
+
+def is_cache_scale(name: str) -> bool:
+    """Return whether a checkpoint's tensor is a scale of cached keys or values, by its name."""
+    return SCALE.search(name) is not None
 
 
 def cache_scales(folder: str | Path) -> dict[int, dict[str, Any]]:

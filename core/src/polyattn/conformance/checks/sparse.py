@@ -104,7 +104,8 @@ def sparse_reuse(case: Case, harness: Harness) -> None:
 
 def sparse_search(case: Case, harness: Harness) -> None:
     """Any choice over any batch: heads, scopes, granularities, block sizes, entries."""
-    caps = discover().backend(harness.backend).capabilities
+    build, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
+    caps = build.capabilities
 
     def example(data: st.DataObject) -> None:
         spec = data.draw(_specs(case.spec, sorted(caps.dtypes)), label="spec")

@@ -47,13 +47,44 @@ def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def _four_bits(codes):
+    """What e2m1's codes stand for, over 2^14, float16: its exponent and mantissa in float16's places."""
+    codes = codes.to(tl.uint16)
+    return (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_four_bit_rows(ROWS, held, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of e2m1 numbers and their block scales (`formats.nvfp4`) as float16, exact.
+
+    `ROWS`: where each row begins. Rows that aren't `held` and columns beyond `SIZE` are zero. A scale's
+    e4m3 is float16's exponent and mantissa over 2^8, which no type of the device has to know.
+    """
+    pair = tl.arange(0, BLOCK // 2)
+    block = tl.arange(0, BLOCK // 16)
+    codes = tl.load(
+        ROWS[:, None] + pair[None, :], mask=held[:, None] & (pair < SIZE // 2)[None, :], other=0
+    )
+    units = tl.load(
+        ROWS[:, None] + (SIZE // 2 + block)[None, :],
+        mask=held[:, None] & (block < SIZE // 16)[None, :], other=0,
+    ).to(tl.uint16)  # fmt: skip
+    scale = (((units & 127) << 7) | ((units & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
+    scale = tl.where((units & 127) == 127, float("nan"), scale)
+    each = tl.broadcast_to(scale[:, :, None], (N, BLOCK // 16, 8)).reshape((N, BLOCK // 2))
+    low = _four_bits(codes & 15) * 16384.0 * each
+    high = _four_bits(codes >> 4) * 16384.0 * each
+    return tl.join(low, high).reshape((N, BLOCK))
+
+
+@triton.jit
 def load_cached_rows(
     BASE, row, held, columns, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     READ: tl.constexpr,
 ):  # fmt: skip
     """Load the `held` rows of a cache; `READ`: how a format's rows of bytes are (`functions.rows`)."""
     if READ is not None:
-        rows = READ(BASE + row, held, N)
+        rows = READ(BASE + row, held, N, SIZE, BLOCK)
     else:
         rows = load_held_rows(BASE + row[:, None] + columns[None, :], held, columns, SIZE, BLOCK)
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +193,7 @@ class Decoder(nn.Module):
             if not self.tied:
                 self.lm_head = Linear(hidden, self.vocabulary)
         self.requires_grad_(False)
+        self.cache_scales: dict[int, dict[str, Any]] = {}  # as `Attention` takes them
         self.scale = hidden**0.5 if made_as.scales_embedding else 1.0
         wide = "residual_in_fp32" in fields.defaults and fields.flag("residual_in_fp32")
         self.residual = torch.float32 if wide else self.dtype
@@ -210,7 +212,7 @@ class Decoder(nn.Module):
         """Give every layer its group's kernels and its own cache or states."""
         by_spec = {group.spec: group for group in groups}
         for layer in self.layers:
-            layer.mixing.bind(layer.index, by_spec)
+            layer.mixing.bind(layer.index, by_spec, self.cache_scales.get(layer.index, {}))
 
     def forward(self, tokens: Tensor, step: ModelStep) -> Tensor:
         """Return the hidden states (tokens, hidden) before the head, of int64 (tokens,)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
+Scales = Mapping[str, Any]
+"""`k_scale` and `v_scale`, as `Attention` takes them, of those that a checkpoint has."""
 LATENT_EPS = 1e-6
 """What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
 
@@ -24,9 +26,14 @@ class Mixer(nn.Module):
 
     spec: LayerSpec
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
-        """Build the layers, of the weights that are loaded by now."""
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
+        """Build the layers, of the weights that are loaded by now; `scales`: of what is cached."""
         raise NotImplementedError
+
+
+def _used(scales: Scales, spec: LayerSpec) -> Scales:
+    """Return the scales of a layer whose cache holds what they are of."""
+    return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4") else {}
 
 
 class SelfAttention(Mixer):
@@ -59,12 +66,13 @@ class SelfAttention(Mixer):
         self.q_norm = RMSNorm(heads if whole else size, eps, offset) if norm else nn.Identity()
         self.k_norm = RMSNorm(kv_heads if whole else size, eps, offset) if norm else nn.Identity()
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         memory = groups[self.spec]
         sinks = None if self.sinks is None else self.sinks.detach()
         self.layer = Attention(
-            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index)
-        )
+            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index),
+            **_used(scales, self.spec),
+        )  # fmt: skip
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -107,13 +115,13 @@ class LatentSelfAttention(Mixer):
         )
         self.o_proj = Linear(spec.num_heads * spec.v_head_size, hidden, bias)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         memory = groups[self.spec]
         up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
         self.layer = LatentAttention(
             memory.group, w_uk.contiguous(), w_uv.contiguous(), rotate=memory.rotates,
-            checks=memory.checks(index),
+            checks=memory.checks(index), k_scale=_used(scales, self.spec).get("k_scale", 1.0),
         )  # fmt: skip
         self.cache = memory.caches[index]
 
@@ -186,7 +194,7 @@ class JambaMamba(_Recurrence):
         self.c_layernorm = RMSNorm(state, eps)
         self.parts = (rank, state, state)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_proj.bias)
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -224,7 +232,7 @@ class Mamba2(_Recurrence):
         shared = spec.num_kv_heads * spec.recurrent.state_size
         self.channels: Sequence[int] = (inner, shared, shared)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_bias)
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
