@@ -156,12 +156,9 @@ def found_of(function: Callable[..., Any]) -> Findings:
     return find(function, function.__name__.upper(), resolve_device("cpu"), seed=1, budget=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "known"),
-    [
-        pytest.param(*pair, id=pair[0].__name__, marks=[] if pair[0] is sdpa else pytest.mark.slow)
-        for pair in KNOWN
-    ],
+    ("function", "known"), [pytest.param(*pair, id=pair[0].__name__) for pair in KNOWN]
 )
 def test_claim_writes_exactly_what_a_function_can_do(
     function: Callable[..., Any], known: dict[str, Any]

@@ -84,9 +84,8 @@ def test_proof_is_of_the_set_that_runs_whatever_the_build_lacks():
     device = Device("cpu", "x86_64")
     assert info.proof_on(device, "avx2 (built without amx)") is Proof.COMPILED
     assert info.proof_on(device, "amx (built without avx2)") is Proof.IN_PART  # there are records
-    assert (
-        info.proof_on(device, "avx512 (built without amx)") is Proof.DECLARED
-    )  # and none of these
+    assert info.proof_on(device, "avx512 (built without amx)") is Proof.MEASURED
+    assert info.proof_on(device, "avx10 (built without amx)") is Proof.DECLARED  # and none of these
 
 
 def test_a_wheel_for_others_lacks_no_instruction_set(tmp_path, no_vectors, monkeypatch):

@@ -13,7 +13,8 @@ NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
     "not causal", "int8", "captured", "latent",
 )  # fmt: skip
-MARKS = {"soft cap, sinks": [], "captured": [], "latent": [pytest.mark.slow]}
+slow = pytest.mark.slow
+MARKS = {"soft cap, sinks": slow, "captured": [], "latent": slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, sweep)) for n in NAMES])
