@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.rows import barrier
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -309,7 +311,7 @@ def mla_hopper_kernel(
                 )  # fmt: skip
             # The next tile's copies go where this one's products read: both groups are through.
             async_copy.wait_group(0)
-            gl.thread_barrier()
+            barrier()
             at = high
             low = high
             index = gl.minimum(index + 1, count - 1)

@@ -16,6 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.rows import barrier
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(15)
@@ -340,7 +342,7 @@ def packed_kernel(
             else:
                 _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
                        token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip
-            gl.thread_barrier()  # the next one's copies go where this one's products read
+            barrier()  # the next one's copies go where this one's products read
             at = high
             low = high
             seq = gl.minimum(seq + 1, count - 1)
