@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
+from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import scatter
@@ -123,13 +124,11 @@ class Compressor:
         self._check(rows, gates, states, batch)
         spec, m, device = self.spec, self.spec.tokens_per_entry, rows.device
         new = rows.detach().to(states.dtype)
-        queries, counts = batch.query_lens, [-(-query // m) for query in batch.query_lens]
-        tokens = torch.arange(len(rows), device=device)
+        counts = [-(-query // m) for query in batch.query_lens]
+        each, positions, ends = token_places(batch)
         of = torch.arange(batch.num_seqs, device=device)
-        each = of.repeat_interleave(_on(queries, device), output_size=len(rows))
         starts, lens = batch.query_start_loc.long(), batch.seq_lens.long()
         firsts = (lens - starts[1:] + starts[:-1]).clamp(min=0)  # the first new token's position
-        positions = firsts[each] + tokens - starts[each]
         if gates is not None:
             gates = gates.detach().to(states.dtype)
             if self.bias is not None:
@@ -146,7 +145,7 @@ class Compressor:
         at = ids[:, None] * m + span
         members = self._members(new, states, slots[seqs], at, firsts[seqs], starts[seqs])
         pooled = self._pooled(members, at, rows.dtype)
-        last = (positions >= lens[each] - spec.capacity) & (positions < lens[each])
+        last = (positions >= (ends - spec.capacity).clamp(min=0)) & (positions < ends)
         places = slots[each] * spec.capacity + positions % spec.capacity
         places = places.masked_fill(~last | (slots[each] < 0), -1)
         scatter(states.unsqueeze(2), new.unsqueeze(1), places)

@@ -130,10 +130,16 @@ def index_scores_kernel(
 
 @triton.jit
 def _ranked(
-    SCORES, HELD, c, ok, seen, there, FIRST: tl.constexpr, LAST: tl.constexpr,
-    POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr,
+    SCORES, HELD, IDS, start, high, seen, there, FIRST: tl.constexpr, LAST: tl.constexpr,
+    POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr, BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return candidates' ranks, uint32 whose order is the scores', and which candidates there are."""
+    """Return BLOCK candidates, their ranks, uint32 whose order is the scores', and which there are."""
+    c = start + tl.arange(0, BLOCK)
+    ok = c < high
+    if LISTED:
+        c = tl.load(IDS + c, mask=ok, other=-1)
+        ok = c >= 0
     e = c[:, None] * POOL + tl.arange(0, BLOCK_POOL)[None, :]
     inside = ok[:, None] & (tl.arange(0, BLOCK_POOL) < POOL)[None, :] & (e < seen)
     if WITHIN > 0:
@@ -146,7 +152,7 @@ def _ranked(
     rank = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     if FIRST + LAST > 0:
         rank = tl.where((c < FIRST) | (c >= there - LAST), 0xFFFFFFFF, rank).to(tl.uint32)
-    return rank, ok
+    return c, rank, ok
 
 
 @triton.jit(do_not_specialize=["ids_n", "out_n", "width", "each", "parts"])
@@ -183,14 +189,10 @@ def index_select_kernel(
         shift = 24 - 8 * step
         counts = tl.zeros([256], dtype=tl.int32)
         for start in range(low, high, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            ok = c < high
-            if LISTED:
-                c = tl.load(IDS + c, mask=ok, other=-1)
-                ok = c >= 0
-            rank, ok = _ranked(
-                SCORES, HELD, c, ok, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN
-            )
+            _, rank, ok = _ranked(
+                SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
+                BLOCK, LISTED,
+            )  # fmt: skip
             if step > 0:
                 ok = ok & ((rank >> (shift + 8)) == prefix)
             counts += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=ok)
@@ -203,12 +205,10 @@ def index_select_kernel(
     count = 0
     equal = 0
     for start in range(low, high, BLOCK):
-        c = start + tl.arange(0, BLOCK)
-        ok = c < high
-        if LISTED:
-            c = tl.load(IDS + c, mask=ok, other=-1)
-            ok = c >= 0
-        rank, ok = _ranked(SCORES, HELD, c, ok, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN)
+        c, rank, ok = _ranked(
+            SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
+            BLOCK, LISTED,
+        )  # fmt: skip
         same = (ok & (rank == prefix)).to(tl.int32)
         order = equal + tl.cumsum(same, 0)
         best = (ok & (rank > prefix)) | ((same != 0) & (order <= left))
