@@ -160,8 +160,12 @@ def test_ctrl_c_in_list(tmp_path: Path) -> None:
 
 
 DEAF = """
-import sys, time
+import signal, sys, time
 from polyattn.tools.cli import entry, listing
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # Python drops and prints what a finalizer raises
 
 def deaf(as_json):
     try:
@@ -179,7 +183,10 @@ sys.exit(entry.main())
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("then", ["time.sleep(60)", "raise AttributeError('half imported')"])
+@pytest.mark.parametrize(
+    "then",
+    ["time.sleep(60)", "raise AttributeError('half imported')", "Finalized(); time.sleep(60)"],
+)
 def test_an_interrupt_that_a_library_drops_ends_the_command(then: str) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(

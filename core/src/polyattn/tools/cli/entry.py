@@ -12,11 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from polyattn._version import __version__
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.tools.cli import stdout
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 INTERRUPTED = 130  # typer's too, which says nothing
 
@@ -30,6 +33,7 @@ def main() -> int:
         return 2
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _dropped
     return run(sys.argv[1:])
 
 
@@ -48,6 +52,12 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     raise KeyboardInterrupt
+
+
+def _dropped(exception: UnraisableHookArgs) -> None:
+    """Report an exception that Python drops, unless `_interrupt` raised it and raises it again."""
+    if not (_interrupts and isinstance(exception.exc_value, KeyboardInterrupt)):
+        sys.__unraisablehook__(exception)
 
 
 def _heard() -> None:
