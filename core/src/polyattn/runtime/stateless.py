@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,9 @@ from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
 
 
-def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
+def group_for(
+    device: torch.device, backend: str | None = None, *, layout: str | None = None, **fields: Any
+) -> LayerGroup:
     """Return the group that serves a layer, for a caller that keeps nothing between calls.
 
     The same arguments get the same group. Each thread, and on CUDA each stream, has groups of its own,
@@ -26,6 +29,7 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
     Args:
         device: where the tensors are.
         backend: the backend that must serve, by name; None: the selection decides.
+        layout: of the caller's cache, `"NHD"` or `"HND"`; None: the selection decides.
         fields: the fields of `LayerSpec`; `dtype` is torch's.
 
     Returns:
@@ -40,7 +44,10 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
         True
 
     """
-    return _group(current(), generation(), place_of(device), device, backend, **fields)
+    settings = current()
+    if layout is not None and layout != settings.layout:
+        settings = replace(settings, layout=layout)
+    return _group(settings, generation(), place_of(device), device, backend, **fields)
 
 
 def place_of(device: torch.device) -> Any:

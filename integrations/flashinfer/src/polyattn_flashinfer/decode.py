@@ -1,0 +1,104 @@
+"""FlashInfer's decode: one query token a sequence, or `q_len_per_req` of them, causal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.host import refuse, values_of
+from torch import Tensor
+
+from polyattn_flashinfer.calls import (
+    Result,
+    Scores,
+    Step,
+    block_table,
+    checked_layout,
+    differences,
+    pages,
+    product,
+    result,
+)
+from polyattn_flashinfer.wrappers import Wrapper
+
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache"]
+
+
+def single_decode_with_kv_cache(
+    q: Tensor, k: Tensor, v: Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
+    v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """Attend for (heads, size) over whole keys. Returns the output, or (output, LSE (heads,))."""
+    if checked_layout(kv_layout) == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    scores = Scores(
+        True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+    )
+    step = Step([1], [k.shape[0]], scores, q.device)
+    scale = product(q_scale, k_scale)
+    out, lse = step.attend(q[None], (k.to(q.dtype), v.to(q.dtype)), scale=scale, needs_lse=return_lse)
+    return result(out[0], None if lse is None else lse[0], None, None, v_scale)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    """Decode over pages. Arguments, tensors and results as in FlashInfer's documentation."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None, backend: str = "auto",
+        jit_args: Any = None,
+    ):  # fmt: skip
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE",
+        window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: Any = "float16",
+        kv_data_type: Any = None, o_data_type: Any = None, data_type: Any = None,
+        sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, non_blocking: bool = True,
+        block_tables: Tensor | None = None, seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        q_len_per_req: int = 1, window_right: int = 0,
+    ) -> None:  # fmt: skip
+        """Plan a step. How keys are split is polyattn's to choose: `batch_invariant` fixes it."""
+        refuse("decode is causal; leave it out", window_right=window_right)
+        scores = Scores(
+            True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        )
+        counts = differences(indptr)
+        lens = paged_lens(counts, last_page_len, page_size)
+        table = block_table(counts, indices, self.device)
+        step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)
+        self._planned(step, o_data_type)
+
+    begin_forward = plan
+
+    def run(  # type: ignore[override]
+        self, q: Tensor, paged_kv_cache: Any, *args: Any, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, out: Tensor | None = None,
+        lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None,
+        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Result:  # fmt: skip
+        """Attend for (tokens, heads, size). Returns the output, or (output, LSE (tokens, heads))."""
+        refuse(
+            args=args or None, kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        )  # fmt: skip
+        keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
+        return self._run(
+            q, keys, out, lse, return_lse, scales, window_left=window_left, sinks=sinks
+        )
+
+
+def paged_lens(counts: list[int], last_page_len: Tensor, page_size: int) -> list[int]:
+    """Return the lengths of sequences of these pages."""
+    last = values_of(last_page_len)
+    return [n and (n - 1) * page_size + m for n, m in zip(counts, last, strict=True)]

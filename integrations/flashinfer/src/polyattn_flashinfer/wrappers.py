@@ -1,0 +1,85 @@
+"""What all wrappers share: a workspace that isn't needed, a plan, and names that older callers use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partialmethod
+from typing import Any
+
+import torch
+from polyattn import PolyattnError
+from polyattn.host import refuse
+from torch import Tensor
+
+from polyattn_flashinfer.calls import Result, Step, checked_layout, plain_dtype, product, result
+
+
+class Wrapper:
+    """A step's plan, and its runs. polyattn has workspaces of its own, so the caller's stays unused.
+
+    `backend` chooses among FlashInfer's kernels, so it isn't read; `POLYATTN_BACKEND` names polyattn's.
+    """
+
+    def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool, jit_args: Any):
+        refuse(
+            "its kernel is FlashInfer's own; write a variant (docs/variants.md)", jit_args=jit_args
+        )
+        if use_cuda_graph:
+            raise PolyattnError(
+                "use_cuda_graph=True isn't served: no replay refills this plan; pass False, or capture "
+                "polyattn's own layers (LayerSpec.graph_capture)"
+            )
+        self.device, self.layout = workspace.device, checked_layout(kv_layout)
+        self._step: Step | None = None
+        self._out_dtype: torch.dtype | None = None
+
+    is_cuda_graph_enabled = False
+
+    def reset_workspace_buffer(self, *buffers: Tensor) -> None:
+        """Do nothing: the workspace isn't used."""
+
+    def _planned(self, step: Step, dtype: Any) -> None:
+        self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
+
+    def _run(
+        self, query: Tensor, keys: Any, out: Tensor | None, lse: Tensor | None, return_lse: bool,
+        scales: tuple[Any, Any, Any], **options: Any,
+    ) -> Result:  # fmt: skip
+        if self._step is None:
+            raise PolyattnError("run() before plan(): call plan() once a step")
+        q_scale, k_scale, v_scale = scales
+        scale = product(q_scale, k_scale)
+        found, sums = self._step.attend(query, keys, scale=scale, needs_lse=return_lse, **options)
+        return result(found, sums, out, lse, v_scale, self._out_dtype)
+
+    def run(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the step of `plan`."""
+        raise NotImplementedError
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Result:
+        """Run, and return the output and the LSE."""
+        return self.run(*args, return_lse=True, **kwargs)
+
+    def forward(
+        self, q: Tensor, *keys: Any, causal: bool | None = None, pos_encoding_mode: str = "NONE",
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
+        use_fp16_qk_reduction: bool = False, return_lse: bool = False,
+        **scales: float | Tensor | None,
+    ) -> Result:  # fmt: skip
+        """Run with other scores than the plan's, as FlashInfer's deprecated `forward`."""
+        step = self._step
+        if step is None:
+            raise PolyattnError("forward() before begin_forward(): call it once a step")
+        step.scores = replace(
+            step.scores, causal=step.scores.causal if causal is None else causal,
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, *keys, return_lse=return_lse, **scales)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Do nothing, as FlashInfer's."""
