@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import polyattn_flash_attn
+import polyattn_flashinfer
 import polyattn_recurrent
 import pytest
 import torch
@@ -40,6 +41,8 @@ class OnTheCPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        if func is torch.Tensor.to and isinstance(args[1], int):  # a GPU's number
+            args = (args[0], "cpu", *args[2:])
         named = {n: "cpu" if _is_cuda(value) else value for n, value in (kwargs or {}).items()}
         return func(*args, **named)
 
@@ -118,11 +121,12 @@ def vllm(checkout: Path) -> None:
     torch.set_default_device = lambda *_: None
 
 
-def module(name: str, **values: Any) -> None:
+def module(name: str, **values: Any) -> ModuleType:
     """Install a module of these values, and the packages that it lies in."""
     for parent in itertools.accumulate(name.split("."), "{}.{}".format):
         sys.modules.setdefault(parent, ModuleType(parent)).__dict__.setdefault("__path__", [])
     sys.modules[name].__dict__.update(values)
+    return sys.modules[name]
 
 
 def pages(
@@ -203,6 +207,33 @@ def vllm_paged(checkout: Path) -> None:
     torch.set_default_device = lambda *_: None
 
 
+def flashinfer(checkout: Path) -> None:
+    """Install the wrappers, and what FlashInfer's tests ask of its build and of a GPU."""
+    polyattn_flashinfer.install()
+
+    def nothing(*args: Any, **named: Any) -> list[Any]:
+        """Stand for what compiles FlashInfer's kernels, and for its formats of 4 bits."""
+        return []
+
+    sys.modules["flashinfer"].jit = module("flashinfer.jit", build_jit_specs=nothing)  # type: ignore[attr-defined]
+    module(
+        "flashinfer.utils", get_compute_capability=lambda *_: (9, 0), GPUArchitectureError=OSError,
+        has_flashinfer_jit_cache=lambda: True, is_sm90a_supported=lambda *_: True,
+        is_fa3_backend_supported=nothing, is_sm12x_supported=nothing, is_sm100a_supported=nothing,
+        is_sm110a_supported=nothing,
+    )  # fmt: skip
+    names = ("single_decode", "single_prefill", "batch_mla", "batch_decode", "batch_prefill")
+    generators = {f"gen_{name}_module": nothing for name in names}
+    module("flashinfer.jit.attention", **generators)
+    module("flashinfer.fp4_quantization", e2m1_and_ufp8sf_scale_to_float=nothing)
+    for package in ("tests", "tests.test_helpers"):
+        module(package).__path__ = [str(checkout / package.replace(".", "/"))]
+    attention = {f"gen_{kind}_attention_modules": nothing for kind in ("decode", "prefill")}
+    module("tests.test_helpers.jit_utils", **attention)
+    module("tests.test_helpers.utils_fp4", create_nvfp4_kv=nothing, nvfp4_to_float=nothing)
+    torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
+
+
 def recurrences(checkout: Path) -> None:
     """Install the functions, and take what else a module has from the checkout."""
     polyattn_recurrent.install()
@@ -255,6 +286,24 @@ def recurrence_fits(given: dict[str, Any]) -> bool:
     return given.get("seqlen", 1) * given.get("dim", 1) <= 1 << 20 and given.get("T", 1) <= 1100
 
 
+def wrappers_fit(given: dict[str, Any]) -> bool:
+    """Whether a CPU runs values of a FlashInfer test's parameters."""
+    most = {
+        "batch_size": 17,
+        "kv_len": 600,
+        "qo_len": 130,
+        "q_len": 130,
+        "seq_len": 600,
+        "head_dim": 256,
+    }
+    values = ((given.get(name, 1), bound) for name, bound in most.items())
+    return (
+        all(value <= bound for value, bound in values if isinstance(value, int))
+        and not given.get("use_cuda_graph")
+        and given.get("backend") in (None, "auto", "fa2")
+    )
+
+
 LIBRARIES = {
     "flash-attention": Library(
         ("tests/test_flash_attn.py",), flash_attention,
@@ -277,6 +326,18 @@ LIBRARIES = {
         lambda given: (
             given.get("num_heads") != (40, 40) and given.get("device", "cuda:0") == "cuda:0"
             and given.get("head_size", 1) * given.get("block_size", 1) <= 4096),
+    ),
+    "flashinfer": Library(
+        tuple(f"tests/attention/test_{name}.py" for name in (
+            "alibi", "batch_decode_kernels", "batch_prefill_kernels", "decode_prefill_lse",
+            "deepseek_mla", "logits_cap", "mla_page", "non_contiguous_decode",
+            "non_contiguous_prefill", "page", "shared_prefix_kernels", "single_prefill",
+            "sliding_window", "tensor_cores_decode")),
+        flashinfer,
+        ("nvfp4", "cuda_graph", "fast_plan", "fp8_kv", "fp8_nope", "cutlass", "multi_item", "smem",
+         "shared_prefix_paged", "mismatched_q_len", "large_head", "fully_masked_rows",
+         "in_place_with_mask"),
+        wrappers_fit,
     ),
     "causal-conv1d": Library(
         ("tests/test_causal_conv1d.py",), recurrences,

@@ -196,7 +196,26 @@ def test_fewer_keys_than_queries_and_none() -> None:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     wrapper.plan(indptr(counts), *arrays, HEADS, KV_HEADS, SIZE, PAGE, causal=True)
     parts = zip(query.split(counts), rows, strict=True)
-    close(wrapper.run_return_lse(query, cache), [attention(q, *own, causal=True) for q, own in parts])
+    close(
+        wrapper.run_return_lse(query, cache), [attention(q, *own, causal=True) for q, own in parts]
+    )
+
+
+def test_the_buffers_of_a_captured_decode_are_refilled() -> None:
+    """On a CPU nothing is captured; the second plan's step is read from the first one's tensors."""
+    buffers = torch.zeros(5), torch.zeros(16), torch.zeros(4)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, False, *buffers)
+    table, lengths = wrapper._table, wrapper._lens
+    for lens in (LENS, [5, 61, 33, 1]):
+        cache, arrays, rows = paged(lens)
+        query = torch.randn(len(lens), HEADS, SIZE)
+        wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE, window_left=30)
+        wanted = [attention(query[i : i + 1], *rows[i], window_left=30) for i in range(len(lens))]
+        close(wrapper.run(query, cache, return_lse=True), wanted)
+        assert wrapper._table is table and wrapper._lens is lengths
+    _, arrays, _ = paged([65, 1, 1, 1])
+    with pytest.raises(PolyattnError, match="4 sequences of up to 5 pages"):
+        wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE)
 
 
 def test_sinks() -> None:
@@ -245,7 +264,10 @@ def test_merges() -> None:
     assert torch.equal(out[1], pair[0][1]) and torch.equal(lse[1], pair[1][1])
 
 
-@pytest.mark.parametrize(("beside", "counts"), [(True, [1, 1, 1]), (False, [1, 1, 1]), (True, [3, 1, 2]), (False, [3, 1, 2])])
+@pytest.mark.parametrize(
+    ("beside", "counts"),
+    [(True, [1, 1, 1]), (False, [1, 1, 1]), (True, [3, 1, 2]), (False, [3, 1, 2])],
+)
 def test_mla(beside: bool, counts: list[int]) -> None:
     lens, heads, rank, rope = [19, 33, 7], 4, 64, 32
     _, (starts, pages, _), _ = paged(lens)
@@ -266,7 +288,7 @@ def test_mla(beside: bool, counts: list[int]) -> None:
 
 
 def test_pages_that_tokens_are_appended_to() -> None:
-    cache, (starts, pages, last), rows = paged(LENS, "HND")
+    cache, (starts, pages, last), _ = paged(LENS, "HND")
     lens = flashinfer.get_seq_lens(starts, last, PAGE)
     assert lens.tolist() == LENS
     new = [3, 0, 1, 5]
@@ -289,7 +311,7 @@ def test_what_is_refused_is_named() -> None:
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     query = torch.randn(len(LENS), HEADS, SIZE)
     with pytest.raises(PolyattnError, match="use_cuda_graph=True"):
-        decode(WORKSPACE, use_cuda_graph=True)
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
     with pytest.raises(PolyattnError, match="jit_args"):
         decode(WORKSPACE, jit_args=["mine"])
     with pytest.raises(PolyattnError, match="kv_layout='nhd'"):
@@ -312,6 +334,8 @@ def test_install_and_uninstall() -> None:
         import flashinfer as installed  # type: ignore[import-not-found]
 
         assert installed.__version__ == polyattn_flashinfer.VERSIONS["flashinfer"]
-        assert installed.decode.single_decode_with_kv_cache is flashinfer.single_decode_with_kv_cache
+        assert (
+            installed.decode.single_decode_with_kv_cache is flashinfer.single_decode_with_kv_cache
+        )
     finally:
         polyattn_flashinfer.uninstall()

@@ -47,7 +47,8 @@ class Scores:
         modes = ("NONE", "ALIBI", "ROPE_LLAMA")
         if self.pos_encoding_mode not in modes:
             raise PolyattnError(
-                f"pos_encoding_mode={self.pos_encoding_mode!r} is unknown; it is one of {', '.join(modes)}"
+                f"pos_encoding_mode={self.pos_encoding_mode!r} is unknown; it is one of "
+                f"{', '.join(modes)}"
             )
 
     def options(
@@ -117,7 +118,7 @@ class Step:
                 f"q is {tuple(query.shape)}; the plan is for {sum(self.query_lens)} tokens: "
                 "(tokens, heads, size)"
             )
-        scores, more = self.scores, {}
+        scores, more = self.scores, dict[str, Any]()
         options = scores.options(query.shape[2], window_left, scale, needs_lse)
         if scores.mask is not None:
             more["mask"] = "custom"
@@ -130,20 +131,20 @@ class Step:
             query = scores.rotated(query, self._positions(self.query_lens))
             keys = scores.rotated(keys[0], self._positions(self.lens)), keys[1]
         params: dict[str, Any] = {"sinks": None if sinks is None else sinks.float()}
-        has = sinks is not None, scores.pos_encoding_mode == "ALIBI"
+        own = sinks is not None, scores.pos_encoding_mode == "ALIBI"
         if isinstance(keys, KVCache):
             form = keys.format
             if keys.key.dtype != query.dtype:
                 more["kv_cache_dtype"] = form.dtype
             group = group_for_call(
-                query, form.num_kv_heads, form.v_head_size, options, *has,
+                query, form.num_kv_heads, form.v_head_size, options, *own,
                 block_size=form.block_size, layout=form.layout, **more,
             )  # fmt: skip
             group.check_format(form)
             out, lse = run_plan(group.plan_for(self.paged), query, None, None, keys, **params)
         else:
             heads, size = keys[1].shape[1:]
-            group = group_for_call(query, heads, size, options, *has, cached=False, **more)
+            group = group_for_call(query, heads, size, options, *own, cached=False, **more)
             out, lse = run_plan(group.plan_for(self.whole), query, *keys, **params)
         return out, None if lse is None else lse.mul_(LOG2E)
 

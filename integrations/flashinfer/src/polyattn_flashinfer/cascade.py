@@ -25,9 +25,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return state.output, state.lse * LOG2E
 
 
-def merge_state(
-    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two outputs (tokens, heads, size) and their LSEs (tokens, heads), to base 2."""
     return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
 
@@ -76,14 +74,13 @@ class MultiLevelCascadeAttentionWrapper:
             "logits_soft_cap", "rope_scale", "rope_theta", "q_data_type", "kv_data_type",
         )  # fmt: skip
         kwargs |= dict(zip(names, args, strict=False))
-        levels = zip(
-            self._levels, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr,
-            paged_kv_last_page_len, strict=True,
-        )  # fmt: skip
-        for wrapper, *arrays in levels:
-            last = causal and wrapper is self._levels[-1]
-            sizes = num_qo_heads, num_kv_heads, head_dim, page_size
-            wrapper.plan(*arrays, *sizes, causal=last, **kwargs)
+        sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+        for level, wrapper in enumerate(self._levels):
+            wrapper.plan(
+                qo_indptr_arr[level], paged_kv_indptr_arr[level], paged_kv_indices_arr[level],
+                paged_kv_last_page_len[level], *sizes,
+                causal=causal and level == len(self._levels) - 1, **kwargs,
+            )  # fmt: skip
 
     begin_forward = plan
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.host import refuse, values_of
+import torch
+from polyattn import PolyattnError
+from polyattn.host import CallerCache, attend_cached, refuse, values_of
 from torch import Tensor
 
 from polyattn_flashinfer.calls import (
+    LOG2E,
     Result,
     Scores,
     Step,
@@ -38,12 +41,20 @@ def single_decode_with_kv_cache(
     )
     step = Step([1], [k.shape[0]], scores, q.device)
     scale = product(q_scale, k_scale)
-    out, lse = step.attend(q[None], (k.to(q.dtype), v.to(q.dtype)), scale=scale, needs_lse=return_lse)
+    out, lse = step.attend(
+        q[None], (k.to(q.dtype), v.to(q.dtype)), scale=scale, needs_lse=return_lse
+    )
     return result(out[0], None if lse is None else lse[0], None, None, v_scale)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    """Decode over pages. Arguments, tensors and results as in FlashInfer's documentation."""
+    """Decode over pages. Arguments, tensors and results as in FlashInfer's documentation.
+
+    With `use_cuda_graph` the number of sequences is that of `paged_kv_last_page_len_buffer`, and each
+    has an equal share of `paged_kv_indices_buffer`'s pages. `plan` then refills what a replay reads.
+    """
+
+    captured = True
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -54,6 +65,20 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ):  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
         self.use_tensor_cores = use_tensor_cores
+        if not use_cuda_graph:
+            return
+        if kv_layout == "HND":
+            raise PolyattnError(
+                "kv_layout='HND' with use_cuda_graph=True isn't served; use NHD for captured decodes"
+            )
+        if paged_kv_indices_buffer is None or paged_kv_last_page_len_buffer is None:
+            raise PolyattnError(
+                "use_cuda_graph=True needs paged_kv_indices_buffer and paged_kv_last_page_len_buffer"
+            )
+        count = len(paged_kv_last_page_len_buffer)
+        columns = len(paged_kv_indices_buffer) // count
+        self._table = torch.zeros(count, columns, dtype=torch.int32, device=self.device)
+        self._lens = torch.zeros(count, dtype=torch.int32, device=self.device)
 
     def plan(
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
@@ -74,12 +99,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         counts = differences(indptr)
         lens = paged_lens(counts, last_page_len, page_size)
         table = block_table(counts, indices, self.device)
+        if self.is_cuda_graph_enabled:
+            table = self._refilled(table, lens)
         step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)
         self._planned(step, o_data_type)
 
     begin_forward = plan
 
-    def run(  # type: ignore[override]
+    def run(
         self, q: Tensor, paged_kv_cache: Any, *args: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: Tensor | None = None,
         lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
@@ -93,9 +120,35 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
-        return self._run(
-            q, keys, out, lse, return_lse, scales, window_left=window_left, sinks=sinks
-        )
+        if not self.is_cuda_graph_enabled or self._step is None:
+            return self._run(
+                q, keys, out, lse, return_lse, scales, window_left=window_left, sinks=sinks
+            )
+        scores = self._step.scores
+        refuse("captured decodes don't serve it", sinks=sinks)
+        if scores.pos_encoding_mode != "NONE":
+            raise PolyattnError(
+                f"pos_encoding_mode={scores.pos_encoding_mode!r} isn't served with use_cuda_graph=True; "
+                "rotate queries and keys before, or pass False"
+            )
+        scale = product(q_scale, k_scale)
+        options = scores.options(q.shape[2], window_left, scale, return_lse)
+        rows = q.unflatten(0, (len(self._lens), -1))
+        cache = CallerCache(keys.key, keys.value, self._table)
+        found, sums = attend_cached(rows, None, cache, self._lens, options)
+        sums = None if sums is None else sums.flatten(0, 1) * LOG2E
+        return result(found.flatten(0, 1), sums, out, lse, v_scale, self._out_dtype)
+
+    def _refilled(self, table: Tensor, lens: list[int]) -> Tensor:
+        """Copy a step to where captured kernels read it. Raises `PolyattnError` where it is too large."""
+        if len(lens) != len(self._lens) or table.shape[1] > self._table.shape[1]:
+            raise PolyattnError(
+                f"the step has {len(lens)} sequences of up to {table.shape[1]} pages; the buffers of "
+                f"use_cuda_graph=True have room for {len(self._lens)} of {self._table.shape[1]}"
+            )
+        self._table[:, : table.shape[1]] = table
+        self._lens.copy_(torch.tensor(lens))
+        return self._table
 
 
 def paged_lens(counts: list[int], last_page_len: Tensor, page_size: int) -> list[int]:

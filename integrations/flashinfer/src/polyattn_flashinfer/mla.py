@@ -39,12 +39,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Plan a step."""
         refuse(use_profiler=use_profiler)
         query_lens, lens = differences(qo_indptr), values_of(kv_len_arr)
-        counts = differences(kv_indptr)
+        counts = differences(kv_indptr)[: len(lens)]  # FlashInfer reads no further
         scores = Scores(causal or all(n == 1 for n in query_lens), sm_scale=sm_scale)
         table = block_table(counts, kv_indices, self.device)
         self._planned(Step(query_lens, lens, scores, self.device, table), None)
 
-    def run(  # type: ignore[override]
+    def run(
         self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         profiler_buffer: Tensor | None = None, kv_len: Tensor | None = None,

@@ -105,7 +105,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
     begin_forward = plan
 
-    def run(  # type: ignore[override]
+    def run(
         self, q: Tensor, paged_kv_cache: Any, *args: Any, q_scale: float | Tensor | None = None,
         k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
@@ -167,7 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
     begin_forward = plan
 
-    def run(  # type: ignore[override]
+    def run(
         self, q: Tensor, k: Tensor, v: Tensor, *args: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,

@@ -24,16 +24,18 @@ class Wrapper:
         refuse(
             "its kernel is FlashInfer's own; write a variant (docs/variants.md)", jit_args=jit_args
         )
-        if use_cuda_graph:
+        if use_cuda_graph and not self.captured:
             raise PolyattnError(
-                "use_cuda_graph=True isn't served: no replay refills this plan; pass False, or capture "
-                "polyattn's own layers (LayerSpec.graph_capture)"
+                f"use_cuda_graph=True of {type(self).__name__} isn't served: no replay refills its plan; "
+                "pass False, or capture polyattn's own layers (LayerSpec.graph_capture)"
             )
+        self.is_cuda_graph_enabled = use_cuda_graph
         self.device, self.layout = workspace.device, checked_layout(kv_layout)
         self._step: Step | None = None
         self._out_dtype: torch.dtype | None = None
 
-    is_cuda_graph_enabled = False
+    captured = False
+    """Whether a CUDA graph may hold `run`."""
 
     def reset_workspace_buffer(self, *buffers: Tensor) -> None:
         """Do nothing: the workspace isn't used."""
