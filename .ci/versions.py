@@ -20,7 +20,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PLUGINS = ("plugins/cpu", "plugins/cuda", "plugins/hpu", "plugins/rocm", "examples/plugin")
+PLUGINS = ("plugins/cpu", "plugins/cuda", "plugins/hpu", "plugins/metal", "plugins/rocm", "examples/plugin")
 EXTRAS = ("cli", "plot", "conformance")
 TESTS = (
     "tests/registry",

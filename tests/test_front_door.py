@@ -20,9 +20,9 @@ LONGEST_AVERAGE = 22
 
 
 def test_every_vendor_has_a_command_from_a_checkout_and_from_wheels() -> None:
-    assert len(INSTALLS) == 11 and len(WHEELS) == 1
+    assert len(INSTALLS) == 13 and len(WHEELS) == 1
     extras = set(re.findall(r'"polyattn\[(\w+)\]"', README))
-    assert extras == {"cpu", "cuda", "rocm", "tpu", "hpu", "all"}
+    assert extras == {"cpu", "cuda", "rocm", "tpu", "hpu", "metal", "all"}
     assert len(README.splitlines()) <= 120
 
 
