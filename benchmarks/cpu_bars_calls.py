@@ -94,7 +94,8 @@ class CallBars:
         """A call with one key, or of a padding row, over a layer whose backends do nothing."""
         from polyattn import Attention, Batch, LayerSpec, select
         from polyattn.kernel import KVCache
-        from polyattn_cpu.native.backends import NativeAttention, NativeStore
+        from polyattn_cpu.native.attention import NativeAttention
+        from polyattn_cpu.native.store import NativeStore
 
         spec, torch = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32), self.torch
         small = self.native.Case({"num_heads": 4, "num_kv_heads": 2, "head_size": 32}, [1], [1])

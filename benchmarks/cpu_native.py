@@ -31,11 +31,12 @@ from polyattn.kernel import (
     AttentionBackend,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
 )
 from polyattn_cpu.native import build
-from polyattn_cpu.native.backends import NativeAttention
+from polyattn_cpu.native.attention import NativeAttention
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
 
@@ -114,7 +115,9 @@ class Case:
             self.spec, self.format, Device("cpu", platform.machine(), torch_device="cpu")
         )
         plan, params = made.plan(self.batch), LayerParams(k_scale=0.1, v_scale=0.1)
-        return lambda: made.run(plan, self.query, None, None, self.cache, params, self.out, None)
+        return lambda: made.run(
+            plan, Frame(self.query, None, None, self.cache, params, self.out, None)
+        )
 
 
 @cache

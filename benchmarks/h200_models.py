@@ -36,7 +36,7 @@ from torch import Tensor
 # transformers runs its plain torch code, in float64 as in bfloat16: mamba-ssm's kernels know no float64.
 sys.modules |= {"mamba_ssm": None, "causal_conv1d": None}  # type: ignore[dict-item]
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "tools"), str(ROOT / "tests" / "spec")]
+sys.path[:0] = [str(ROOT / "tests" / "tools"), str(ROOT / "integrations" / "models" / "tests")]
 
 from whole_models import MODELS, Recorded, engine, saved  # noqa: E402
 

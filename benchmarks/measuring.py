@@ -18,7 +18,7 @@ from polyattn.families.attention.workload import AttentionWorkload, token_error
 from polyattn.families.mla.workload import LatentWorkload
 from polyattn.families.recurrent import reference as recurrent_reference
 from polyattn.families.recurrent.workload import RecurrentWorkload
-from polyattn.kernel import NewTokens
+from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
 from polyattn.spec.decompose import absorbed
 from polyattn.workload.base import Workload, workload
@@ -140,22 +140,22 @@ def unshared(work: Any) -> Call:
     """A call that reads shared blocks once for each sequence: the plan doesn't know of them."""
     batch = work.batch
     plain = Batch(
-        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device
-    )
-    plain.__dict__["host_block_table"] = None  # on a CPU it is the block table itself
+        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device,
+        shared_prefix=(),
+    )  # fmt: skip
     return attend(work.but(batch=plain))
 
 
 def own_calls(work: Any) -> Call:
     """What a layer's call comes down to: the store's call, and the backends'."""
     plan, cache, layer = work.plan, work.cache, work.layer
+    store = plan.before
 
     def run() -> None:
-        plan.stored_by.run(plan.store, work.key, work.value, cache, layer.params)
+        store.backend.run(store.plan, work.key, work.value, cache, layer.params)
         for call in plan.calls:
-            rows = slice(None) if call.rows is None else call.rows
-            new, view = (work.query[rows], work.key[rows], work.value[rows]), call.view(cache)
-            call.backend.run(call.plan, *new, view, layer.params, work.out[rows], None)
+            frame = Frame(work.query, work.key, work.value, cache, layer.params, work.out, None)
+            call.run(frame if call.rows is None else frame.part(call.rows))
 
     return run
 
@@ -177,9 +177,9 @@ def captured(call: Call) -> Call:
 
 def store(work: Any) -> Call:
     """Store the new tokens' keys and values as they are."""
-    plan = work.plan
-    return lambda: plan.stored_by.run(
-        plan.store, work.key, work.value, work.cache, work.layer.params
+    before = work.plan.before
+    return lambda: before.backend.run(
+        before.plan, work.key, work.value, work.cache, work.layer.params
     )
 
 
@@ -189,15 +189,22 @@ def rotate_and_store(work: Any) -> Call:
     fused = torch.cat([part.flatten(1) for part in parts], dim=1)
     split = fused.split([part[0].numel() for part in parts], dim=1)
     new = NewTokens(*(p.unflatten(1, q.shape[1:]) for p, q in zip(split, parts, strict=True)))
-    plan, rotation = work.plan, rotation_of(work.spec, work.batch)
-    run = plan.stored_by.run_rotated
-    return lambda: run(plan.store, rotation, new, work.cache, work.layer.params, False)
+    before, rotation = work.plan.before, rotation_of(work.spec, work.batch)
+    run = before.backend.run_rotated
+    return lambda: run(before.plan, rotation, new, work.cache, work.layer.params, False)
 
 
 def look(work: Any) -> Call:
     """Look for blocks that sequences share."""
     table, size = work.batch.host_block_table, work.cache.block_size
     return lambda: shared_prefixes(table, work.batch.lens, size)
+
+
+def plan_unread(work: Any) -> Call:
+    """Plan a step whose table only the device has: a new one each time, as an engine's is."""
+    batch = work.batch.copy()
+    batch.__dict__["host_block_table"] = None
+    return lambda: work.group.plan(batch.copy())
 
 
 @dataclass(frozen=True)
@@ -220,6 +227,8 @@ PARTS = {
     "host of a call": Part(lambda work: work.call, host=True),
     "host of own calls": Part(own_calls, host=True),
     "plan": Part(lambda work: lambda: work.group.plan(work.batch), host=True, gives=False),
+    "plan, unread": Part(plan_unread, host=True, gives=False),
+    "read back": Part(lambda work: work.batch.block_table.cpu, host=True, gives=False),
     "look": Part(look, host=True, gives=False),
     "select": Part(lambda work: lambda: select(work.spec, work.device), host=True, gives=False),
 }

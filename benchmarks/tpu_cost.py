@@ -36,12 +36,15 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_s
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from polyattn import LayerSpec
-from polyattn_tpu import aot
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import block_tokens, pages_per_step
 from polyattn_tpu.planning import plan_dense, plan_paged
 from polyattn_tpu.profiles import PROFILES
 from polyattn_tpu.step import Step
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/plugins/tpu"))
+
+import tpu_ahead
 
 OUT = Path(__file__).parent / "results" / "tpu" / "cost.json"
 PAGE, LENGTH, BLOCKS = 64, 2048, 2048
@@ -56,7 +59,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 def ours(spec: LayerSpec, phase: str, seqs: int, tokens: int) -> Case:
-    return aot.attention_case(
+    return tpu_ahead.attention_case(
         spec, phase, block_size=PAGE, seqs=seqs, tokens=tokens, length=LENGTH, num_blocks=BLOCKS
     )
 
@@ -121,7 +124,7 @@ def splash_case(seqs: int) -> Case:
 
 def dense_case(seqs: int) -> Case:
     """Ours at the shapes of flash and splash: whole sequences, uncached MHA."""
-    return aot.attention_case(
+    return tpu_ahead.attention_case(
         MHA, "prefill", block_size=PAGE, seqs=seqs, tokens=seqs * LENGTH, length=LENGTH
     )
 
@@ -142,8 +145,8 @@ def analysis(arch: str, case: Case) -> dict[str, Any]:
     run, given = case
     try:
         # JAX's ragged kernel asks which TPU it is traced for.
-        with jax.sharding.use_abstract_mesh(aot.mesh(arch).abstract_mesh):
-            found = aot.compile_for(arch, run, *given)
+        with jax.sharding.use_abstract_mesh(tpu_ahead.mesh(arch).abstract_mesh):
+            found = tpu_ahead.compile_for(arch, run, *given)
     except Exception as error:  # a shipped kernel that this compiler refuses is a result
         return {"fails": str(error).splitlines()[0][:160]}
     cost, memory = found.cost_analysis(), found.memory_analysis()

@@ -6,6 +6,7 @@ warning, and with it an error.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ REFERENCE = {
     "host": (polyattn.host, "What an integration imports beside `polyattn` and `polyattn.errors`."),
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
+TABLE, TAG = re.compile(r"<table>.*?</table>", re.DOTALL), re.compile(r"<[^>]+>")
 log = logging.getLogger("mkdocs.hooks.polyattn")
 
 
@@ -53,6 +55,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return _outside(text, path, page.file.src_uri)
 
     return LINK.sub(shown, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Name each cell of a table by its column, for screens that are too narrow for columns."""
+
+    def named(table: re.Match[str]) -> str:
+        names = [TAG.sub("", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.S)]
+        cells = itertools.cycle(names)
+        return re.sub(
+            "<td",
+            lambda _: f'<td data-column="{name}"' if (name := next(cells)) else "<td",
+            table[0],
+        )
+
+    return TABLE.sub(named, html)
 
 
 def _from_root(match: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ from polyattn.kernel import (
     AttentionBackend,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     alibi_slopes,
@@ -82,7 +83,7 @@ class Step:
         out = torch.full(shape, torch.nan, dtype=self.query.dtype)
         lse = torch.full(shape[:2], torch.nan) if spec.needs_lse else None
         keys = (self.key, self.value) if given or self.cache is None else (None, None)
-        backend.run(plan, self.query, *keys, self.cache, self.params, out, lse)
+        backend.run(plan, Frame(self.query, *keys, self.cache, self.params, out, lse))
         expected, expected_lse = reference.forward(
             spec, self.query, self.key, self.value, self.cache, batch, self.params
         )

@@ -6,11 +6,10 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.registry.builtin import BUILTIN
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import Capabilities, one_of
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo, Priority
-from polyattn.registry.sizes import one_of
-from polyattn.selection.decision import Decision
+from polyattn.selection.selection import Decision
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings
 from polyattn.spec.kinds import AttentionKind

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-BUDGET = "1"
+BUDGET = "0.1"
 """Seconds for each of a kit's searches, which make eight draws at least; the kit's own default is 5."""
 
 

@@ -10,13 +10,14 @@ import torch
 from polyattn.device import Device
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.rotation import NewTokens
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 SLOTS = torch.tensor([5, -1, 0, 33, -1, 17, 47])
@@ -133,7 +134,7 @@ def _wanted(spec: LayerSpec, given: tuple[torch.Tensor, ...], biases: Any) -> li
 
 
 def _plan(run: Any, slots: torch.Tensor) -> Any:
-    from polyattn.runtime.plan import StorePlan
+    from polyattn.runtime.program import StorePlan
 
     store = getattr(run, "__self__", None)
     return store.plan(slots) if store is not None else StorePlan(slots)

@@ -26,7 +26,7 @@ SMALL = {
     "mla": "16 heads: 8 x 2048", "recurrent": "KDA (Kimi Linear): 1 x 8192 after 1000",
     "prefix": "8 over 4k + 128", "eight_bit": "CPU: decode 8 x 2048, e4m3",
     "graphs": "NATIVE_ATTN: decode 8 x 4096", "store": "16 x 1 token, neox, e4m3",
-    "host": "a plan: one token after 16",
+    "host": "a plan: one token after 16", "same_bits": "decode: 24 of azure",
 }  # fmt: skip
 """A row of each suite that runs on a CPU within a second."""
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from golden import messages
 from golden.update import EXPLAINED, TABLES, explained, table
 from polyattn import discover
+from polyattn.tools.cli.main import app
 from polyattn.tools.cli.support import matrix
+from tools.commands import here
+from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +42,34 @@ def test_a_tpu_s_explanations_are_fresh() -> None:
     )
 
 
+def test_the_list_of_messages_is_fresh() -> None:
+    """Whoever adds a message or changes one reads it aloud in the list: subject, value, remedy."""
+    dated, _, listed = messages.LIST.read_text().partition("\n")
+    assert re.fullmatch(r"# Messages, read on 20\d\d-\d\d-\d\d", dated)
+    assert listed == messages.listing(), "stale: python tests/golden/messages.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "listed"),
+    [
+        ("raise ValueError(f'{a} is no size; use 1')", ["{a} is no size; use 1"]),
+        ("log.info('built %s', 1)", ["built %s"]),
+        ("x = Option(help='Print JSON.')", ["Print JSON."]),
+        ("def why():\n    return 'is not installed'", ["is not installed"]),
+        ("@app.command()\ndef f():\n    'Show them.'", ["Show them."]),
+        ("def f():\n    'This text is for developers.'\n    return 'fp8', 'two words'", []),
+    ],
+)  # fmt: skip
+def test_the_list_has_what_a_user_can_meet(source: str, listed: list[str]) -> None:
+    assert list(messages.messages(ast.parse(source))) == listed
+
+
+def test_the_list_has_what_native_code_says() -> None:
+    source = 'return (plan *)fail("no room for %d "\n  "parts; %s", n, "not this");'
+    assert list(messages.native_messages(source)) == ["no room for %d parts; %s"]
+    assert "block_table points outside the cache" in messages.LIST.read_text()
+
+
 def test_settings_are_documented() -> None:
     from polyattn.settings import FOREIGN_VARIABLES, VARIABLES
 
@@ -45,7 +79,13 @@ def test_settings_are_documented() -> None:
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("README.md", "docs/**/*.md", "*/*/README.md", "CONTRIBUTING.md")
+    for pattern in (
+        "README.md",
+        "docs/**/*.md",
+        "*/*/README.md",
+        "*/*/DESIGN.md",
+        "CONTRIBUTING.md",
+    )
     for path in ROOT.glob(pattern)
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -79,16 +119,42 @@ def test_examples_run(page: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    reference = (tmp_path / "reference" / "polyattn" / "index.html").read_text()
-    assert 'id="polyattn.select"' in reference and 'id="polyattn.LayerSpec"' in reference
-    start = (tmp_path / "index.html").read_text()
-    assert 'href="plugins/"' in start, "the README's links lead to the site's pages"
+COMMAND = re.compile(r"^(?:\w+=\S+ )*polyattn ([a-z].*)$", re.MULTILINE)
+QUICK = {"doctor", "explain", "list"}
+"""Commands that answer at once. Others measure, serve or compile: their options alone are checked."""
+
+
+def commands() -> list[str]:
+    """The command lines that pages show: in fences, and whole in backticks."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+            found += [] if language else COMMAND.findall(block)
+        found += re.findall(r"`polyattn ([a-z][^`…\n]*)`", text)
+    lines = {line.partition(" #")[0].strip() for line in found}
+    # Prose names an option without its value: `run --context-parallel`.
+    return sorted(
+        x
+        for x in lines
+        if "[" not in x and not re.search(r" --(context-parallel|weights|spec)$", x)
+    )
+
+
+def test_the_command_lines_that_pages_show_are_understood() -> None:
+    """Each is parsed; those without a placeholder that answer at once are run."""
+    group, ran = get_command(app), 0
+    lines = commands()
+    for line in lines:
+        name, *arguments = shlex.split(re.sub(r"\bN\b", "2", line))
+        command = group.commands[name]  # type: ignore[attr-defined]
+        if name != "why" and arguments:
+            command.make_context(name, list(arguments))
+        if name in QUICK and not re.search(r"\b[A-Z]{2,}\b", line):
+            code, _, said = here(name, *arguments)
+            assert code in ((0, 1) if name == "doctor" else (0,)), f"{line}: {said}"
+            ran += 1
+    assert len(lines) > 25 and ran > 5
 
 
 def test_a_new_reader_finds_the_kernel_by_folder_names() -> None:

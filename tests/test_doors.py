@@ -52,8 +52,8 @@ def test_strangers_import_core_by_their_doors_alone(pattern: str, doors: tuple[s
     [
         ("from polyattn.kernel import Plan", []),
         ("import polyattn_cpu.hooks, torch\nfrom polyattn_cpu import hooks", []),
-        ("from polyattn.runtime.plan import Plan", ["polyattn.runtime.plan"]),
-        ("def later():\n    import polyattn.runtime.plan", ["polyattn.runtime.plan"]),
+        ("from polyattn.runtime.program import Plan", ["polyattn.runtime.program"]),
+        ("def later():\n    import polyattn.runtime.program", ["polyattn.runtime.program"]),
         ("from polyattn import LayerSpec", ["polyattn"]),
         ("from polyattn.kernel import torch", ["polyattn.kernel.torch"]),
     ],

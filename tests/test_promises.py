@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -94,6 +95,34 @@ def test_one_version_everywhere() -> None:
 
     names = ("polyattn", "polyattn-cpu", "polyattn-cuda", "polyattn-triton")
     assert {version(name) for name in names} == {polyattn.__version__}
+
+
+DISTRIBUTIONS = sorted(
+    path.parent
+    for pattern in ("core", "plugins/*", "integrations/*")
+    for path in ROOT.glob(f"{pattern}/pyproject.toml")
+)
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
+def test_distributions_say_the_same_of_themselves(folder: Path) -> None:
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    core = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
+    for field in (
+        "license",
+        "license-files",
+        "readme",
+        "authors",
+        "requires-python",
+        "classifiers",
+    ):
+        assert project[field] == core[field], field
+    assert "attention" in project["keywords"] and project["dynamic"] == ["version"]
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (folder / "README.md").read_text().startswith(f"# {project['name']}\n")
+    package = folder / "src" / project["name"].replace("-", "_")
+    assert (package / "py.typed").exists()
+    assert folder.name == "core" or "polyattn>=0.1,<0.2" in project["dependencies"]
 
 
 def test_every_public_name_is_there() -> None:

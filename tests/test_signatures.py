@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
 
 pytest.importorskip("triton")
 RECORDS = {
@@ -125,7 +125,7 @@ def test_flashinfer_decode_calls(calls: Calls) -> None:
     step_plan = backend.plan(batch)
     assert [name for name, _ in calls] == ["init", "plan"]  # nothing is left for the first run
     lse = torch.zeros(2, 8)
-    backend.run(step_plan, query, None, None, cache, LayerParams(), query.clone(), lse)
+    backend.run(step_plan, Frame(query, None, None, cache, LayerParams(), query.clone(), lse))
     assert [name for name, _ in calls] == ["init", "plan", "run"]
     plan = calls[1][1]
     assert plan["indptr"].tolist() == [0, 2, 3] and plan["indices"].tolist() == [3, 1, 5]
@@ -145,7 +145,7 @@ def test_flashinfer_prefill_calls(queries: list[int], kernel: str, calls: Calls)
     backend = FlashInferAttention(SPEC.replace(sliding_window=None), FORM, CPU)
     batch, cache, query = step([17, 30], queries)
     plan = backend.plan(batch)
-    backend.run(plan, query, None, None, cache, LayerParams(), query.clone(), None)
+    backend.run(plan, Frame(query, None, None, cache, LayerParams(), query.clone(), None))
     assert [name for name, _ in calls] == ["init", "plan", "run"]
     (_, init), (_, plan), (_, run) = calls
     assert init["backend"] == kernel
@@ -162,7 +162,7 @@ def test_flashinfer_reads_fp8_by_its_fa2_kernel(calls: Calls) -> None:
     plan = backend.plan(batch)
     cache = KVCache.allocate(form, 8)
     new = query[:, :2]
-    backend.run(plan, query, new, new, cache, LayerParams(k_scale=2.0), query.clone(), None)
+    backend.run(plan, Frame(query, new, new, cache, LayerParams(k_scale=2.0), query.clone(), None))
     assert calls[0][1]["backend"] == "fa2" and "paged_kv_indptr" in calls[1][1]
     assert calls[1][1]["kv_data_type"] == torch.float8_e4m3fn and calls[2][1]["k_scale"] == 2.0
 
@@ -175,7 +175,7 @@ def test_flashinfer_attends_to_prompts_without_context_as_they_come(calls: Calls
     key, value = query[:, :2] + 1, query[:, :2] + 2
     step_plan = backend.plan(batch)
     for _ in range(2):  # the second layer of a step finds it planned
-        backend.run(step_plan, query, key, value, cache, LayerParams(), query.clone(), None)
+        backend.run(step_plan, Frame(query, key, value, cache, LayerParams(), query.clone(), None))
     assert [name for name, _ in calls] == ["init", "plan", "run", "run"]
     plan, run = calls[1][1], calls[2][1]
     assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 4, 24]
@@ -204,7 +204,7 @@ def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, cache, query = step([17, 0], [1, 1])
     plan = backend.plan(batch)
     sinks, out = torch.zeros(8), torch.full((2, 8, 128), torch.nan, dtype=torch.float16)[..., :64]
-    backend.run(plan, query, None, None, cache, LayerParams(sinks=sinks), out, None)
+    backend.run(plan, Frame(query, None, None, cache, LayerParams(sinks=sinks), out, None))
     call = calls[0]
     assert call["window_left"] == 8 and call["sinks"] is sinks and call["max_seq_len"] == 17
     assert call["bmm1_scale"] == 64**-0.5
@@ -250,7 +250,7 @@ def test_flashinfer_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> No
     cache = KVCache.allocate(form, 8, torch.device("cpu"))
     out = torch.full((2, 8, 64), torch.nan, dtype=half)
     params = LayerParams(k_scale=0.5, v_scale=0.25)
-    backend.run(backend.plan(batch), query, None, None, cache, params, out, None)
+    backend.run(backend.plan(batch), Frame(query, None, None, cache, params, out, None))
     call = calls[0]
     assert call["run_sm90_fp8_mha"] is False and call["sm_count"] == 132
     assert call["sliding_win_size"] == 9 and call["num_kv_heads"] == 2
@@ -280,7 +280,7 @@ def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FlashAttention4(SPEC, FORM, CPU)
     batch, cache, query = step([17, 5], [4, 5])
     plan, lse = backend.plan(batch), torch.zeros(9, 8)
-    backend.run(plan, query, None, None, cache, LayerParams(), query.clone(), lse)
+    backend.run(plan, Frame(query, None, None, cache, LayerParams(), query.clone(), lse))
     assert calls[0]["cu_seqlens_k"].tolist() == [0, 17, 22] and calls[0]["k"].shape == (22, 2, 64)
     assert calls[0]["window_size"] == (8, 0) and bool((lse == 1.5).all())
 
@@ -303,7 +303,7 @@ def test_torch_varlen_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TorchFlashAttention2(SPEC.replace(logit_soft_cap=None), form, CPU)
     batch, cache, query = step([17, 5], [4, 5])
     out, lse = query.clone(), torch.zeros(9, 8)
-    backend.run(backend.plan(batch), query, None, None, cache, LayerParams(), out, lse)
+    backend.run(backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, lse))
     assert bool((lse == 1.5).all()) and bool((out == 1).all())
     assert calls[0]["seqused_k"].tolist() == [17, 5] and calls[0]["window_size"] == (8, 0)
     assert calls[0]["block_table"] is batch.block_table and calls[0]["enable_gqa"] is True

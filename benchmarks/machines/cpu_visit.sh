@@ -7,4 +7,4 @@ cd benchmarks || exit
 timeout 400 python3 cpu_bars.py --seconds "${2:-2}" --out "$out/cpu_bars.json" 2>&1 | tee "$out/cpu_bars.log"
 cd "$root" || exit
 # Correctness once the clock has stopped, on as many cores as there are.
-OMP_NUM_THREADS=1 timeout 120 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 8 tests/test_native.py tests/test_native_bytes.py tests/test_native_scan.py 2>&1 | tail -15 | tee "$out/cpu_tests.log"
+OMP_NUM_THREADS=1 timeout 120 python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 8 tests/plugins/cpu/test_native.py tests/plugins/cpu/test_native_bytes.py tests/plugins/cpu/test_native_scan.py 2>&1 | tail -15 | tee "$out/cpu_tests.log"

@@ -12,7 +12,7 @@ out=$(mkdir -p "$1" && cd "$1" && pwd) machine=$2 commit=$3
 python3 -c "import polyattn" 2> /dev/null || . benchmarks/machines/sources.sh
 export OMP_NUM_THREADS=4
 # Each suite's seconds, after which it begins no row; it is ended 20 s later. The rows that have bars come first.
-declare -A seconds=([decode]=85 [prefill]=85 [mixed]=35 [mla]=45 [recurrent]=75 [prefix]=45 [eight_bit]=50 [graphs]=25 [store]=25 [host]=25)
+declare -A seconds=([decode]=85 [prefill]=85 [mixed]=35 [mla]=45 [recurrent]=75 [prefix]=45 [eight_bit]=50 [graphs]=25 [store]=25 [host]=25 [same_bits]=200)
 end=$((SECONDS + 525)) log=$(mktemp)
 for suite in ${SUITES:-host store graphs decode prefill prefix mla eight_bit mixed recurrent}; do
   left=$((end - SECONDS)) most=${seconds[$suite]}

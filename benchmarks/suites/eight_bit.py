@@ -1,4 +1,4 @@
-"""Caches and products in 8 bits: what of bf16's time they take."""
+"""Caches and products in 8 and 4 bits: what of bf16's time they take."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ HEADS = {64: (64, 8), 128: (32, 8), 256: (16, 4)}
 
 def caches(name: str) -> list[Contender]:
     return [*(Other(f"{name} {c}", name, {"kv_cache_dtype": c}) for c in CACHES), f"{name}"]
+
+
+SHORTER = Bar(0.75, "TRITON_ATTN e4m3")
+"""What four bits are to be beside eight."""
+
+
+def four_bits(name: str, lens: list[int], bar: Bar = SHORTER) -> Row:
+    """Rows of four bits beside e4m3 and bf16: fewer bytes are to be less time."""
+    by = [
+        *(
+            Other(f"TRITON_ATTN {c}", "TRITON_ATTN", {"kv_cache_dtype": c})
+            for c in ("nvfp4", "int4")
+        ),
+        *of("TRITON_ATTN", "e4m3", E4M3),
+    ]
+    spec = LLAMA.replace(block_size=16)
+    return Row(f"four bits: {name}", spec, [(1, n) for n in lens], {"cuda": by}, bar, part="attend")
 
 
 def prefill(size: int, tokens: int) -> Row:
@@ -57,6 +74,9 @@ ROWS = [
           {"cuda": [*caches("TRITON_ATTN"), *of("FLASHINFER", "fp8_e4m3", E4M3)],
            "cpu": caches("NATIVE_ATTN")}, part="attend")
       for n, m in ((1, 8192), (16, 4096), (64, 4096))),
+    four_bits("64 x 4096", [4096] * 64, Bar(110.0, "us")),
+    four_bits("1 x 128k", [128 * K]),
+    four_bits("64 of 1 to 8k", [128 * (i + 1) - i for i in range(64)]),
     Row("CPU: decode 8 x 2048, e4m3", LLAMA, "8q1s2k", {"cpu": of("NATIVE_ATTN", "e4m3", E4M3)},
         Bar(1.0, "NATIVE_ATTN bf16")),
     Row("CPU: decode 8 x 2048, int8", LLAMA, "8q1s2k",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from polyattn import LayerSpec
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.tools.cli.models import bundled
 from polyattn.tools.lengths import of_trace
 from table import BEST, LATENT, Bar, K, Other, Row, model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from polyattn.families.attention.sharing import READ_BACK_US
 from table import LLAMA, Bar, Contender, K, Other, Row
 
 SPEC = LLAMA.replace(block_size=16)
@@ -18,6 +19,11 @@ def by(name: str, *more: Contender) -> tuple[Contender, ...]:
 BY = {
     "cuda": by("TRITON_ATTN", *by("FLASHINFER"), *by("FLASH_ATTN_V3")),
     "cpu": by("NATIVE_ATTN", *by("TORCH_SDPA")),
+}
+PLANS_ALONE = {"cuda": ("TRITON_ATTN",), "cpu": ("TORCH_SDPA",)}
+PLANS = {
+    device: (name, Other(f"{name}, table on the host", name, part="plan"))
+    for device, (name,) in PLANS_ALONE.items()
 }
 EIGHT = {
     device: tuple(Other(each.label, each.backend, E4M3, each.part) if isinstance(each, Other)
@@ -46,6 +52,10 @@ ROWS = [
     shared("64 over 8k + 4k + 2k + 1k, 4 levels", 64,
            ((64, 8 * K), (16, 4 * K), (4, 2 * K), (2, K)), 128),
     Row("64 over 32k + 512, e4m3", SPEC, [(1, 32 * K + 512)] * 64, EIGHT, part="attend", levels=ONE),
+    Row("planning 64 over 32k + 512, table on the device", SPEC, [(1, 32 * K + 512)] * 64, PLANS,
+        Bar(READ_BACK_US["cuda"], "us"), part="plan, unread", levels=ONE),
+    Row("reading a table of 64 x 2080 blocks back", SPEC, [(1, 32 * K + 512)] * 64, PLANS_ALONE,
+        part="read back", levels=ONE),
     Row("looking over 256 x 2048 blocks", SPEC.replace(num_heads=1, num_kv_heads=1, head_size=16),
         [(1, 2048 * 16)] * 256, {"cuda": ("TRITON_ATTN",), "cpu": ("TORCH_SDPA",)}, Bar(20, "us"),
         part="look"),

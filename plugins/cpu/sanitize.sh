@@ -24,8 +24,8 @@ isas=${ISAS:-$(sanitized -c "from polyattn_cpu.native import library; print(*lib
 for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN}; do
     if [ "$part" = tests ]; then
         echo "== tests"
-        sanitized -m pytest "${options[@]}" tests/test_native.py tests/test_native_bytes.py tests/test_native_scan.py \
-            tests/test_native_threads.py "$@"
+        sanitized -m pytest "${options[@]}" tests/plugins/cpu/test_native.py \
+            tests/plugins/cpu/test_native_{bytes,scan,threads}.py "$@"
         continue
     fi
     for isa in $isas; do

@@ -16,6 +16,7 @@ from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.plugin import _Kit
+from polyattn.conformance.snapshot import same_process
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
 from polyattn.selection.tree import SERVICES
@@ -31,7 +32,9 @@ NATIVE = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", *NATIVE])
+@pytest.mark.parametrize(
+    "backend", ["TORCH_SDPA", pytest.param("EXAMPLE_ATTN", marks=pytest.mark.slow), *NATIVE]
+)
 def test_a_backend_conforms(backend: str) -> None:
     found = conforms(backend, 26)
     assert found["cases"] == found["passed"] + found["refused"]
@@ -39,6 +42,7 @@ def test_a_backend_conforms(backend: str) -> None:
         assert found["refused"] > 10
 
 
+@pytest.mark.slow
 def test_flex_conforms_on_its_plain_cases() -> None:
     """All cases take eight minutes of compiling; these are one layer's batches, and all refusals."""
     chosen = "decoder-prefill or decoder-mixed or refusal or isolation-nan or feature_alibi-mixed"
@@ -68,6 +72,21 @@ def test_the_kit_leaves_the_random_state_alone() -> None:
         case = next(c for c in derive(discover().backends[backend], CPU) if c.check == check)
         run_case(case, backend, CPU, seed=3, budget=0.1)
     assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 5
+
+
+def test_what_changed_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with same_process():
+        pass
+    with pytest.raises(AssertionError) as caught, same_process():
+        monkeypatch.setenv("A_NEW_NAME", "1")
+        monkeypatch.setattr(torch.nn.functional, "softmax", print)
+        monkeypatch.syspath_prepend(".")
+        torch.set_num_threads(before := torch.get_num_threads() + 1)
+    torch.set_num_threads(before - 1)
+    said = str(caught.value)
+    assert f"the number of threads ({before - 1} became {before})" in said
+    assert "the environment (A_NEW_NAME)" in said and "sys.path" in said
+    assert "functions (torch.nn.functional.softmax)" in said
 
 
 def test_a_search_is_repeated_by_its_seed() -> None:
@@ -154,8 +173,10 @@ BASE = LayerSpec(num_heads=4, head_size=64)
 def test_every_backend_gives_cases(device: str) -> None:
     """Whatever a backend claims, and whatever is new to claim: every combination is a layer."""
     for info in discover().backends.values():
-        ids = [case.id for case in derive(info, resolve_device(device))]
-        assert ids and len(ids) == len(set(ids)), info.name
+        there = resolve_device(device)
+        ids = [case.id for case in derive(info, there)]
+        assert ids or there.platform not in info.capabilities.platforms, info.name
+        assert len(ids) == len(set(ids)), info.name
 
 
 def test_cases_follow_from_the_claims() -> None:

@@ -8,7 +8,7 @@ import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, register_variant, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
-from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.program import LayerParams
 from polyattn.workload.compare import output_error
 from polyattn.workload.pages import fill
 from polyattn.workload.tolerance import tolerance_of

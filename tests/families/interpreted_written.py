@@ -24,7 +24,8 @@ def main(backend: str) -> None:
         out, expected = run(BASE.replace(variant="bent"), backend, lens, inputs=layer, step=step)
         assert_right(out, expected)
     device = resolve_device("cpu")
-    cases = derive(discover().backends[backend], device)
+    (interpreter,) = discover().backends[backend].builds_on(device.platform)
+    cases = derive(interpreter, device)
     found = {}
     for case in cases:
         name = case.spec.variant

@@ -9,7 +9,8 @@ import torch
 from polyattn import Attention, Batch, LatentAttention, LayerSpec, Recurrent, select
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 SINKS = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", learned_sinks=True, block_size=16

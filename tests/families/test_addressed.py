@@ -122,7 +122,9 @@ def test_a_last_dimension_with_gaps_is_copied() -> None:
         torch.testing.assert_close(given(q, k, v, ((9,), (9,), None), asked)[0], wanted)
 
 
-@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "FLEX_ATTENTION"])
+@pytest.mark.parametrize(
+    "backend", ["NATIVE_ATTN", "TORCH_SDPA", pytest.param("FLEX_ATTENTION", marks=pytest.mark.slow)]
+)
 def test_a_layer_copies_them_too(backend: str) -> None:
     spec = polyattn.LayerSpec(
         num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", cached=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,6 +191,23 @@ def test_keys_and_values_in_one_tensor(heads_first: bool) -> None:
     assert joined_pages(storage, form, heads_first) is kept
     with pytest.raises(CacheError, match="the last at least 14"):
         KVCache.joined(storage[..., :13], form, heads_first)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_cache_says_whether_its_blocks_lie_in_turn(
+    heads: int, layout: str, interleaved: bool
+) -> None:
+    form = CacheFormat(
+        block_size=16, num_kv_heads=heads, head_size=8, v_head_size=8, dtype="float32",
+        layout=layout, interleaved=interleaved,
+    )  # fmt: skip
+    found = KVCache.allocate(form, 4).format
+    assert found == replace(form, layout="NHD" if heads == 1 else layout)
+    # K and V side by side in each token's row are no blocks in turn.
+    rows = torch.zeros(4, 16, heads, 2 * 8)
+    assert not KVCache(rows[..., :8], rows[..., 8:]).format.interleaved
 
 
 def test_a_latent_s_value_is_the_first_part_of_its_key() -> None:

@@ -10,7 +10,7 @@ from kits import conforms
 from polyattn import Batch, LayerGroup, LayerSpec, StepSize, select
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 GDN = LayerSpec(
     kind="gdn", num_heads=2, num_kv_heads=2, head_size=16, dtype="float32",
@@ -78,7 +78,9 @@ def test_a_captured_plan_is_of_its_own_kind() -> None:
 @pytest.mark.parametrize(
     ("backend", "chosen", "least"),
     [
-        ("TRITON_SCAN", "reuse and linear and three and target", 2),
+        pytest.param(
+            "TRITON_SCAN", "reuse and linear and three and target", 2, marks=pytest.mark.slow
+        ),
         ("TRITON_TOKEN_SCAN", "reuse and rg_lru and target", 4),
         pytest.param("TRITON_SCAN", "reuse", 40, marks=pytest.mark.sweep),
         pytest.param("TRITON_TOKEN_SCAN", "reuse", 12, marks=pytest.mark.sweep),

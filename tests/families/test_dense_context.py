@@ -90,7 +90,7 @@ def test_decodes_need_no_more_than_the_windows_blocks() -> None:
     ("changes", "said"),
     [
         ({"sliding_window": None, "sink_tokens": 0}, "with a sliding_window; without one"),
-        ({"graph_capture": "any"}, "give graph_capture='uniform' at most"),
+        ({"graph_capture": "any"}, "use graph_capture='uniform' at most"),
         ({"length_bounds": True}, "no length_bounds"),
         ({"dense_context": 1}, "dense_context=1 must be True or False"),
     ],

@@ -8,7 +8,6 @@ import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.spec.features import features
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,9 +58,8 @@ def run(layer: Attention, lens: list[int], rows: Tensor, **more: Any) -> tuple[A
 def test_fp8_is_what_engines_call_e4m3() -> None:
     assert SPEC.kv_cache_dtype == SPEC.qkv_dtype == "fp8_e4m3"
     assert LayerSpec.from_json(SPEC.to_json()) == SPEC
-    assert "fp8_inputs" in features(SPEC) and "fp8_output" in features(
-        SPEC.replace(out_dtype="fp8")
-    )
+    assert "fp8_inputs" in SPEC.features
+    assert "fp8_output" in SPEC.replace(out_dtype="fp8").features
 
 
 @SERVING
@@ -240,7 +238,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         ("number", "k_scale", torch.tensor(1.0), "the spec has scales='number'"),
         ("tensor", "k_scale", torch.ones(2), r"k_scale has shape (2,); with scales='tensor'"),
         ("head", "k_scale", torch.ones(3), r"must be (2,), one a KV head"),
-        ("head", "out_scale", torch.ones(1), "nothing of this layer is scaled by it"),
+        ("head", "out_scale", torch.ones(1), "scales nothing of this layer"),
         ("tensor", "q_scale", torch.tensor(1), "must be a floating-point tensor"),
     ):
         with pytest.raises(SpecError) as caught:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from random_functions import Expression, check, floats, truths, variant_of
 
 
-def test_torch_s() -> None:
-    check("TORCH_SDPA", 150)
+@pytest.mark.parametrize("count", [60, pytest.param(150, marks=pytest.mark.slow)])
+def test_torch_s(count: int) -> None:
+    check("TORCH_SDPA", count)
 
 
 def test_jax_numpy_s_on_numbers() -> None:

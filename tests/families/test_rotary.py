@@ -14,10 +14,10 @@ from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import _on, rotation_of
 from polyattn.families.mla.workload import latent_weights
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.spec.huggingface import layer_specs
 from polyattn.spec.kinds import AttentionKind, Role
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn_models import layer_specs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -260,12 +260,13 @@ def test_a_captured_plan_is_refilled_in_place() -> None:
     group = LayerGroup(select(SPEC.replace(rope=rope), "cpu"))
     table = torch.arange(16).int().view(2, 8)
     first = group.plan(Batch.from_lens([1, 1], [3, 4], table, 16))
-    held = first.rotation.turns, first.rotation.query_scale
+    held = first.before.rotation.turns, first.before.rotation.query_scale
     places = [tensor.data_ptr() for tensor in held]
     batch = Batch.from_lens([1, 1], [30, 50], table, 16)
     second = group.plan(batch, reuse=first)
-    assert [second.rotation.turns.data_ptr(), second.rotation.query_scale.data_ptr()] == places
-    fresh = group.plan(batch).rotation
+    refilled = second.before.rotation
+    assert [refilled.turns.data_ptr(), refilled.query_scale.data_ptr()] == places
+    fresh = group.plan(batch).before.rotation
     assert torch.equal(held[0], fresh.turns) and torch.equal(held[1], fresh.query_scale)
     wanted = query_temperature(rope, torch.tensor([29, 49]))
     torch.testing.assert_close(held[1].double(), wanted, rtol=1e-6, atol=0)
@@ -302,7 +303,7 @@ def test_a_captured_plan_s_angles_are_computed_in_its_own_tensors() -> None:
 
 def test_who_rotates_has_to_be_said() -> None:
     selection = select(SPEC, "cpu")
-    with pytest.raises(SpecError, match="rotate=True where"):
+    with pytest.raises(SpecError, match="rotate=True if"):
         Attention(selection)
     assert not Attention(selection, rotate=False).params.rotate
     with pytest.raises(SpecError, match="rotate=True, and the spec has no rope"):

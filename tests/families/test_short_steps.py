@@ -40,6 +40,13 @@ def test_who_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_of(group, [4], [4]) is group
 
 
+def test_bits_that_must_not_depend_on_the_batch_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = select(SPEC.replace(batch_invariant=True)).alone("TORCH_SDPA")
+    group = LayerGroup(selection)
+    monkeypatch.setattr(group, "device_type", "cuda")
+    assert server_of(group, [4], [4]) is group
+
+
 def test_who_goes_by_addresses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_by("NATIVE_ATTN")
     monkeypatch.setattr(group, "device_type", "cuda")

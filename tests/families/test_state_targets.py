@@ -7,7 +7,7 @@ import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, StateCache, select
 from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 SPECS = {
     "mamba2": LayerSpec(

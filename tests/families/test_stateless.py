@@ -7,12 +7,13 @@ from typing import Any
 import polyattn
 import pytest
 import torch
-from polyattn import Batch, LayerGroup, LayerSpec
+from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.families.attention.stateless import dense, given
 from polyattn.families.recurrent.function import recurrence
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, SIZE = 4, 16
@@ -188,3 +189,26 @@ def test_what_only_stands_for_tensors_is_named(packed: bool) -> None:
         BatchError, match=r"torch.jit.trace can't record attention; use torch.compile"
     ):
         torch.jit.trace(call, (query, key))
+    with (
+        FakeTensorMode(),
+        pytest.raises(BatchError, match=r"(query|batch) is a FakeTensor .*; leave"),
+    ):
+        call(torch.empty(query.shape), torch.empty(key.shape))  # ended the process
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_only_stands_for_tensors_is_named_by_a_layer() -> None:
+    group = LayerGroup(LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32"))
+    layer, cache = Attention(group), group.allocate_cache(4)
+    batch, query = Batch([0, 1], [5], torch.zeros(1, 1, dtype=torch.int32)), torch.randn(1, 4, 16)
+
+    def call(query: Tensor) -> Any:
+        return layer(query, None, None, cache, batch)
+
+    with pytest.raises(BatchError, match="can't record attention"):
+        torch.jit.trace(call, query)
+    call(query)
+    with pytest.raises(BatchError, match=r"query is inside torch.vmap"):
+        torch.vmap(call)(query[None])
+    with FakeTensorMode(), pytest.raises(BatchError, match="query is a FakeTensor"):
+        call(torch.empty(query.shape))

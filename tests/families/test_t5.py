@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, select, t5_buckets
-from polyattn.spec.huggingface import model_layers
+from polyattn_models import model_layers
 from torch import Tensor, nn
 
 t5 = pytest.importorskip("transformers.models.t5.modeling_t5")

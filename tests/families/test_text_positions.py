@@ -136,7 +136,7 @@ def test_what_is_refused() -> None:
         masked.plan(Batch.from_lens([1], [1], first_positions=[3], mask=seen))
     cached = polyattn.LayerGroup(LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32"))
     table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(BatchError, match="first_positions are of keys that are given whole"):
+    with pytest.raises(BatchError, match="first_positions are for keys that are passed whole"):
         cached.plan(Batch([0, 1], [1], table, first_positions=[3]))
     query, key, value = tensors(rows=1)
     with pytest.raises(BatchError, match="first_positions.* are left out beside it"):

@@ -62,4 +62,6 @@ def test_right_where_they_are_generated_or_compiled(backend: str, tmp_path: Path
     refused = [line for line in lines if "refused" in line]
     assert len(lines) == 14 and "WRONG" not in ran.stdout, ran.stdout + ran.stderr[-2000:]
     assert len(refused) == (2 if backend == "FLEX_ATTENTION" else 0)
-    assert all("flash_sigmoid" in each and "without a softmax" in each for each in refused)
+    assert all(
+        "flash_sigmoid" in each and "can't leave the softmax out" in each for each in refused
+    )

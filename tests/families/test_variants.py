@@ -139,7 +139,7 @@ def test_a_variant_comes_after_the_spec_s_own(fields: dict[str, Any]) -> None:
 def test_weights_without_a_softmax() -> None:
     spec = BASE.replace(variant="flash_sigmoid")
     assert_right(*run(spec, "TORCH_SDPA", inputs={"sigmoid_bias": -2.0}))
-    with pytest.raises(SelectionError, match="flex_attention has no way without a softmax"):
+    with pytest.raises(SelectionError, match="flex_attention can.t leave the softmax out"):
         select(spec, backend="FLEX_ATTENTION", verify=False)
     for field in ("learned_sinks", "needs_lse"):
         with pytest.raises(SpecError, match=field):
@@ -254,7 +254,7 @@ def test_what_is_unknown_or_wrong_is_named() -> None:
         run(tempered_spec, "TORCH_SDPA")
     with pytest.raises(SpecError, match=r"must be float32\[num_heads\]"):
         run(tempered_spec, "TORCH_SDPA", inputs={"temperature": torch.ones(3)})
-    with pytest.raises(SpecError, match="takes none of"):
+    with pytest.raises(SpecError, match="doesn.t take"):
         run(BASE, "TORCH_SDPA", inputs={"temperature": torch.ones(4)})
     with pytest.raises(BatchError, match="mask is missing"):
         run(BASE.replace(mask="custom"), "TORCH_SDPA")

@@ -1,4 +1,4 @@
-"""Writes the selection tables: what each model gets on each profile. Run after changing priorities."""
+"""Writes the selection tables, what each model gets on each profile, and the list of messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.registry.devices import resolve_device
-from polyattn.selection.decision import verdict_line
+from polyattn.selection.selection import verdict_line
 from polyattn.spec.decompose import group_layers
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -26,7 +26,7 @@ def choice(spec: LayerSpec, profile: str) -> str:
     try:
         decision = select(spec, profile).decision
     except SelectionError:
-        return "nobody"
+        return "none"
     if decision.decode in (None, decision.prefill):
         return decision.prefill
     return f"{decision.prefill} + {decision.decode}"
@@ -73,6 +73,9 @@ def _verdicts(spec: LayerSpec, profile: str) -> str:
 
 
 def main() -> None:
+    import messages
+
+    messages.main()
     (Path(__file__).parent / EXPLAINED).write_text(explained(TABLES["tpu.md"]))
     for name, profiles in TABLES.items():
         (Path(__file__).parent / name).write_text(table(profiles))

@@ -16,7 +16,7 @@ from polyattn.plugin import BackendInfo, Capabilities, Priority, Variant, hookim
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.machine import availability
 from polyattn.registry.validate import accepted
-from polyattn.selection.builds import as_built
+from polyattn.selection.tree import as_built
 from polyattn.tools.cli.listing import backend_rows
 
 SPEC = LayerSpec(num_heads=8, head_size=64)

@@ -19,8 +19,8 @@ from polyattn.errors import PluginError, SettingsError
 from polyattn.plugin import Platform
 from polyattn.registry import machine
 from polyattn.registry.discovery import discover
-from polyattn.registry.guard import LatePluginError, within
 from polyattn.registry.info import load_object
+from polyattn.registry.machine import LatePluginError, within
 
 
 def ask(call: Any, seconds: float = 5.0) -> Any:

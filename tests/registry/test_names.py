@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from polyattn import LayerSpec, select
 from polyattn.errors import SettingsError
 from polyattn.plugin import BackendInfo, Capabilities, hookimpl
-from polyattn.registry import catalogue
+from polyattn.registry import catalogue, names
 from polyattn.registry.discovery import discover, register, unregister
 
 LLAMA = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
@@ -71,6 +72,20 @@ def test_a_kind_of_layer_is_no_backend(name: str, kind: str, backend: str) -> No
     assert f"name one for the kind: {kind}=" in str(caught.value)
     named = str(caught.value).rpartition(" ")[2]
     select(LLAMA, "h100-sxm", backend=named)  # the remedy is taken as it stands
+
+
+@pytest.mark.parametrize("name", names.COUNTERPARTS)
+def test_a_name_without_a_counterpart_says_what_serves(name: str) -> None:
+    """The advice names backends that exist, and is no backend's name or alias."""
+    assert names.backend_named(name, discover().backends) is None
+    with pytest.raises(SettingsError, match="is no backend here; ") as caught:
+        select(LLAMA, "h100-sxm", backend=name)
+    for word in re.findall(r"\b[A-Z]+_[A-Z_]+\b", str(caught.value).partition(";")[2]):
+        assert word in discover().backends
+
+
+def test_vllms_older_names_work() -> None:
+    assert select(LLAMA, "h100-sxm", backend="TRITON_ATTN_VLLM_V1").decision.decode == "TRITON_ATTN"
 
 
 def test_an_absent_plugins_alias_comes_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,21 @@ def test_where_no_device_is_found_detectors_that_failed_are_named(inside: dict[s
 
 def test_a_late_policy_is_asked_once(inside: dict[str, Any]) -> None:
     assert inside["registry"].late_policies == {"rank-hangs"}
+
+
+def test_a_second_discovery_doesnt_wait_for_a_hanging_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo.animals import ANIMALS
+    from zoo.build import install
+
+    install(tmp_path, replace(ANIMALS["import-hangs"], name="import-hangs-twice"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("POLYATTN_PLUGIN_TIMEOUT", "0.3")
+    for _ in range(2):
+        discovery.refresh()
+        assert any("did not answer within 0.3 s" in problem for problem in discover().problems)
+    discovery.refresh()
 
 
 def test_three_hundred_plugins_are_listed_in_time(tmp_path: Path) -> None:

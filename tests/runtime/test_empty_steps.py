@@ -25,7 +25,8 @@ from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_par
 from polyattn.registry.machine import availability
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 CPU = resolve_device("cpu")
 TABLE = torch.zeros(0, 2, dtype=torch.int32)

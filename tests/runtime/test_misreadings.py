@@ -23,11 +23,8 @@ from polyattn import (
     StepGraphs,
     StepSize,
     attention,
-    choose_pages,
     deberta_buckets,
     discover,
-    page_bounds,
-    page_scores,
     select,
     select_layers,
     shared_prefixes,
@@ -102,7 +99,7 @@ MASKS = [
 
 CACHES = [
     refused(CacheError, "form=3 must be a CacheFormat", KVCache, *zeros(2, 2, 16, 2, 32), 3),
-    refused(CacheError, "form says blocks of 16, 2 KV heads of 32/32", KVCache,
+    refused(CacheError, "form has blocks of 16, 2 KV heads of 32/32", KVCache,
             *zeros(2, 2, 16, 2, 64), FORM),
     refused(CacheError, "form=3 must be", KVCache.allocate, 3, 4),
     refused(CacheError, "device='cpux' is no torch device", KVCache.allocate, FORM, 4, "cpux"),
@@ -131,7 +128,7 @@ CACHES = [
     refused(SpecError, "CacheWindow.block_size=-1", CacheWindow, -1, 4),
     refused(SpecError, "CacheWindow.sinks=-1", CacheWindow, 16, 4, -1),
     refused(SpecError, "CacheWindow.chunk=-3", CacheWindow, 16, 4, 0, -3),
-    refused(SpecError, "keeps everything; give one of both", CacheWindow, 16, None),
+    refused(SpecError, "keeps everything; set window, chunk or both", CacheWindow, 16, None),
 ]  # fmt: skip
 
 CHOICES = [
@@ -159,14 +156,6 @@ CHOICES = [
     refused(SpecError, "bidirectional='no' must be", t5_buckets, bidirectional="no"),
     refused(SpecError, "num_buckets=-1", deberta_buckets, -1),
     refused(SpecError, "max_distance=17 must be an integer, 18", deberta_buckets, 32, 17),
-    refused(BatchError, "count=-1 must be", choose_pages, zeros(4, 5), -1),
-    refused(BatchError, "scores is (5,) of", choose_pages, zeros(5), 1),
-    refused(BatchError, "scores=[1] must be a tensor", choose_pages, [1], 1),
-    refused(BatchError, "page_size=2.0 must be", page_bounds, zeros(5, 2, 8), 2.0),
-    refused(BatchError, "keys is (0, 2, 8)", page_bounds, zeros(0, 2, 8), 2),
-    refused(BatchError, "query is (4, 8) of torch.float32; it must be (a multiple of 3, 8)",
-            page_scores, zeros(4, 8), zeros(5, 3, 8), zeros(5, 3, 8)),
-    refused(BatchError, "high is (5, 1, 8)", page_scores, zeros(4, 8), zeros(5, 2, 8), zeros(5, 1, 8)),
 ]  # fmt: skip
 
 

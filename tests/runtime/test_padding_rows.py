@@ -7,7 +7,7 @@ import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, Recurrent, StepSize, select
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=8)
 TABLE = torch.arange(9, dtype=torch.int32).view(3, 3)

@@ -23,9 +23,9 @@ from polyattn import (
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla.workload import latent_weights
-from polyattn.kernel import Plan
+from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, hookimpl
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import output_error
 from polyattn_cpu.sdpa import TorchSDPA
 
@@ -46,9 +46,9 @@ class Counting(TorchSDPA):
         Counting.plans += 1
         return super().plan(batch, reuse)
 
-    def run(self, plan: Plan, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         Counting.ran.append(plan.batch.query_lens)
-        super().run(plan, *args)
+        super().run(plan, frame)
 
 
 class Plugin:

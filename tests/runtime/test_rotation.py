@@ -28,7 +28,7 @@ def test_native_store(case: tuple[str, Any, str, bool]) -> None:
     library = pytest.importorskip("polyattn_cpu.native.library")
     if library.why_not():
         pytest.skip(library.why_not())
-    from polyattn_cpu.native.backends import NativeStore
+    from polyattn_cpu.native.store import NativeStore
 
     _, spec, layout, biased = case
     for keep in (False, True):

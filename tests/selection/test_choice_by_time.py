@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from fakes import H100, backend
 from polyattn import Attention, Batch, Device, LayerGroup, LayerSpec, select, settings
+from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
@@ -127,7 +129,7 @@ def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: li
 
 
 def test_one_call_that_ranks_below_decode_is_for_measured_times_alone() -> None:
-    from polyattn.families.attention.choice import _mixes
+    from polyattn.families.attention.planning import _mixes
 
     info = discover().backends["FLASH_ATTN_V3"]
     assert "mixed" in info.capabilities.phases and not _mixes(info, SPEC, H100)
@@ -170,7 +172,8 @@ def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
         "format": FORMAT, "device": device, "measured": "2026-01-01", "versions": {"torch": _torch()},
         "models": [
             {
-                "backend": m.backend, "kind": m.kind, "layer": {"head_size": 32}, "of": ["torch"],
+                "backend": m.backend, "kind": m.kind, "of": ["torch"],
+                "layer": {"head_size": 32} | ({"batch_invariant": m.level} if m.level else {}),
                 "overlap": m.overlap, "whole": m.whole,
                 "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
             }
@@ -244,6 +247,60 @@ def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
     assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
 
 
+def test_bits_that_must_not_depend_on_the_batch_have_one_backend(table: Any) -> None:
+    table([
+        model("TORCH_SDPA", "decode", launch=1, byte=1e-3),
+        model("NATIVE_ATTN", "decode", launch=500, byte=1e-5),
+    ])  # fmt: skip
+    selection = select(SPEC.replace(batch_invariant=True), "cpu")
+    assert any("one backend runs all steps" in note for note in selection.decision.notes)
+    group = LayerGroup(selection)
+    blocks = torch.arange(260, dtype=torch.int32)[None]
+    ran = {group.plan(Batch([0, 1], [length], blocks)).calls[0].name for length in (5, 4000)}
+    assert ran == {selection.backend("decode").name}  # type: ignore[union-attr]
+
+
+def test_the_cost_of_invariance_is_said(table: Any, caplog: pytest.LogCaptureFixture) -> None:
+    table([
+        *(model("HPU_ATTN", kind, launch=10) for kind in ("decode", "prefill")),
+        *(model(n, k, launch=1330) for n in ("NATIVE_ATTN", "TORCH_SDPA") for k in KINDS),
+    ])  # fmt: skip
+    free = select(SPEC, "cpu")
+    assert not any("costs" in note for note in free.decision.notes)
+    said = select(SPEC.replace(batch_invariant=True), "cpu")
+    name = said.decision.decode
+    assert f"costs: {name} runs decode, not HPU_ATTN; for a decode of 32" in said.explain()
+    assert "1,330.0 us are predicted, 133.0 times 10.0 us" in caplog.text
+
+
+def test_the_cost_of_a_level_that_was_measured_apart_is_said(table: Any) -> None:
+    """Of one backend with it and without it; no other level's, and not the free layer's times."""
+    name = select(SPEC.replace(batch_invariant="batch"), "cpu").decision.decode
+    table([
+        *(model(name, kind, launch=10) for kind in KINDS),
+        *(replace(model(name, kind, launch=30), level="batch") for kind in KINDS),
+        *(replace(model(name, kind, launch=70), level="steps") for kind in KINDS),
+    ])  # fmt: skip
+    said = select(SPEC.replace(batch_invariant="batch"), "cpu", backend=name).explain()
+    assert f"'batch' costs: {name} runs decode, without it too; for a decode of 32" in said
+    assert "30.0 us are predicted, 3.0 times 10.0 us" in said and "70.0" not in said
+    free = select(SPEC, "cpu", backend=name)
+    assert {m.coefficients[0] for m in free.timings} <= {10.0}
+    assert "costs" not in free.explain()
+
+
+def test_a_refusal_names_who_can_at_what_level_and_time(table: Any) -> None:
+    spec = SPEC.replace(batch_invariant="steps", sliding_window=8, sink_tokens=2)
+    table([model(n, k, launch=7) for n in ("NATIVE_ATTN", "TORCH_SDPA") for k in KINDS])
+    with pytest.raises(
+        SelectionError, match=r"at batch_invariant='batch': decode \w+ \(7.0 us for"
+    ):
+        select(spec, "cpu")
+    spec = SPEC.replace(batch_invariant=True)
+    with pytest.raises(SelectionError, match=r"where no backend is named: decode \w+ \(7.0 us"):
+        select(spec, "cpu", backend="HPU_ATTN")
+
+
 def test_a_named_backend_is_not_chosen_otherwise(table: Any) -> None:
     table([model("TORCH_SDPA", kind, launch=1) for kind in KINDS])
     group = LayerGroup(select(SPEC, "cpu", backend="HPU_ATTN"))
@@ -269,7 +326,7 @@ def test_stale_models_are_named_and_ignored(table: Any) -> None:
     assert selection.timings == ()
     (note,) = [n for n in selection.decision.notes if str(path) in n]
     assert "HPU_ATTN, NATIVE_ATTN, TORCH_SDPA: measured with torch 1.0.0" in note
-    assert _torch() in note and note.endswith("is installed; measure anew: polyattn tune")
+    assert _torch() in note and note.endswith("is installed; measure again: polyattn tune")
 
 
 def test_a_broken_table_is_named_and_ignored(table: Any, tmp_path: Path) -> None:
@@ -374,7 +431,7 @@ class Slow:
 
 
 def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "checking"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "workload"))
     register(Slow(), "slow")
     try:
         table([model("LIAR", "decode", launch=1), *SHORT_KEYS])

@@ -20,7 +20,7 @@ from polyattn import (
 )
 from polyattn.errors import DeviceError, SettingsError, SpecError
 from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
-from polyattn.selection.decision import Decision
+from polyattn.selection.selection import Decision
 from polyattn.settings import Settings, parse_overrides
 
 SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")
@@ -133,7 +133,7 @@ def test_a_device_that_is_not_here_names_who_was_asked() -> None:
     with pytest.raises(DeviceError, match="finds device 'hpu' on this machine") as caught:
         select(SPEC, "hpu")
     assert str(caught.value).splitlines()[1:] == [
-        "  hpu: not here", "  without a name the best device of this machine is taken",
+        "  hpu: not here", "  without a name this machine's best device is used",
     ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
 def test_no_backend_of_the_kind_says_what_to_install() -> None:
     with pytest.raises(SelectionError, match=r"pip install .*(polyattn\[rocm\]|plugins/rocm)"):
         choose(*ALL, device=resolve_device("mi300x"))
-    from polyattn.spec.layer import RecurrentSpec
+    from polyattn.spec.recurrent import RecurrentSpec
 
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
     with pytest.raises(SelectionError) as caught:
@@ -108,7 +108,7 @@ def test_no_backend_of_the_kind_says_what_to_install() -> None:
 def test_steps_are_recorded_in_order() -> None:
     decision = choose(*ALL)
     questions = [step.question for step in decision.steps]
-    assert questions[0] == "Did the user name a backend?" and questions[-1] == "Who can?"
+    assert questions[0] == "Did the user name a backend?" and questions[-1] == "Which backends can?"
     assert len(questions) == 5
     judged = {
         phase: {v.backend for v in decision.verdicts() if v.phase == phase} for phase in PHASES
@@ -170,7 +170,8 @@ def test_the_block_size_asked_for_is_kept() -> None:
 
 
 def test_each_kind_is_asked_of_its_own_backends() -> None:
-    from polyattn.spec.layer import LatentSpec, RecurrentSpec
+    from polyattn.spec.latent import LatentSpec
+    from polyattn.spec.recurrent import RecurrentSpec
 
     latent = LayerSpec(
         kind="mla", num_heads=8, head_size=192, v_head_size=128,
@@ -192,7 +193,7 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
 
 
 def test_a_bare_name_from_the_environment_leaves_other_families_alone_and_says_so() -> None:
-    from polyattn.spec.layer import RecurrentSpec
+    from polyattn.spec.recurrent import RecurrentSpec
 
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
     settings = Settings(sources=(parse_overrides("GENERAL", "POLYATTN_BACKEND"),))

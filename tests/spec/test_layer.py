@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
-from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
-from polyattn.spec.features import features
-from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.fields import LONGEST
+from polyattn.spec.models import GROUP, model_reader
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -26,7 +27,12 @@ MODELS = {
     "bloom-7b1": [(30, "attention, 32 heads of 128, float16, alibi")],
     "deepseek-v2-lite": [(27, "mla, 16 heads of 192/128, bfloat16, v_head_size")],
     "deepseek-v3": [(61, "mla, 128 heads of 192/128, bfloat16, v_head_size")],
-    "deepseek-v3.2": [(61, "sparse_mla, 128 heads of 192/128, bfloat16, v_head_size")],
+    "deepseek-v3.2": [
+        (
+            61,
+            "sparse_mla, 128 heads of 192/128, bfloat16, indexer 64 heads of 128 for 2048, v_head_size",
+        )
+    ],
     "falcon-7b": [(32, "attention, 71/1 heads of 64, bfloat16")],
     "gemma-2-9b": [
         (21, "attention, 16/8 heads of 256, bfloat16, logit_soft_cap, window 4096"),
@@ -183,6 +189,19 @@ def test_missing_config_file(tmp_path: Path) -> None:
         LayerSpec.from_hf_config(tmp_path / "config.json")
 
 
+def test_without_a_reader_the_error_names_it_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_reader.cache_clear()
+    monkeypatch.setattr("polyattn.spec.models.entry_points", lambda group: ())
+    with pytest.raises(ConfigError, match=r"polyattn-models.* isn't installed; .*pip install"):
+        LayerSpec.from_hf_config(tmp_path)
+    broken = EntryPoint("huggingface", "absent_reader", GROUP)
+    monkeypatch.setattr("polyattn.spec.models.entry_points", lambda group: (broken,))
+    with pytest.raises(ConfigError, match=r"absent_reader, .* can't be loaded: .*reinstall"):
+        LayerSpec.from_hf_config(tmp_path)
+
+
 def test_unknown_field_in_json() -> None:
     with pytest.raises(SpecError, match="did you mean 'num_heads'"):
         LayerSpec.from_json('{"num_head": 4, "head_size": 64}')
@@ -235,24 +254,26 @@ def test_features_are_complete() -> None:
         "head_scales",
         "fp8_inputs",
         "fp8_output",
+        "step_invariant",
+        "call_invariant",
     }
-    assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    assert spec.features | others == set(FEATURES) - {"non_causal", "window_right"}
     options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}
     mamba = LayerSpec(
         kind="mamba1", num_heads=8, head_size=1, recurrent=RecurrentSpec(state_size=4, **options)
     )
     wide = {"wide_conv_states"}  # of short convolutions alone
-    assert features(mamba) == RECURRENT - wide | {"causal"}
+    assert mamba.features == RECURRENT - wide | {"causal"}
     form = RecurrentSpec(conv_width=4, draft_tokens=3)
     convolution = LayerSpec(kind="short_conv", num_heads=8, head_size=1, recurrent=form)
-    assert features(convolution) == wide | {"causal"}
-    assert "block_sparse" in features(spec.replace(mask="block_sparse"))
-    assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
+    assert convolution.features == wide | {"causal"}
+    assert "block_sparse" in spec.replace(mask="block_sparse").features
+    assert "length_bounds" in spec.replace(mask=None, length_bounds=True).features
     with pytest.raises(
-        SpecError, match="mask='custom' counts a sequence's keys, and length_bounds"
+        SpecError, match="mask='custom' counts a sequence's keys, and with length_bounds"
     ):
         spec.replace(length_bounds=True)
-    assert "window_right" in features(spec.replace(causal=False, window_right=0))
+    assert "window_right" in spec.replace(causal=False, window_right=0).features
 
 
 def test_kv_heads_that_were_left_out_follow_the_heads() -> None:

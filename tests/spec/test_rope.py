@@ -11,9 +11,8 @@ from polyattn import LayerSpec, select
 from polyattn.errors import SpecError
 from polyattn.families.attention.rope import angles, inv_freq, query_temperature, rotate
 from polyattn.spec.decompose import group_layers
-from polyattn.spec.features import features
-from polyattn.spec.huggingface import layer_specs
 from polyattn.spec.rope import RopeSpec
+from polyattn_models import layer_specs
 from tiny import tiny_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -118,7 +117,7 @@ def test_round_trip_and_hash() -> None:
 def test_rope_is_asked_of_no_attention_kernel() -> None:
     plain = LayerSpec(num_heads=4, head_size=64)
     near, far = (plain.replace(rope=RopeSpec(rotary_size=64, base=b)) for b in (1e4, 1e6))
-    assert features(near) == features(plain) and near != plain and near != far
+    assert near.features == plain.features and near != plain and near != far
     assert group_layers([near, far, plain]) == {near: [0], far: [1], plain: [2]}
     found, bare = select(near, "h100-sxm"), select(plain, "h100-sxm")
     assert found.spec == near and found.decision.chosen == bare.decision.chosen

@@ -53,6 +53,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
               "--ignore=", "--kv-cache-dtype="),
     "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized",
              "--plot=", "--assume=", "--ignore=", "--kv-cache-dtype=", "--block-size="),
+    "why": ("--json", "MODEL"),
     "doctor": ("--json", "--help", "x"),
 }  # fmt: skip
 VARIABLES = (

@@ -35,7 +35,7 @@ def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProce
 def test_list() -> None:
     text = polyattn("list").stdout
     assert "TORCH_SDPA" in text and "polyattn-cpu" in text and "measured" in text
-    found = json.loads(polyattn("list", "--json").stdout)
+    found = json.loads(here("list", "--json")[1])
     assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= {
         b["name"] for b in found["backends"]
     }
@@ -45,14 +45,14 @@ def test_build_says_what_it_builds_and_for_how_long() -> None:
     spec = json.dumps({"num_heads": 4, "head_size": 64})
     found = polyattn("build", "--device", "cpu", "--spec", spec)
     assert "1 layers: attention, 4 heads of 64, bfloat16: built in" in found.stdout
-    profile = polyattn("build", "llama-3.1-8b", "--device", "h100-sxm", code=2)
-    assert "is a profile to reason about" in profile.stderr
+    code, _, errors = here("build", "llama-3.1-8b", "--device", "h100-sxm")
+    assert code == 2 and "is a profile to reason about" in errors
 
 
 def test_integrations_are_listed() -> None:
     pytest.importorskip("polyattn_transformers")  # core's bounds are tested without integrations
-    text = polyattn("list").stdout
-    found = json.loads(polyattn("list", "--json").stdout)
+    text = here("list")[1]
+    found = json.loads(here("list", "--json")[1])
     hosts = {row["name"]: row["host"] for row in found["integrations"]}
     assert hosts.keys() >= {
         "diffusers",
@@ -63,7 +63,7 @@ def test_integrations_are_listed() -> None:
         "transformers",
     }
     assert hosts["transformers"].startswith("transformers") and "polyattn-torch" in text
-    assert "polyattn-transformers" in polyattn("doctor").stdout
+    assert "polyattn-transformers" in here("doctor")[1]
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,34 @@ def test_layers_that_read_anothers_keys_have_no_cache(tmp_path: Path) -> None:
     assert code == 0 and report["checked_tokens"] == 2 * 35
 
 
-def test_a_checkpoints_cache_is_what_the_caller_says(tmp_path: Path) -> None:
+def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     text = {"model_type": "llama", "num_hidden_layers": 1, "dtype": "float32"}
-    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
     line = ["run", str(config), "--device=cpu", "--requests=1", "--scale=0.1", "--max-tokens=1"]
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    for options, cache in (([], "fp8_e4m3"), (["--kv-cache-dtype=auto"], "fp8_e4m3"),
+                           (["--kv-cache-dtype=float32"], None)):  # fmt: skip
+        code, out, _ = here(*line, *options)
+        assert code == 0 and ("fp8_e4m3" in out) == (cache is not None)
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "INT8"}}))
     code, _, err = here(*line)
-    assert code == 2 and "quantization_config.kv_cache_quant_algo='FP8'" in err
-    for dtype in ("auto", "fp8"):
-        assert here(*line, f"--kv-cache-dtype={dtype}")[0] == 0
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='INT8'" in err
+
+
+def test_explain_compares_formats_of_the_cache() -> None:
+    """Bytes by hand: 32 layers of 8 heads of 128, keys and values; int4 has 8 bytes of scales a row."""
+    command = ("explain", "llama-3.1-8b", "--device", "h200", "--formats")
+    (group,) = json.loads(polyattn(*command, "--json").stdout)["groups"]
+    rows = {row["kv_cache_dtype"]: row for row in group["formats"]}
+    bytes_of = {name: row["bytes_per_token"] for name, row in rows.items() if "cannot" not in row}
+    assert list(bytes_of.values()) == sorted(bytes_of.values())
+    for name, row in (("auto", 256), ("fp8_e4m3", 128), ("int8_rows", 132), ("int4", 72)):
+        assert bytes_of[name] == 32 * 2 * 8 * row
+    assert rows["auto"]["decode"] == "TRITON_ATTN" and rows["int4"]["decode"]
+    assert list(rows["auto"]["us"]) == ["32q1s4k", "q2k"] and not rows["int4"]["us"]
+    assert "has no rows of that size" in rows["fp8_ds_mla"]["cannot"]
+    text = polyattn(*command).stdout
+    assert "cache formats" in text and "unmeasured" in text and "fp8_ds_mla: head_size=128" in text
 
 
 def test_a_profile_is_its_plugins() -> None:
@@ -197,7 +216,7 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
 def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
     batch = ("explain", "llama-3.1-8b", "--device", "cpu", "--batch", "24q1s4k")
     text = polyattn(*batch, POLYATTN_TIMINGS="0").stdout
-    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table that" in text
+    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table for" in text
 
 
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +262,7 @@ def test_who_is_disabled_is_said_where_no_device_is_found() -> None:
 def test_doctor() -> None:
     data = json.loads(polyattn("doctor", "--json", POLYATTN_CHECKS="1").stdout)
     assert data["problems"] == [] and data["variables"] == {"POLYATTN_CHECKS": "1"}
-    text = polyattn("doctor").stdout
-    assert "cpu" in text
+    assert "cpu" in here("doctor")[1]
     assert "PLYATTN" in json.loads(
         polyattn("doctor", "--json", POLYATTN_PLYATTN="1", code=1).stdout
     )["problems"][0]  # fmt: skip

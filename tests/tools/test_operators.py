@@ -23,8 +23,8 @@ COMMAND = [sys.executable, "-m", "polyattn"]
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["explain", "llama-3.1-8b", "--spec", SMALL], "give one of them"),
-        (["bench", "--model", "llama-3.1-8b", "--spec", SMALL], "give one of them"),
+        (["explain", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
+        (["bench", "--model", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
         (["bench", "2q1s64", "--backend", "NOPE"], "backend 'NOPE' is unknown"),
         (["explain", "--backend", "prefill.decode=TORCH_SDPA"], "names a phase twice"),
         (["explain", "--spec", "[" * 100_000], "--spec is no LayerSpec: RecursionError"),
@@ -160,15 +160,20 @@ def test_ctrl_c_in_list(tmp_path: Path) -> None:
 
 
 DEAF = """
-import sys, time
+import signal, sys, time
 from polyattn.tools.cli import entry, listing
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # Python drops and prints what a finalizer raises
 
 def deaf(as_json):
     try:
         print("ready", flush=True)
         time.sleep(60)
     except BaseException:
-        time.sleep(60)
+        pass
+    THEN
 
 listing.show = deaf
 sys.argv = ["polyattn", "list"]
@@ -178,10 +183,14 @@ sys.exit(entry.main())
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_that_a_library_drops_is_raised_again() -> None:
+@pytest.mark.parametrize(
+    "then",
+    ["time.sleep(60)", "raise AttributeError('half imported')", "Finalized(); time.sleep(60)"],
+)
+def test_an_interrupt_that_a_library_drops_ends_the_command(then: str) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", DEAF], stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", DEAF.replace("THEN", then)], stdout=pipe, stderr=pipe, text=True
     ) as child:
         assert child.stderr is not None and child.stderr.readline() == "ready\n"
         child.send_signal(signal.SIGINT)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from polyattn import LayerSpec, resolve_device
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.runtime.step.cost import Cost
 from polyattn.tools.cli import weights
 from polyattn.tools.cli.benching import Bench, _of_this_kind, measure_limits
@@ -19,6 +21,7 @@ from polyattn.tools.cli.plots import plot_values
 from polyattn.tools.cli.tuning import _layers
 from rich.console import Console
 from tools.commands import here
+from typer.main import get_command
 from typer.testing import CliRunner
 
 SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")
@@ -75,6 +78,13 @@ def test_every_command_takes_the_engines_options(command: str) -> None:
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
     for option in ("--attention-backend", "--kv-cache-dtype", "--block-size"):
         assert option in text
+
+
+def test_the_cache_dtypes_of_the_help_are_all_that_core_has() -> None:
+    options = get_command(app).commands["explain"].params  # type: ignore[attr-defined]
+    (told,) = (o.help for o in options if "--kv-cache-dtype" in o.opts)
+    words = set(re.findall(r"\w+", told))
+    assert {"auto", "fp8_e4m3", "fp8_e5m2", "int8"} | {f.name for f in ROW_FORMATS} <= words
 
 
 def test_explain_reads_the_cache_as_the_engines_options_say() -> None:
@@ -137,7 +147,7 @@ def test_values_are_plotted_as_points(tmp_path: Path) -> None:
 def test_run_asks_before_it_draws_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("run", "llama-3.1-8b", "--weights", "random", "--device", "cpu")
     code, _, said = here(*command)
-    assert code == 2 and "draws 15 GiB; nobody is there to ask: pass --yes" in said
+    assert code == 2 and "draws 15 GiB; no terminal to ask at: pass --yes" in said
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(weights, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
     monkeypatch.setattr(weights.typer, "confirm", lambda text, err: False)

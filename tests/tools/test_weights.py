@@ -19,7 +19,7 @@ from polyattn.tools.cli.models import bundled, find_config
 from polyattn.tools.cli.running import RunOptions, show
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine
-from polyattn.tools.replay.model import weights
+from polyattn.tools.replay.model import mixers, weights
 from polyattn.tools.replay.model.decoder import ARCHITECTURES, Decoder
 from polyattn.tools.replay.model.fields import DEFAULTS, Fields
 from polyattn.tools.replay.model.weights import Checkpoint, RandomWeights, shapes_of
@@ -237,8 +237,8 @@ def test_broken_files_are_named(
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
-    "type": ({"model_type": "olmo2"}, "model_type='olmo2' isn't run with weights"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    "type": ({"model_type": "olmo"}, "model_type='olmo' isn't run with weights"),
     "activation": ({"hidden_act": "silo"}, "hidden_act='silo' is unknown; did you mean 'silu'?"),
     "size": ({"vocab_size": -64}, "vocab_size=-64 must be a positive integer"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
@@ -255,6 +255,31 @@ def test_fields_are_refused_by_name(
     with pytest.raises((ConfigError, WeightsError)) as caught:
         show(options(weights=str(folder)))
     assert says in str(caught.value) and str(folder) in str(caught.value)
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+K_SCALE = "model.layers.1.self_attn.k_proj.k_scale"
+
+
+def test_a_checkpoints_own_cache_dtype_and_scales_are_used(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = changed(tiny_llama, tmp_path, lambda t: t.update({K_SCALE: torch.tensor(0.5)}))
+    with_fields(folder, folder, quantization_config=MODELOPT)
+    layers, bind = [], mixers.SelfAttention.bind
+
+    def bound(self: Any, *given: Any) -> None:
+        bind(self, *given)
+        layers.append(self.layer)
+
+    monkeypatch.setattr(mixers.SelfAttention, "bind", bound)
+    assert show(options(weights=str(folder))) == 0
+    assert {layer.spec.kv_cache_dtype for layer in layers} == {"fp8_e4m3"}
+    assert [layer.k_scale for layer in layers[:3]] == [1.0, 0.5, 1.0][: len(layers)]
+    changed(tiny_llama, tmp_path, lambda t: t.update({K_SCALE: torch.ones(2)}))
+    with_fields(folder, folder, quantization_config=MODELOPT)
+    with pytest.raises(WeightsError, match="k_scale of layer 1 has 2 numbers, one a head"):
+        show(options(weights=str(folder)))
 
 
 def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:

@@ -48,7 +48,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", LENGTHS | {"rope_parameters": DYNAMIC}),
     "llama-proportional": ("llama", LENGTHS | {"rope_parameters": {
         "rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "mistral": ("mistral", LENGTHS),
+    "qwen2": ("qwen2", LENGTHS),
     "qwen3": ("qwen3", LENGTHS),
+    "qwen3-moe": ("qwen3_moe", LENGTHS | {
+        "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", LENGTHS),
+    "phi3": ("phi3", LENGTHS),
+    "olmo2": ("olmo2", LENGTHS),
+    "glm4": ("glm4", LENGTHS | {"attention_bias": True}),
     "gemma2": ("gemma2", LENGTHS | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0,
                                     "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", LENGTHS | {"layer_types": GEMMA3_TYPES}),

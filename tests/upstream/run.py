@@ -15,6 +15,7 @@ a `PolyattnError` counts as refused, and its message is printed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 import sys
@@ -29,7 +30,8 @@ import polyattn_flash_attn
 import polyattn_recurrent
 import pytest
 import torch
-from polyattn import PolyattnError
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, PolyattnError, select
+from polyattn_flash_attn import flash_attn_2
 from torch.overrides import TorchFunctionMode
 
 
@@ -85,6 +87,120 @@ def flash_attention(checkout: Path) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
     torch.cuda.synchronize = lambda *_: None
+
+
+def vllm(checkout: Path) -> None:
+    """Install what vLLM's test of FlashAttention over pages imports, and no more of vLLM."""
+
+    def own(given: dict[str, Any]) -> Any:
+        """Take what only vLLM's functions have out of a call; return where its result goes."""
+        scales = [given.pop(f"{name}_descale", None) for name in "qkv"]
+        assert given.pop("fa_version") == 2 and scales == [None] * 3
+        return given.pop("out")
+
+    def varlen(q: Any, k: Any, v: Any, *, seqused_k: Any, **given: Any) -> Any:
+        starts, out = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int(), own(given)
+        found = flash_attn_2.flash_attn_varlen_func(q, k, v, cu_seqlens_k=starts, **given)
+        return found if out is None else out.copy_(found)
+
+    def with_kvcache(**given: Any) -> Any:
+        out, found = own(given), flash_attn_2.flash_attn_with_kvcache(**given)
+        return found if out is None else out.copy_(found)
+
+    seeds = staticmethod(torch.manual_seed)
+    module("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
+    module("vllm.platforms", current_platform=type("Platform", (), {"seed_everything": seeds}))
+    module(
+        "vllm.vllm_flash_attn", flash_attn_varlen_func=varlen, flash_attn_with_kvcache=with_kvcache,
+        is_fa_version_supported=lambda version: version == 2,
+        fa_version_unsupported_reason=lambda _: "another version's functions take its place",
+    )  # fmt: skip
+    torch.set_default_device = lambda *_: None
+
+
+def module(name: str, **values: Any) -> None:
+    """Install a module of these values, and the packages that it lies in."""
+    for parent in itertools.accumulate(name.split("."), "{}.{}".format):
+        sys.modules.setdefault(parent, ModuleType(parent)).__dict__.setdefault("__path__", [])
+    sys.modules[name].__dict__.update(values)
+
+
+def pages(
+    num_blocks: int, block_size: int, layers: int, heads: int, size: int, kind: str,
+    dtype: torch.dtype, seed: int, device: str,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    """Return random caches as vLLM's paged kernels have them: keys in parts of 16 bytes."""
+    torch.manual_seed(seed)
+    stored = torch.float8_e4m3fn if kind == "fp8" else dtype
+    bound, part = size**-0.5, 16 // stored.itemsize
+
+    def drawn(*shape: int) -> torch.Tensor:
+        found = torch.empty(num_blocks, heads, *shape, dtype=dtype).uniform_(-bound, bound)
+        return found.to(stored).view(torch.uint8) if kind == "fp8" else found
+
+    keys = [drawn(size // part, block_size, part) for _ in range(layers)]
+    return keys, [drawn(size, block_size) for _ in range(layers)]
+
+
+def paged_attention(
+    out: Any, query: Any, keys: Any, values: Any, heads: int, scale: float, table: Any, lens: Any,
+    block_size: int, longest: int, slopes: Any, kind: str, k_scale: Any, v_scale: Any,
+) -> None:  # fmt: skip
+    """Decode over vLLM's pages by a layer whose cache holds the same bytes."""
+    blocks, inverse = table[:, : -(-longest // block_size)].unique(return_inverse=True)
+    spec = LayerSpec(
+        num_heads=query.shape[1], num_kv_heads=heads, head_size=query.shape[2], scale=scale,
+        dtype=str(query.dtype).removeprefix("torch."), block_size=block_size,
+        alibi=slopes is not None, kv_cache_dtype="fp8_e4m3" if kind == "fp8" else "auto",
+    )  # fmt: skip
+    scales = {"k_scale": float(k_scale), "v_scale": float(v_scale)} if kind == "fp8" else {}
+    layer = Attention(LayerGroup(select(spec, "cpu")), alibi_slopes=slopes, **scales)
+    cache = layer.group.allocate_cache(len(blocks))
+    dtype = cache.key.dtype
+    cache.key.copy_(keys[blocks].permute(0, 3, 1, 2, 4).flatten(3).contiguous().view(dtype))
+    cache.value.copy_(values[blocks].permute(0, 3, 1, 2).contiguous().view(dtype))
+    batch = Batch(list(range(len(lens) + 1)), lens, inverse.int())
+    layer(query, None, None, cache, batch, out=out)
+
+
+def vllm_paged(checkout: Path) -> None:
+    """Install what vLLM's test of its paged kernels imports, and no more of vLLM."""
+
+    def v2(out: Any, _sums: Any, _most: Any, _parts: Any, *given: Any) -> None:
+        paged_attention(out, *given)
+
+    def rocm(out: Any, _sums: Any, _most: Any, _parts: Any, *given: Any) -> None:
+        assert given[7] is None  # where queries start: one each
+        paged_attention(out, *given[:7], *given[8:])
+
+    def convert_fp8(to: Any, of: Any, scale: float = 1.0) -> None:
+        # Element by element as they lie in memory, though the test names other parts of keys.
+        to.view(-1).copy_(of.view(torch.float8_e4m3fn).view(-1).float() * scale)
+
+    def nothing(*given: Any, **named: Any) -> None:
+        """Stand for what checks the kernels' registration, and for classes of other tests."""
+
+    yes, no = staticmethod(lambda: True), staticmethod(lambda: False)
+    seeds = staticmethod(lambda seed: (random.seed(seed), torch.manual_seed(seed)))
+    platform = type("Platform", (), {"is_rocm": yes, "is_navi": no, "seed_everything": seeds})
+    module("vllm.platforms", current_platform=platform)
+    module(
+        "vllm._custom_ops", paged_attention_v1=paged_attention, paged_attention_v2=v2,
+        paged_attention_rocm=rocm, convert_fp8=convert_fp8,
+    )  # fmt: skip
+    sys.modules["vllm"]._custom_ops = sys.modules["vllm._custom_ops"]  # type: ignore[attr-defined]
+    for name in ("vllm.attention.layer", "vllm.model_executor.layers.attention"):
+        module(name, Attention=nothing, MultiHeadAttention=nothing, MMEncoderAttention=nothing)
+    module("vllm.utils.torch_utils", set_random_seed=seeds.__func__)
+    module("vllm.utils.mem_utils", get_max_shared_memory_bytes=lambda: (512 + 300) * 4)
+    module("tests.kernels.utils", opcheck=nothing)
+    module("tests.kernels.allclose_default", get_default_atol=nothing, get_default_rtol=nothing)
+    for package in ("tests", "tests.kernels"):
+        sys.modules[package].__path__ = [str(checkout / package.replace(".", "/"))]
+    for space, name in (("_C", "v1"), ("_C", "v2"), ("_rocm_C", "")):
+        kernel = f"paged_attention_{name}".removesuffix("_")
+        setattr(getattr(torch.ops, space), kernel, nothing)
+    torch.set_default_device = lambda *_: None
 
 
 def recurrences(checkout: Path) -> None:
@@ -150,6 +266,18 @@ LIBRARIES = {
         ("race_condition", "bw_compatibility", "linearize", "cluster"),
         lambda given: attention_fits(given, (64, 96, 128)),
     ),
+    "vllm": Library(
+        ("tests/kernels/attention/test_flash_attn.py",), vllm, (),
+        lambda given: (
+            given.get("num_blocks", 0) <= 2048 and given.get("fa_version", 2) == 2
+            and given.get("q_dtype") is None),
+    ),
+    "vllm-paged": Library(
+        ("tests/kernels/attention/test_attention.py",), vllm_paged, ("not_divis", "unsupported"),
+        lambda given: (
+            given.get("num_heads") != (40, 40) and given.get("device", "cuda:0") == "cuda:0"
+            and given.get("head_size", 1) * given.get("block_size", 1) <= 4096),
+    ),
     "causal-conv1d": Library(
         ("tests/test_causal_conv1d.py",), recurrences,
         ("get_states", "race_condition", "bwd_d"), recurrence_fits, True,
@@ -173,6 +301,11 @@ class Plugin:
         self.library, self.most = library, most
         self.results: Counter[tuple[str, str]] = Counter()
         self.refusals: Counter[str] = Counter()
+
+    @pytest.fixture
+    def kv_cache_factory(self) -> Any:
+        """What vLLM's own `conftest.py` gives."""
+        return pages
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from polyattn import LayerSpec, resolve_device
 from polyattn.conformance.harness.base import Harness
 from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import LATENT, TOLERANCES, tolerance_of
 from torch import Tensor

@@ -11,15 +11,15 @@ import torch
 from defaults import CPU_DEFAULT
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
+from polyattn.kernel import Frame
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Plan
 from polyattn.workload.verify import steps
 from polyattn_cpu.hooks import TORCH_SDPA
 from polyattn_cpu.sdpa import TorchSDPA
-from torch import Tensor
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
@@ -27,15 +27,17 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 class Wrong(TorchSDPA):
     """Right in prefill, wrong in decode."""
 
-    def run(self, plan: Plan, query: Tensor, *rest: Any) -> None:
-        super().run(plan, query * 1.05 if plan.batch.all_decode else query, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(
+            plan, frame.but(query=frame.query * 1.05 if plan.batch.all_decode else frame.query)
+        )
 
 
 class Failing(TorchSDPA):
-    def run(self, plan: Plan, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         if plan.batch.all_decode:
             raise RuntimeError("ninja: build stopped: subcommand failed")
-        super().run(plan, *args)
+        super().run(plan, frame)
 
 
 class Exits(TorchSDPA):
@@ -48,7 +50,7 @@ class Exits(TorchSDPA):
 class Ends(TorchSDPA):
     """Ends its process where it runs."""
 
-    def run(self, plan: Plan, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         raise SystemExit(6)
 
 
@@ -64,10 +66,13 @@ class Silent(TorchSDPA):
 
 
 class Forgets(TorchSDPA):
-    """Shows every key, whatever a window, a chunk or kept tokens say."""
+    """Shows every key, whatever a window, a chunk or kept tokens say, and caps no logit."""
 
     def __init__(self, spec: LayerSpec, *rest: Any):
-        every = spec.replace(sliding_window=None, window_right=None, sink_tokens=0, chunk_size=None)
+        every = spec.replace(
+            sliding_window=None, window_right=None, sink_tokens=0, chunk_size=None,
+            logit_soft_cap=None,
+        )  # fmt: skip
         super().__init__(every, *rest)
 
 
@@ -140,10 +145,11 @@ def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(
     "mask",
-    [{"sliding_window": 1024}, {"sliding_window": 8, "sink_tokens": 400}, {"chunk_size": 1000}],
+    [{"sliding_window": 1024}, {"sliding_window": 8, "sink_tokens": 400}, {"chunk_size": 1000},
+     {"logit_soft_cap": 50.0}, {"logit_soft_cap": 30.0, "dtype": "bfloat16"}],
     ids=str,
-)
-def test_masks_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) -> None:
+)  # fmt: skip
+def test_masks_and_caps_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) -> None:
     spec = SPEC.replace(cached=cached, **mask)
     with pytest.raises(SelectionError, match="its output is wrong"):
         select(spec, "cpu", backend="FORGETS", verify=True)

@@ -1,6 +1,6 @@
 """polyattn: one attention interface, every vendor's kernels.
 
-    selection = polyattn.select(spec)                    # a value: who is chosen, and why
+    selection = polyattn.select(spec)                    # a value: what is chosen, and why
     group = polyattn.LayerGroup(selection)               # the loaded kernels, shared by layers
     layers = [polyattn.Attention(group) for _ in range(32)]
 

@@ -1,30 +1,33 @@
-"""Who is chosen, and why? `select` gathers the facts, asks the tree and remembers the answer."""
+"""Which backend is chosen, and why? `select` gathers facts, asks the tree, remembers the answer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
+from polyattn.errors import SelectionError, SettingsError, SpecError, describe, flag, plain, shown
+from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.machine import availability, running
-from polyattn.registry.policy import rerank
+from polyattn.registry.installed import Registry
+from polyattn.registry.machine import availability, rerank, running
 from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
-from polyattn.selection.builds import as_built
-from polyattn.selection.decision import Decision
-from polyattn.selection.rotating import noted, prepared_for
-from polyattn.selection.selection import SelectedLayers, Selection
-from polyattn.selection.tree import Facts, decide
-from polyattn.settings import Settings, current
-from polyattn.spec.checks import flag
-from polyattn.spec.decompose import group_layers, kv_sources
+from polyattn.selection.invariance import costs, described
+from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
+from polyattn.selection.tree import Facts, as_built, decide
+from polyattn.settings import PHASE_SCOPES, Settings, current
+from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
+from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import RowFormat, rows_of
+from polyattn.spec.variant import AttentionVariant
 
 log = logging.getLogger("polyattn")
 
@@ -46,14 +49,33 @@ def select(
 ) -> Selection:
     """Choose the backends of a layer's phases, jointly.
 
-    `device`: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None
-    for this machine's best, the current one of several. `backend` names one, or scoped ones
-    (`"prefill=A,decode=B"`), and never falls through. `verify` runs each chosen backend once against
-    the reference; one that fails is passed over if it was chosen automatically (default: the setting
-    `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
+    Args:
+        spec: what the layer computes.
+        device: a `Device`, a profile's name (`"h100-sxm"`), a torch device (`"cuda:0"`), or None for
+            this machine's best, the current one of several.
+        backend: a name, or scoped names (`"prefill=A,decode=B"`). A named backend is used or refused.
+        settings: instead of those of the environment and the file.
+        verify: run each chosen backend once against the reference, and pass over one that fails if it
+            was chosen automatically. None: the setting `verify`, else no.
+
+    Returns:
+        The choice with its reasons; `LayerGroup` loads its kernels.
+
+    Raises:
+        SelectionError: no backend can serve the layer; the message has every rejection.
+        SettingsError: a setting or a backend's name can't be honoured.
+        DeviceError: the device isn't known, or isn't here.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+        >>> select(spec, "x86-avx512", backend="TORCH_SDPA").decision.prefill
+        'TORCH_SDPA'
+
     """
     if not isinstance(spec, LayerSpec):
-        raise SpecError(f"spec={shown(spec)} must be a LayerSpec; from_dict makes one of a mapping")
+        raise SpecError(
+            f"spec={shown(spec)} must be a LayerSpec; LayerSpec.from_dict makes one from a mapping"
+        )
     settings = _checked(settings, verify)
     if not isinstance(backend, str | None):
         raise SettingsError(
@@ -66,18 +88,55 @@ def select(
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)
     if found is None:
-        asked = kernel_spec(spec)  # queries and keys come rotated and transformed already
+        # Queries and keys come rotated and transformed already.
+        asked = kernel_spec(spec) if spec.variant or spec.rope else spec
         if asked != spec:
             found = select(asked, resolved, backend=backend, settings=settings, verify=verify)
             found = prepared_for(found, spec)
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)
-            found = noted(_select(spec, resolved, strict, verify))
+            try:
+                found = noted(_select(spec, resolved, strict, verify))
+            except SelectionError as error:
+                raise SelectionError(f"{error}{_less_invariant(spec, resolved, strict)}") from None
+            if spec.batch_invariant:
+                found = _with_costs(found, strict)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def _with_costs(found: Selection, settings: Settings) -> Selection:
+    """Note, and warn of, the backends that `batch_invariant` rules out, and what that costs."""
+    spec, device = found.spec, found.device
+    with suppress(SelectionError):
+        free = select(spec.replace(batch_invariant=False), device, settings=settings, verify=False)
+        lines = costs(found, free, timings(settings).models(spec, device))
+        for line in lines:
+            log.warning("%s", line)
+        decision = replace(found.decision, notes=(*found.decision.notes, *lines))
+        found = replace(found, decision=decision)
+    return found
+
+
+def _less_invariant(spec: LayerSpec, device: Device, settings: Settings) -> str:
+    """Return which backends serve a layer at a lower level, or where none is named, and their times."""
+    lines = []
+    models = timings(settings).models(spec, device)
+    if spec.batch_invariant and settings.sources:
+        with suppress(SelectionError):
+            able = select(spec, device, settings=replace(settings, sources=()), verify=False)
+            lines.append(f"\n  where no backend is named: {described(able, models)}")
+    for level in range(spec.batch_invariant - 1, -1, -1):
+        with suppress(SelectionError):
+            lower = spec.replace(batch_invariant=Invariance(level))
+            able = select(lower, device, settings=settings, verify=False)
+            name = lower.batch_invariant.name.lower()
+            lines.append(f"\n  at batch_invariant={name!r}: {described(able, models)}")
+            break
+    return "".join(lines)
 
 
 def check_supported(
@@ -108,8 +167,8 @@ def check_supported(
         SettingsError: the backend's name isn't known.
         DeviceError: the device isn't known.
 
-    Example:
-        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN", device="h100-sxm")
+    Examples:
+        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN_V3", device="h100-sxm")
         []
 
     """
@@ -143,6 +202,26 @@ def select_layers(
     """Select for every layer of a model, grouped by what they compute.
 
     Warns (logger `polyattn`) about an override whose scope matched no layer.
+
+    Args:
+        specs: one for each layer, in the model's order.
+        device: as in `select`.
+        settings: as in `select`.
+        verify: as in `select`.
+
+    Returns:
+        One entry for each group of layers that compute the same.
+
+    Raises:
+        SpecError: `specs` isn't a list of `LayerSpec`.
+        SelectionError, SettingsError, DeviceError: as `select`.
+
+    Examples:
+        >>> full = LayerSpec(num_heads=8, head_size=64)
+        >>> groups = select_layers([full, full.replace(sliding_window=128), full], "x86-avx512")
+        >>> [len(group.layers) for group in groups]
+        [2, 1]
+
     """
     settings, specs = _checked(settings, verify), _listed(specs)
     groups = [
@@ -151,6 +230,7 @@ def select_layers(
             tuple(layers),
             select(spec, device, settings=settings, verify=verify),
             kv_sources(specs, layers),
+            choice_sources(specs, layers),
         )
         for spec, layers in group_layers(specs).items()
     ]
@@ -185,11 +265,7 @@ def unmatched_overrides(specs: Sequence[LayerSpec], settings: Settings) -> list[
         f"{o.source}: {o} matched no layer of this model"
         for source in settings.sources
         for o in source
-        if not any(
-            o.applies(spec, phase)
-            for spec in specs
-            for phase in ("prefill", "decode", "store", "merge")
-        )
+        if not any(o.applies(spec, phase) for spec in specs for phase in PHASE_SCOPES)
     ]
 
 
@@ -217,15 +293,29 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
     notes = measured.notes(device)
+    if models and spec.batch_invariant:
+        models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
+        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
-        notes.append(f"who runs is chosen for each step, by times measured in {sources}")
+        notes.append(f"the backend is chosen for each step, by times measured in {sources}")
     return Selection(
         replace(decision, notes=(*decision.notes, *notes)),
         tuple((phase, infos[name]) for phase, name in decision.chosen),
         tuple((phase, tuple(infos[n] for n in names)) for phase, names in decision.candidates),
         models,
     )
+
+
+def _problem(check: str, functions: AttentionVariant | RowFormat) -> str | None:
+    """Return what a backend's check has against these functions."""
+    try:
+        found = load_object(check)(functions)
+    except SpecError:
+        raise
+    except Exception as error:
+        return f"{check} fails: {describe(error)}"
+    return None if found is None else plain(str(found))
 
 
 def _facts(
@@ -235,31 +325,31 @@ def _facts(
     settings: Settings,
     failed: dict[str, str],
 ) -> Facts:
-    def rank(phase: str, ranking: tuple[str, ...]) -> Sequence[str]:
-        return rerank(registry, spec, device, phase, ranking, settings.probe_timeout)
+    variant = None if spec.variant is None else variant_of(spec)
+    stored = spec.kv_cache_dtype
+    formats = dict.fromkeys(rows_of(stored)) if spec.in_rows else {}
 
-    def unavailable(info: BackendInfo) -> str | None:
-        return availability(info, settings.probe_timeout)
+    def refuses(info: BackendInfo, spec: LayerSpec) -> tuple[Rejection, ...]:
+        asked: list[tuple[str, str | None, AttentionVariant | RowFormat]]
+        asked = [("variant", info.variant_check, variant)] if variant is not None else []
+        if stored not in info.capabilities.kv_cache_dtypes:
+            asked += [("kv_cache_dtype", info.rows_check, each) for each in formats]
+        found = []
+        for field, check, functions in asked:
+            problem = None if check is None else _problem(check, functions)
+            if problem is not None:
+                wanted = f"the functions of {functions.name}"
+                found.append(Rejection(field, wanted, "others", problem))
+        return tuple(found)
 
-    variant = variant_of(spec)
-
-    def refuses(info: BackendInfo, spec: LayerSpec) -> str | None:
-        if info.variant_check is None or variant is None:
-            return None
-        try:
-            found = load_object(info.variant_check)(variant)
-        except SpecError:
-            raise
-        except Exception as error:
-            return f"{info.variant_check} fails: {describe(error)}"
-        return None if found is None else plain(str(found))
-
+    seconds = settings.probe_timeout
+    unavailable = partial(availability, timeout=seconds)
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=rank,
+        rank=partial(rerank, registry, spec, device, seconds=seconds),
         failed=failed,
-        problems=tuple(registry.problems),
-        running=lambda info: running(info, settings.probe_timeout),
+        problems=lambda: registry.problems,
+        running=partial(running, timeout=seconds),
         refuses=refuses,
     )

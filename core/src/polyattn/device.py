@@ -8,14 +8,27 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Device:
-    """A device as selection sees it.
+    """A device as the selection sees it.
 
-    `arch` is the vendor's name of the instruction set (`sm_90`, `gfx942`, `v5e`, `x86_64`).
-    `fp8` says which e4m3 the hardware computes: `"ocp"`, `"fnuz"` (a different format of the
-    same name) or None. `bandwidth` (GB/s) and `matmul` (dense bf16 TFLOP/s) are datasheet
-    figures, 0 where none is stated. `torch_device` is None for a profile: such a device can be
-    reasoned about, not run on. `reported`: of a profile, what the driver of such a device calls it,
-    which is the name of what is measured there.
+    Attributes:
+        platform: `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`, `"hpu"` or a plugin's.
+        arch: the vendor's name of the instruction set (`"sm_90"`, `"gfx942"`, `"v5e"`, `"x86_64"`).
+        name: of the product, for people.
+        features: what else kernels may need (`"avx2"`).
+        fp8: the e4m3 format that the hardware computes: `"ocp"`, `"fnuz"` (another format of the same
+            name) or None.
+        bandwidth: of the memory, in GB/s, from the datasheet; 0 if it states none.
+        matmul: dense bf16 TFLOP/s, from the datasheet; 0 if it states none.
+        torch_device: torch's name of this machine's device; None for a profile, which can be reasoned
+            about but not run on.
+        reported: of a profile, the name that the driver of such a device reports; measured times have
+            it.
+
+    Examples:
+        >>> device = Device("cuda", "sm_90", name="H100", fp8="ocp")
+        >>> str(device), device.is_real
+        ('H100 (cuda sm_90)', False)
+
     """
 
     platform: str
@@ -39,7 +52,12 @@ class Device:
         return self.platform != "cpu"
 
     def on(self, torch_device: str) -> Device:
-        """Return the same device, bound to one of this machine's torch devices."""
+        """Return the same device, bound to one of this machine's torch devices.
+
+        Args:
+            torch_device: `"cuda:1"`.
+
+        """
         return replace(self, torch_device=torch_device)
 
     def __str__(self) -> str:
@@ -48,7 +66,23 @@ class Device:
 
 
 def arch_matches(pattern: str, arch: str) -> bool:
-    """Whether `arch` fits `pattern`: a name, `"sm_80+"` (or later) or `"sm_80-sm_90"` (a range)."""
+    """Return whether an architecture fits a pattern.
+
+    Args:
+        pattern: a name, `"sm_80+"` (this one or later) or `"sm_80-sm_90"` (a range, ends included).
+        arch: an architecture's name.
+
+    Returns:
+        Whether it fits.
+
+    Raises:
+        Nothing: a text that is no pattern matches itself alone.
+
+    Examples:
+        >>> arch_matches("sm_80+", "sm_90"), arch_matches("sm_80-sm_89", "sm_90a")
+        (True, False)
+
+    """
     if pattern == arch:
         return True
     bounds = re.fullmatch(r"([a-z_]+)(\d+)(?:\+|-\1(\d+))", pattern)

@@ -1,37 +1,57 @@
-"""What polyattn raises. Every message names the field, the value and the remedy."""
+"""What polyattn raises, and checks of values. Every message names the field, the value and the remedy."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 LONGEST_TEXT = 300
 """Characters shown of a text that comes from outside: a plugin, a file, a library's exception."""
+LARGEST = 1 << 24
+"""No head count, size or window of a model comes near; what exceeds it is a slip."""
 
 
 class PolyattnError(Exception):
-    """Base of every error that polyattn raises on purpose."""
+    """Base class of every error that polyattn raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     LayerSpec(num_heads=0, head_size=64)
+        ... except PolyattnError as error:
+        ...     print(type(error).__name__)
+        SpecError
+
+    """
 
 
 class SpecError(PolyattnError, ValueError):
-    """A `LayerSpec` that no layer can have."""
+    """A `LayerSpec` describes no layer."""
 
 
 class ConfigError(PolyattnError, ValueError):
-    """A model's `config.json` that can't be read or isn't understood."""
+    """A model's `config.json` can't be read or isn't understood."""
 
 
 class SettingsError(PolyattnError, ValueError):
-    """A setting (argument, flag, variable, file) that can't be honoured."""
+    """A setting (argument, flag, variable or file) can't be honoured.
+
+    Examples:
+        >>> Settings(layout="NDH")
+        Traceback (most recent call last):
+        polyattn.errors.SettingsError: Settings.layout='NDH' is unknown; did you mean 'NHD'?
+
+    """
 
 
 class DeviceError(PolyattnError, ValueError):
-    """A device or profile that is unknown or can't be detected."""
+    """A device or a profile is unknown or can't be detected."""
 
 
 class PluginError(PolyattnError):
-    """A plugin that can't be used."""
+    """A plugin can't be used."""
 
 
 class SelectionError(PolyattnError):
@@ -39,19 +59,26 @@ class SelectionError(PolyattnError):
 
 
 class BatchError(PolyattnError, ValueError):
-    """A batch, or the tensors that came with it, that breaks the contract."""
+    """A batch, or a tensor that came with it, breaks the contract.
+
+    Examples:
+        >>> Batch([0, 5], [3, 4])
+        Traceback (most recent call last):
+        polyattn.errors.BatchError: ...
+
+    """
 
 
 class CacheError(PolyattnError, ValueError):
-    """A KV cache that doesn't fit the layer, or has no room left."""
+    """A KV cache doesn't fit the layer, or has no room left."""
 
 
 class TraceError(PolyattnError, ValueError):
-    """A request trace with a bad line."""
+    """A request trace has a bad line."""
 
 
 class WeightsError(PolyattnError, ValueError):
-    """A checkpoint that can't be read, or isn't of its config's model."""
+    """A checkpoint can't be read, or isn't of its config's model."""
 
 
 def nearest(value: object, valid: Iterable[str]) -> str:
@@ -97,3 +124,46 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         text = f"{error.msg} ({error.filename}, line {error.lineno})"
     return plain(f"{type(error).__name__}: {text}").rstrip(": ")
+
+
+def ranges(indices: list[int]) -> str:
+    """Return the text `0-2, 5` for the layers 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def integer(
+    name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
+    error: type[PolyattnError] = SpecError,
+) -> None:  # fmt: skip
+    """Refuse anything but an integer from `low` to `high`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low:
+        wanted = "a positive integer" if low == 1 else f"an integer, {low} or more"
+        raise error(f"{name}={value!r} must be {wanted}{hint}")
+    if value > high:
+        raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
+
+
+def number(name: str, value: Any, hint: str, low: float = -math.inf) -> None:
+    """Refuse anything but a finite real number, `low` or more."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or value < low:
+        raise SpecError(f"{name}={value!r} must be {hint}")
+
+
+def flag(name: str, value: Any, error: type[PolyattnError] = SpecError) -> None:
+    """Refuse anything but True and False: a text, "no" too, would count as True."""
+    if not isinstance(value, bool):
+        raise error(f"{name}={shown(value)} must be True or False")
+
+
+def choice(name: str, value: Any, valid: Collection[str]) -> None:
+    """Check that a field's value is one of the names that it can have."""
+    if not isinstance(value, str) or value not in valid:
+        raise SpecError(f"{name}={value!r} is unknown{nearest(value, valid)}")

@@ -1,4 +1,6 @@
-"""All that an integration imports beside `polyattn` and `polyattn.errors`: what an embedding host calls.
+"""What an integration imports: all that an embedding host calls.
+
+Beside it, an integration imports `polyattn` and `polyattn.errors`.
 
 A host calls attention without a layer, brings caches of its own, or shares a sequence among ranks.
 `API_VERSION` covers these names, as it covers those of `polyattn.plugin` and `polyattn.kernel`.
@@ -35,7 +37,7 @@ from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
 from polyattn.runtime.ledger import Ledger, Report
 from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.plan import Rows
+from polyattn.runtime.program import Rows
 from polyattn.runtime.stand_in import StandIns
 from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch

@@ -5,20 +5,28 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
+from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    LayerParams,
-    Lie,
+    IndexBackend,
     MergeBackend,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     RecurrentBackend,
     SparseBackend,
     StoreBackend,
 )
-from polyattn.runtime.cache.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
-from polyattn.runtime.cache.nvfp4 import unpacked
-from polyattn.runtime.cache.scales import write_output
+from polyattn.runtime.cache.kv_cache import (
+    ALLOCATORS,
+    STORAGE_DTYPES,
+    KVCache,
+    quantize,
+    raw,
+    storage_dtype,
+)
+from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
+from polyattn.runtime.cache.scales import dequantized, write_output
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -30,9 +38,16 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
-from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
+from polyattn.runtime.functions.tracing import (
+    Trace,
+    UntraceableError,
+    trace,
+    trace_rows,
+    untraceable,
+)
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -43,9 +58,13 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
-from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import RowFormat
+from polyattn.spec.sparse import IndexerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -63,25 +82,36 @@ __all__ = [
     "CacheFormat",
     "CustomMask",
     "Device",
+    "Frame",
     "Function",
     "GraphCapture",
+    "IndexBackend",
+    "IndexFrame",
+    "IndexerSpec",
+    "Invariance",
+    "Items",
     "KVCache",
     "KeyRanges",
+    "Keys",
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
     "Levels",
-    "Lie",
     "MergeBackend",
+    "Merges",
     "NewTokens",
-    "PagesLie",
+    "PackedStrides",
+    "PageStrides",
     "Plan",
     "Pointwise",
+    "Reads",
     "RecurrentBackend",
+    "RecurrentFrame",
     "RecurrentSpec",
     "Role",
     "RopeSpec",
     "Rotation",
+    "RowFormat",
     "SharedRun",
     "SparseBackend",
     "StoreBackend",
@@ -99,20 +129,30 @@ __all__ = [
     "cumulative",
     "current_settings",
     "decode_window_sizes",
+    "decoded",
+    "dequantized",
     "empty_rows",
+    "encoded",
+    "in_turn",
     "inv_freq",
     "key_ranges",
     "merge_states",
+    "no_merges",
     "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",
     "reciprocal",
     "rotation_at",
+    "sizes_of",
+    "storage_dtype",
     "store_lse",
+    "token_places",
     "trace",
-    "unpacked",
+    "trace_rows",
+    "turned",
     "untraceable",
+    "visible_entries",
     "window_sizes",
     "write_output",
 ]

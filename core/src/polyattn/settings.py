@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, describe, nearest, shown
-from polyattn.spec.checks import flag
+from polyattn.errors import SettingsError, describe, flag, nearest, shown
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -22,7 +21,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_DISABLE_PLUGINS": "comma-separated plugins whose code is never imported",
     "POLYATTN_LAYOUT": "physical KV-cache layout: NHD, HND or contiguous",
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
-    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
+    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots), and plans",
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
@@ -33,6 +32,7 @@ VARIABLES: dict[str, str] = {
     "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
     "then the plugins' tables), or 0: choose by priority alone",
+    "POLYATTN_WHY": "1 or 0: record for `polyattn why` what this process runs (default 1)",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""
@@ -47,11 +47,11 @@ XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
 """What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
-    "plugin_timeout", "timings", "multi_block",
+    "plugin_timeout", "timings", "multi_block", "why",
 )  # fmt: skip
 LONGEST_WAIT = 3600
 NO_TIMINGS = "0"
-PHASE_SCOPES = ("prefill", "decode", "store", "merge")
+PHASE_SCOPES = ("prefill", "decode", "store", "merge", "index")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)
@@ -80,12 +80,33 @@ class Override:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, resolved. `sources` are override lists, the strongest first.
+    """What the user set by arguments, variables and the configuration file, resolved.
 
-    `multi_block`: the fewest keys of a block of a sequence that several share, 0 for one block each, None
-    for the kernel's own. `timings` is the file of a timing table, `"0"` for none at all, None for what
-    is found.
-    `plugins_source` and `disabled_source` say where the two lists of plugins stand, for errors.
+    Attributes:
+        sources: lists of overrides, the strongest first.
+        plugins: the only plugins to load; None: all.
+        disabled_plugins: plugins not to load.
+        layout: of new caches; None: the selection chooses.
+        verify: whether each backend is checked against the reference before its first use; None: what
+            `select` and `LayerGroup` do by default.
+        checks: whether block tables and slots are checked on the device at each step.
+        why: whether the process answers `polyattn why`.
+        probe_timeout: of a backend's probe, in seconds.
+        plugin_timeout: of a plugin's import and hooks, in seconds.
+        timings: the file of a timing table; `"0"`: none; None: the user's and the plugins'.
+        multi_block: the fewest keys that a thread block takes when several share a sequence; 0: one
+            block for each sequence; None: the kernel decides.
+        plugins_source: where `plugins` was set, for errors.
+        disabled_source: where `disabled_plugins` was set.
+        notes: remarks for people.
+
+    Raises:
+        SettingsError: a field has a value that isn't understood.
+
+    Examples:
+        >>> Settings().with_backend("decode=TORCH_SDPA", "a test").sources[0][0].backend
+        'TORCH_SDPA'
+
     """
 
     sources: tuple[tuple[Override, ...], ...] = ()
@@ -94,6 +115,7 @@ class Settings:
     layout: str | None = None
     verify: bool | None = None
     checks: bool = False
+    why: bool = True
     probe_timeout: float = 2.0
     plugin_timeout: float = 30.0
     timings: str | None = None
@@ -103,7 +125,7 @@ class Settings:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("verify", "checks"):
+        for name in ("verify", "checks", "why"):
             if getattr(self, name) is not None:
                 flag(f"Settings.{name}", getattr(self, name), SettingsError)
         for name in ("plugins", "disabled_plugins"):
@@ -129,7 +151,13 @@ class Settings:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def override(self, spec: LayerSpec, phase: str) -> Override | None:
-        """Return what the strongest source says of `phase`: its most specific scope."""
+        """Return the strongest source's most specific override; None if there is none.
+
+        Args:
+            spec: the layer.
+            phase: `"prefill"`, `"decode"` or a service's name.
+
+        """
         for source in self.sources:
             matching = [o for o in source if o.applies(spec, phase)]
             if matching:
@@ -137,7 +165,12 @@ class Settings:
         return None
 
     def renamed(self, names: Mapping[str, str]) -> Settings:
-        """Return the settings with each backend under its own name; a note tells each alias."""
+        """Return the settings with backends' own names for their aliases; a note tells each alias.
+
+        Args:
+            names: each backend's own name by the name that the settings have.
+
+        """
         aliases = [f"{alias} is {name}" for alias, name in names.items() if alias != name]
         if not aliases:
             return self
@@ -152,15 +185,29 @@ class Settings:
         return replace(self, sources=tuple(filter(None, sources)))
 
     def noting(self, *notes: str) -> Settings:
-        """Return the settings with more notes."""
+        """Return the settings with more notes.
+
+        Args:
+            notes: remarks for people.
+
+        """
         return replace(self, notes=(*self.notes, *notes))
 
     def without_timings(self) -> Settings:
-        """Return the settings with every timing table ignored: who runs is chosen by priority."""
+        """Return the settings with every timing table ignored: priorities choose the backends."""
         return replace(self, timings=NO_TIMINGS)
 
     def with_backend(self, text: str | None, source: str) -> Settings:
-        """Return the settings with a stronger source in front."""
+        """Return the settings with a stronger source in front.
+
+        Args:
+            text: a backend's name, or `"prefill=A,mla.decode=B"`; None changes nothing.
+            source: where the text was set, for errors.
+
+        Raises:
+            SettingsError: the text isn't such a list.
+
+        """
         if text is None:
             return self
         return replace(self, sources=(parse_overrides(text, source), *self.sources))
@@ -188,9 +235,10 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
             raise SettingsError(f"{source}: {item!r} names no backend; write scope=NAME")
         if scope in found:
             raise SettingsError(
-                f"{source}: {item!r} and {str(found[scope])!r} speak of the same layers; keep one"
+                f"{source}: {item!r} and {str(found[scope])!r} apply to the same layers; keep one"
             )
-        found[scope] = Override(name.upper(), scope, source)
+        # vLLM's names of its first engine with two versions; the suffix says nothing here.
+        found[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
     if not found:
         raise SettingsError(f"{source}: is empty; unset it, or name a backend")
     return tuple(found.values())
@@ -233,6 +281,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         layout=layouts[str(layout).upper()] if layout is not None else None,
         verify=_flag(*value("verify")),
         checks=bool(_flag(*value("checks"))),
+        why=_flag(*value("why")) is not False,
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),
         plugin_timeout=_seconds(*value("plugin_timeout"), 30.0),
         timings=_timings(*value("timings")),
@@ -249,8 +298,19 @@ _cached: tuple[Any, Settings] | None = None
 def current() -> Settings:
     """Return the settings of this process.
 
-    The environment is compared on each call (about a microsecond), so a changed variable is never
-    stale; the configuration file is read again when the environment changes, or after `reload()`.
+    Each call compares the environment (about a microsecond), so a changed variable counts at once. The
+    configuration file is read again when the environment changes, or after `reload()`.
+
+    Returns:
+        The settings: what the variables and the file say, resolved.
+
+    Raises:
+        SettingsError: a variable or the file has a value that isn't understood.
+
+    Examples:
+        >>> current_settings().checks
+        False
+
     """
     global _cached
     # The raw mapping compares 30 times faster than os.environ, which decodes each entry.
@@ -305,14 +365,13 @@ def _foreign_overrides(
     if _flag(environ.get("TRTLLM_FORCE_XQA") or None, "TRTLLM_FORCE_XQA"):
         found.append((XQA, "TRTLLM_FORCE_XQA"))
     if "VLLM_ATTENTION_BACKEND" in environ:
-        name = environ["VLLM_ATTENTION_BACKEND"].upper().removesuffix("_VLLM_V1")
-        found.append((name, "VLLM_ATTENTION_BACKEND"))
+        found.append((environ["VLLM_ATTENTION_BACKEND"], "VLLM_ATTENTION_BACKEND"))
     elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
         found.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
     for name, source in found:
         if "POLYATTN_BACKEND" in environ:
-            notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
+            notes.append(f"{source} gives way to POLYATTN_BACKEND where both apply to a layer")
         else:
             notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
         optional = source == "TRTLLM_FORCE_XQA"  # TensorRT-LLM serves other layers without it, too

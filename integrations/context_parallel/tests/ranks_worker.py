@@ -27,7 +27,7 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.workload import attention_inputs
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
-from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.program import LayerParams
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.pages import fill
 from polyattn.workload.tolerance import tolerance_of

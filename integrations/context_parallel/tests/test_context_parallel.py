@@ -6,11 +6,14 @@ import random
 import secrets
 from collections.abc import Callable
 from functools import cache
+from itertools import chain, product
 from typing import Any
 
 import pytest
 import ranks_others as others
+import torch
 from polyattn import LayerSpec
+from polyattn_context_parallel.shards import Blocks, Zigzag
 from ranks_others import run_all
 from ranks_worker import Case, spawned
 
@@ -59,7 +62,7 @@ def drawn(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def latent(**more: Any) -> dict[str, Any]:
-    from polyattn.spec.layer import LatentSpec
+    from polyattn.spec.latent import LatentSpec
 
     return MLA | {"latent": LatentSpec(rank=32, rope_head_size=8)} | more
 
@@ -167,6 +170,7 @@ def test_beside_tensor_parallelism() -> None:
     assert all(error <= 1 for error in errors), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
     ranks = spawned(size, others.going_wrong)
@@ -178,7 +182,7 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
         assert "seq_lens [5, 6]" in found["lengths"][0] and "[5, 7]" in found["lengths"][0]
         assert "note 3" in found["lengths"][0], "which of the comparisons it was"
         assert "the ranks disagree on the step" in found["sequences"][0]
-        words = "isn't the cache's" if rank == 0 else "rank 0 can't take part in the step"
+        words = "differs from the cache's" if rank == 0 else "rank 0 can't take part in the step"
         assert words in found["one refuses"][0]
         assert found["goes on"][0] == "nothing"
         assert "block_table[0, 0]=99 points outside" in found["a table"][0]
@@ -195,3 +199,26 @@ def test_what_is_refused_says_why() -> None:
         assert isinstance(rank, dict), rank
         for name, (_, _, words) in REFUSED.items():
             assert words in rank["refused"][name], (name, rank["refused"])
+
+
+def test_each_key_and_each_token_is_one_rank_s() -> None:
+    """Of up to 26 keys in blocks of 1 to 3 on up to 4 ranks, and up to 3 sequences of up to 6 tokens."""
+    for size, block in product(range(1, 5), range(1, 4)):
+        ranks = [Blocks(block, rank, size) for rank in range(size)]
+        key, engine = torch.arange(26), block * size
+        owner, place = key % engine // block, key // engine * block + key % block
+        stored = torch.stack([blocks.slots(key) for blocks in ranks])
+        assert (stored == torch.where(owner == torch.arange(size)[:, None], place, -1)).all()
+        for length in range(27):
+            held = [int(blocks.held(length)) for blocks in ranks]
+            assert held == [int((owner[:length] == rank).sum()) for rank in range(size)]
+    for size, count in product(range(1, 5), range(1, 4)):
+        for queries in product(range(7), repeat=count):
+            zigzag = Zigzag(queries, size)
+            tokens = [zigzag.tokens(rank).tolist() for rank in range(size)]
+            assert sorted(chain(*tokens)) == list(range(sum(queries)))
+            padded = (part + [-1] * (zigzag.longest - len(part)) for part in tokens)
+            whole = [*chain(*padded)]
+            assert [whole[place] for place in zigzag.places()] == list(range(sum(queries)))
+            pieces = [piece for rank in range(size) for piece in zigzag.pieces(rank)]
+            assert sum(last - first for _, first, last in pieces) == sum(queries)

@@ -166,7 +166,7 @@ def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     function(*given, **known)
     monkeypatch.setattr(host_copies, "capturing", lambda _: True)
     for others in (known, extra | {"cache_seqlens": extra["cache_seqlens"].long()}):
-        with pytest.raises(PolyattnError, match="leaves its lengths on the device"):
+        with pytest.raises(PolyattnError, match="whose lengths stay on the device"):
             function(*given, **others)
     monkeypatch.setattr(core, "capturing", lambda _: True)
     with pytest.raises(PolyattnError, match="run the step once before"):

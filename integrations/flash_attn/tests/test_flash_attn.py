@@ -307,7 +307,7 @@ def test_what_is_refused() -> None:
         flash_attn_3.flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=3, rotary_seqlens=torch.tensor([1]), **turns
         )
-    with pytest.raises(PolyattnError, match="begin with 1; they begin with 0"):
+    with pytest.raises(PolyattnError, match="begin with 1; they must begin with 0"):
         flash_attn_2.flash_attn_varlen_func(q[0, 1:], q[0], q[0], cu - 1, cu, 2, 2)
     with pytest.raises(PolyattnError, match="num_heads_q"):
         flash_attn_3.flash_attn_qkvpacked_func(torch.randn(1, 3, 6, 16))

@@ -15,6 +15,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -53,9 +54,17 @@ def registered() -> Any:
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     base = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
     assert "polyattn" in choices.ATTENTION_BACKEND_CHOICES
+    assert "polyattn" in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     assert registry.ATTENTION_BACKENDS["polyattn"] is polyattn_sglang.create
     from test_sglang import Served
 
+    fields = importlib.import_module("sglang.srt.arg_groups.arg_utils").namespace_of(
+        importlib.import_module("sglang.srt.server_args").ServerArgs
+    )
+    assert fields["enable_deterministic_inference"] == "exec.deterministic"
+    found = SimpleNamespace(enable_deterministic_inference=True)  # what SGLang's launcher publishes
+    running = importlib.import_module("sglang.srt.runtime_context")
+    running.get_exec = lambda: SimpleNamespace(deterministic=found)  # type: ignore[attr-defined]
     served = Served()
     backend = registry.ATTENTION_BACKENDS["polyattn"](served.runner)
     assert isinstance(backend, base.AttentionBackend)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,8 @@ import polyattn_sglang
 import pytest
 import torch
 from polyattn import PolyattnError
+from polyattn.errors import SelectionError
+from polyattn.selection import running
 from polyattn_sglang.attention import ServedAttention
 from torch import Tensor
 
@@ -74,7 +77,7 @@ class Served:
 
     mode: Any = Mode
 
-    def __init__(self, sliding: bool = False, size: int = 16):
+    def __init__(self, sliding: bool = False, size: int = 16, deterministic: bool = False):
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.req_to_token = torch.zeros(5, CONTEXT, dtype=torch.int32)
@@ -88,17 +91,19 @@ class Served:
             use_mla_backend=False, page_size=PAGE, token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
         )  # fmt: skip
-        self.backend = ServedAttention(self.runner)
+        self.backend = ServedAttention(self.runner, deterministic)
         self.lens = [0, 0]
         self.keys: list[Tensor] = [torch.empty(0, 2, size)] * 2
         self.values = list(self.keys)
 
     def step(
-        self, counts: list[int], layer: Any, padding: int = 0, through: Any = None, **kwargs: Any
-    ) -> tuple[Any, ...]:
+        self, counts: list[int], layer: Any, padding: int = 0, through: Any = None,
+        tokens: Sequence[Tensor] | None = None, **kwargs: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Serve new tokens of both requests. Returns the output and the queries of each.
 
-        `through`: SGLang's own layer, which is called instead of the backend.
+        `through`: SGLang's own layer, which is called instead of the backend. `tokens`: queries, keys
+        and values of theirs; default: random ones.
         """
         self.lens = [a + b for a, b in zip(self.lens, counts, strict=True)]
         decode = counts == [1, 1]
@@ -114,8 +119,11 @@ class Served:
             global_num_token_non_padded_cpu=None,
         )  # fmt: skip
         total = sum(counts) + padding
-        q = torch.randn(total, layer.tp_q_head_num * layer.qk_head_dim)
-        k, v = (torch.randn(total, 2, layer.qk_head_dim) for _ in range(2))
+        if tokens is None:
+            q = torch.randn(total, layer.tp_q_head_num * layer.qk_head_dim)
+            k, v = (torch.randn(total, 2, layer.qk_head_dim) for _ in range(2))
+        else:
+            q, k, v = (x if x is tokens[0] else x.unflatten(1, (2, -1)) for x in tokens)
         for row, (a, b) in enumerate(zip(k.split([*counts, padding]), v.split([*counts, padding]),
                                          strict=True)):  # fmt: skip
             if row < 2:
@@ -175,6 +183,46 @@ def test_prefill_chunks_and_decodes(name: str) -> None:
     assert int(written.sum()) == sum(served.lens), "another slot was written"
 
 
+def test_deterministic_inference_gives_a_token_its_bits_in_any_steps() -> None:
+    """Two requests of 31 and 20 tokens, as prompts and in steps; without the mode they differ."""
+    torch.manual_seed(1)
+    its, totals = layer(), (31, 20)
+    tokens = [[torch.randn(n, heads * 16) for heads in (4, 2, 2)] for n in totals]
+
+    def outputs(deterministic: bool, steps: list[list[int]]) -> list[Tensor]:
+        served = Served(deterministic=deterministic)
+        found: list[list[Tensor]] = [[], []]
+        for counts in steps:
+            at = list(served.lens)
+            pieces = [
+                [x[a : a + n] for x in own]
+                for own, a, n in zip(tokens, at, counts, strict=True)
+            ]  # fmt: skip
+            out, _ = served.step(
+                counts, its, tokens=[torch.cat(x) for x in zip(*pieces, strict=True)]
+            )
+            for rows, own in zip(out.split(counts), found, strict=True):
+                own.append(rows)
+        return [torch.cat(own) for own in found]
+
+    ways = [[[30, 19], [1, 1]], [[1, 7], [4, 1], [1, 1], [17, 2], [8, 9]], [list(totals)]]
+    try:
+        same = [outputs(True, steps) for steps in ways]
+    except SelectionError:
+        pytest.skip("no backend here gives this level")
+    assert all(torch.equal(a, b) for other in same[1:] for a, b in zip(same[0], other, strict=True))
+    free = [outputs(False, steps) for steps in ways]
+    assert any(not torch.equal(a, b) for a, b in zip(free[0], free[1], strict=True))
+
+
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(running, "_written", {})
+    Served(False).step([5, 9], layer(logit_cap=7.0), 0)  # a group that no other test has loaded
+    (process,) = running.running()
+    assert "polyattn_sglang" in process.integrations and process.decisions
+
+
 def test_a_layer_that_shares_anothers_cache() -> None:
     served, its = Served(), layer()
     served.step([5, 9], its)
@@ -221,6 +269,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         pass
 
     choices: list[str] = ["triton"]
+    deterministic: list[str] = []
     registered: dict[str, Any] = {}
 
     def register_attention_backend(name: str) -> Any:
@@ -229,11 +278,18 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     contents: dict[str, dict[str, Any]] = {
         "arg_groups.choices": {
             "ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend,
+            "add_deterministic_attention_backend_choices": deterministic.extend,
+            "add_radix_supported_deterministic_attention_backend_choices": deterministic.extend,
         },
         "layers.attention.attention_registry": {
             "register_attention_backend": register_attention_backend
         },
         "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+        "runtime_context": {
+            "get_exec": lambda: SimpleNamespace(
+                deterministic=SimpleNamespace(enable_deterministic_inference=True)
+            )
+        },
     }  # fmt: skip
     for path, names in contents.items():
         whole = f"sglang.srt.{path}"
@@ -245,7 +301,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         module = ModuleType(whole)
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, whole, module)
-    yield {"choices": choices, "registered": registered, "base": AttentionBackend}
+    yield {
+        "choices": choices, "deterministic": deterministic, "registered": registered,
+        "base": AttentionBackend,
+    }  # fmt: skip
 
 
 def test_the_plugin_registers_itself(host: dict[str, Any]) -> None:
@@ -253,13 +312,14 @@ def test_the_plugin_registers_itself(host: dict[str, Any]) -> None:
     found.load()()
     found.load()()
     assert host["choices"] == ["triton", "polyattn"]
+    assert host["deterministic"] == ["polyattn"] * 2
     runner = SimpleNamespace(
         use_mla_backend=False, page_size=1, token_to_kv_pool=Pool(2, 16, 16, False),
         req_to_token_pool=SimpleNamespace(req_to_token=None),
     )  # fmt: skip
     backend = host["registered"]["polyattn"](runner)
     assert isinstance(backend, host["base"])
-    assert isinstance(backend, ServedAttention)
+    assert isinstance(backend, ServedAttention) and backend.deterministic
 
 
 def test_methods_have_the_recorded_signatures() -> None:

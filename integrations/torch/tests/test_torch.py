@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import polyattn_torch
@@ -277,6 +277,40 @@ def test_varlen_attn_over_pages() -> None:
     for row, (a, n) in enumerate(zip(q.split(lens), key_lens, strict=True)):
         keys = pool[table[row].long()].flatten(0, 1)[:n].repeat_interleave(2, 1)
         close(out.split(lens)[row], formula(a, keys, keys, (-1, 0), 0.25)[0])  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_one_split_gives_a_sequence_its_bits_in_any_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own words for `num_splits=1`. Without it no level is asked for."""
+    levels, attend_packed = set(), operators.attend_packed
+
+    def seen(query: Tensor, lens: Any, keys: Any, asked: Any, **more: Any) -> Any:
+        levels.add(asked.batch_invariant)
+        return attend_packed(query, lens, keys, asked, **more)
+
+    monkeypatch.setattr(operators, "attend_packed", seen)
+    lens, key_lens = [1, 40, 3, 1], [700, 40, 90, 33]
+    q, k = torch.randn(sum(lens), 8, 64), torch.randn(sum(key_lens), 1, 64)
+    activate_flash_attention_impl("polyattn")
+
+    def attended(which: Sequence[int], splits: int | None) -> list[Tensor]:
+        some = [[part[i] for i in which] for part in (q.split(lens), k.split(key_lens))]
+        cu_q, cu_k = (torch.tensor([0, *map(len, x)]).cumsum(0).int() for x in some)
+        found = varlen_attn(
+            torch.cat(some[0]), torch.cat(some[1]), torch.cat(some[1]), cu_q, cu_k, 40, 700,
+            window_size=(-1, 0), enable_gqa=True, num_splits=splits,
+        )  # fmt: skip
+        return list(found.split([len(x) for x in some[0]]))  # type: ignore[union-attr]
+
+    together = attended(range(4), 1)
+    for some in ([0], [1], [2], [3], [3, 1, 0]):
+        for found, i in zip(attended(some, 1), some, strict=True):
+            assert torch.equal(found, together[i])
+    assert levels == {True}
+    attended([0], None)
+    assert levels == {True, False}
 
 
 def test_signatures_are_torchs() -> None:

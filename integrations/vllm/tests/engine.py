@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ class Engine:
 
     def __init__(self, path: Path, own: bool, **options: Any):
         load_general_plugins()  # once: what is registered from here on stays
-        for name in (Names.CUSTOM, Names.CPU_ATTN, Names.CPU_MLA, Names.AMX_MLA):
-            name.clear_override()
+        for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA"):
+            if name in Names.__members__:
+                Names[name].clear_override()
         if not own:
             polyattn_vllm.register()
         selector._cached_get_attn_backend.cache_clear()
         self.llm = LLM(
             str(path), **{
-                "dtype": "float32", "enforce_eager": True,
+                "dtype": "float32", "enforce_eager": True, "disable_log_stats": False,
                 "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options,
             },
         )  # fmt: skip
@@ -60,6 +61,32 @@ class Engine:
         options = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate(prompts(), options, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def draft_tokens(self) -> int:
+        """Return how many tokens were drafted since the engine was made."""
+        counted = {metric.name: metric for metric in self.llm.get_metrics()}
+        return int(counted["vllm:spec_decode_num_draft_tokens"].value)
+
+    def log_probabilities(self, which: Iterable[int], alone: bool) -> list[list[list[float]]]:
+        """Return for each token of a prompt, and each greedy one after it, those of all words.
+
+        Each prompt is served `alone`, or all of them together, in that order.
+        """
+        options = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=-1,
+            prompt_logprobs=-1,
+        )  # fmt: skip
+        asked = [prompts()[i] for i in which]
+        outputs: list[Any] = []
+        for some in [[prompt] for prompt in asked] if alone else [asked]:
+            outputs += self.llm.generate(some, options, use_tqdm=False)
+        return [
+            [
+                [word.logprob for _, word in sorted(words.items())]
+                for words in [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            ]
+            for output in outputs
+        ]
 
     def embeddings(self) -> torch.Tensor:
         """One row for each prompt."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from polyattn_vllm.attention import PolyattnImpl
-from polyattn_vllm.step import LAYOUTS, Builder
+from polyattn_vllm.layouts import LAYOUTS
+from polyattn_vllm.step import Builder
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -46,6 +47,10 @@ class Runner:
         self.table, self.slots = ints(ROWS, WIDTH), ints(ROWS, dtype=torch.int64)
 
     def _config(self, graphs: bool) -> Any:
+        if not LAYOUTS:  # vLLM 0.28
+            from vllm.v1.attention.backends.utils import set_kv_cache_layout
+
+            set_kv_cache_layout("NHD")
         mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
         return SimpleNamespace(
             model_config=SimpleNamespace(dtype=self.dtype, max_model_len=LONGEST),

@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 
 import torch
 from engine import NEW, Engine, rounded_caches
-from tiny_checkpoints import save
+from tiny_checkpoints import save, save_head, save_with_mtp
+from torch import Tensor
+from vllm.model_executor.layers import utils
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
@@ -60,6 +62,76 @@ def test_a_draft_model(layers: int, folder: Path) -> None:
     with Engine(path, own=False, speculative_config=speculation) as engine:
         found = engine.tokens()
     assert found == expected
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_an_eagle_head(method: str, folder: Path) -> None:
+    """With a head that drafts, on vLLM's backends and on ours, tokens are those without it."""
+    path, head = save("llama", folder), save_head(method, folder)
+    speculates(path, {"model": str(head), "method": method, "num_speculative_tokens": 3})
+
+
+def test_multi_token_prediction(folder: Path) -> None:
+    path = save_with_mtp("glm4_moe", folder)
+    speculates(path, {"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_multi_token_prediction_over_latents(folder: Path) -> None:
+    """Tokens are those of vLLM's own backends in the same steps, of one request at a time.
+
+    On any backend, vLLM's CPU engine gives DeepSeek-V3 other tokens with drafts than without.
+    """
+    path, tokens = save_with_mtp("deepseek_v3", folder), []
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    for own in (True, False):
+        with Engine(path, own=own, speculative_config=dict(speculation), max_num_seqs=1) as engine:
+            tokens.append(engine.tokens())
+            assert engine.draft_tokens() > 0
+    assert tokens[0] == tokens[1]
+
+
+def speculates(path: Path, speculation: dict[str, Any]) -> None:
+    """Assert that with drafts both engines give the tokens that vLLM gives without."""
+    with Engine(path, own=True) as engine:
+        expected = engine.tokens()
+    for own in (True, False):
+        with Engine(path, own=own, speculative_config=dict(speculation)) as engine:
+            assert engine.tokens() == expected
+            assert engine.draft_tokens() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_same_bits_in_any_batch(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every word's log-probability after every token, alone, beside others, and in chunks.
+
+    vLLM's products on a CPU follow the number of rows: here a row is multiplied by itself. The kernels
+    that vLLM puts in the place of torch's for this are Triton's, which its CPU build (0.32) hasn't.
+    """
+
+    def by_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = [weight @ row for row in x.reshape(-1, x.shape[-1])]
+        out = torch.stack(rows).view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
+
+    def unpacked(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = by_row
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    batch_invariant = pytest.importorskip("vllm.model_executor.determinism.batch_invariant")
+    monkeypatch.setattr(batch_invariant, "init_batch_invariance", lambda: None)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", unpacked)
+    path, order = save(name, folder), [5, 0, 7, 2, 4, 1, 6, 3]
+    options: dict[str, Any] = {"max_logprobs": -1, "enable_prefix_caching": False}
+    with Engine(path, own=False, **options) as engine:
+        alone = engine.log_probabilities(range(8), alone=True)
+        together = engine.log_probabilities(order, alone=False)
+    with Engine(path, own=False, max_num_batched_tokens=24, **options) as engine:
+        chunked = engine.log_probabilities(order, alone=False)
+    assert len(alone[5]) == 60 - 1 + 12 and len({tuple(row) for row in alone[5]}) > 30
+    expected = [alone[i] for i in order]
+    assert together == expected and chunked == expected
 
 
 def test_embeddings(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -29,6 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
         "first_k_dense_replace": 1, "n_shared_experts": 1, "topk_method": "noaux_tc",
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
     "bert": {"num_key_value_heads": 4, "type_vocab_size": 2},
 }  # fmt: skip
@@ -57,3 +63,53 @@ def save(name: str, folder: Path, **changed: Any) -> Path:
     )
     tokenizer.save_pretrained(folder / name)
     return folder / name
+
+
+def save_head(method: str, folder: Path) -> Path:
+    """Write the checkpoint of "llama"'s EAGLE or EAGLE-3 head: a layer after what joins its inputs."""
+    path, width = save("llama", folder / method, num_hidden_layers=1), SIZES["hidden_size"]
+    found = load_file(path / "model.safetensors")
+    weights = {name.removeprefix("model."): weight for name, weight in found.items()}
+    if method == "eagle":  # no norms before its layer and at its end, and the model's own lm_head
+        for name in ("layers.0.input_layernorm.weight", "norm.weight", "lm_head.weight"):
+            del weights[name]
+        weights["fc.weight"] = _drawn(width, 2 * width)
+    else:  # the layer's inputs are a token and the states of two of the model's layers
+        for name in ("q_proj", "k_proj", "v_proj"):
+            name = f"layers.0.self_attn.{name}.weight"
+            weights[name] = _drawn(len(weights[name]), 2 * width)
+        weights |= {
+            "fc.weight": _drawn(width, 2 * width),
+            "layers.0.hidden_norm.weight": torch.ones(width),
+        }
+        names = {"architectures": ["LlamaForCausalLMEagle3"], "num_aux_hidden_states": 2}
+        _change(path, **names, eagle_aux_hidden_state_layer_ids=[0, 1])
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def save_with_mtp(name: str, folder: Path) -> Path:
+    """Write the checkpoint of a model of two layers and one that predicts another token (MTP)."""
+    path, width, last = (
+        save(name, folder / "mtp", num_hidden_layers=3),
+        SIZES["hidden_size"],
+        "model.layers.2",
+    )
+    weights = load_file(path / "model.safetensors")
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{last}.{norm}.weight"] = torch.ones(width)
+    weights[f"{last}.eh_proj.weight"] = _drawn(width, 2 * width)
+    weights[f"{last}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{last}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    _change(path, num_hidden_layers=2, num_nextn_predict_layers=1)
+    return path
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape) * 0.2
+
+
+def _change(path: Path, **fields: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))

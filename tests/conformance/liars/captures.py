@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from liars.plain import GraphPlan, HonestGraph, Plain
 from liars.recurrences import Scan
-from polyattn.kernel import AttentionKind, Batch, Plan
+from polyattn.kernel import AttentionKind, Batch, Frame, Plan, RecurrentFrame
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
@@ -38,11 +38,10 @@ class HonestMixed(HonestGraph):
         assert isinstance(plan, MixedPlan)
         plan.starts.copy_(batch.query_start_loc)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        assert isinstance(plan, MixedPlan)
+    def run(self, plan: MixedPlan, frame: Frame) -> None:
         held = Batch(plan.starts, plan.lens, plan.table)
         held.causal = plan.batch.causal
-        Plain.run(self, Plan(held), *args)
+        Plain.run(self, Plan(held), frame)
 
 
 class QueriesOfTheCapture(HonestMixed):
@@ -59,16 +58,22 @@ class HonestDrafts(Scan):
 
     by = ()
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        states = frame.states
         targets = plan.batch.state_targets
         if targets is None:
-            super().run(plan, inputs, params, states, out)
+            super().run(plan, frame)
             return
         batch, before = plan.batch, states.clone()
         for index, slot in enumerate(plan.slots):
             if slot < 0:
                 continue
-            self.sequence(batch, index, (inputs, params, before, states, out), targets[index])
+            self.sequence(
+                batch,
+                index,
+                (frame.inputs, frame.params, before, states, frame.out),
+                targets[index],
+            )
 
     def sequence(self, batch: Batch, index: int, given: Any, targets: Tensor) -> None:
         inputs, params, before, states, out = given
@@ -80,7 +85,7 @@ class HonestDrafts(Scan):
             length = batch.lens[index] - count + token + 1
             one = Batch([0, 1], [length], state_slots=torch.zeros(1, dtype=torch.int64))
             part = {name: tensor[row] for name, tensor in inputs.items()}
-            Scan.run(self, self.plan(one), part, params, held, out[row])
+            Scan.run(self, self.plan(one), RecurrentFrame(part, params, held, out[row]))
             self.keep(states, targets, token, count, held[0])
 
     def keep(self, states: Tensor, targets: Tensor, token: int, count: int, state: Tensor) -> None:
@@ -110,25 +115,28 @@ class DraftsBeginAnew(HonestDrafts):
 
 
 class IgnoresTheGate(Scan):
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        inputs = frame.inputs
         kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
-        super().run(plan, kept, params, states, out)
+        super().run(plan, frame.but(inputs=kept))
 
 
 class GateIsASigmoid(Scan):
     """y sigmoid(z) leaves, where it shall be y silu(z)."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        inputs = frame.inputs
         kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
-        super().run(plan, kept, params, states, out)
+        super().run(plan, frame.but(inputs=kept))
         if "z" in inputs:
-            out.mul_(inputs["z"].sigmoid())
+            frame.out.mul_(inputs["z"].sigmoid())
 
 
 class FirstChannelGroup(Scan):
     """All of Mamba-1's channels have the first group's B and C."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        inputs = frame.inputs
         mamba1 = self.spec.kind is AttentionKind.MAMBA1
         given = {
             name: t[:, :1].expand_as(t).contiguous()
@@ -136,26 +144,29 @@ class FirstChannelGroup(Scan):
             else t
             for name, t in inputs.items()
         }
-        super().run(plan, given, params, states, out)
+        super().run(plan, frame.but(inputs=given))
 
 
 class ReadsWideAsNarrow(Scan):
     """B and C in float32 are read as if two of them were one in the layer's dtype."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
         form = self.spec.recurrent
         assert form is not None
-        given = dict(inputs)
+        given = dict(frame.inputs)
         for name in "BC" if form.bc_in_float32 else "":
-            wide = inputs[name]
+            wide = frame.inputs[name]
             given[name] = wide.view(torch.bfloat16)[..., : wide.shape[-1]].contiguous()
-        super().run(plan, given, params, states, out)
+        super().run(plan, frame.but(inputs=given))
 
 
 class NarrowStatesStay(Scan):
     """States in 16 bits are computed in a wider copy, which nobody writes back."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
         form = self.spec.recurrent
         narrow = form is not None and form.state_dtype != "auto"
-        super().run(plan, inputs, params, states.clone() if narrow else states, out)
+        super().run(
+            plan,
+            frame.but(states=frame.states.clone() if narrow else frame.states),
+        )

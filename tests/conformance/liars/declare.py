@@ -10,6 +10,7 @@ from typing import Any
 from liars import (
     captures,
     functions,
+    indexers,
     lasting,
     latents,
     masks,
@@ -21,9 +22,13 @@ from liars import (
     shapes,
     sizes,
     steps,
+    unseen,
+    variances,
 )  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
+from polyattn.families.sparse.torch_index import TorchIndex
 from polyattn.plugin import (
+    AttentionKind,
     BackendInfo,
     Capabilities,
     GraphCapture,
@@ -31,7 +36,7 @@ from polyattn.plugin import (
     Role,
     hookimpl,
 )
-from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
+from polyattn.registry.builtin import TORCH_INDEX, TORCH_MERGE, TORCH_STORE
 from polyattn.runtime.merge import TorchMerge
 from polyattn.runtime.store import TorchStore
 from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN, TORCH_SDPA
@@ -78,9 +83,28 @@ FUNCTIONS = replace(
     TORCH_SDPA.capabilities, roles=frozenset({Role.DECODER}), dtypes=frozenset({"float32"}),
     kv_cache_dtypes=frozenset({"auto"}), platforms={"cpu": ()},
 )  # fmt: skip
+LEVELS = frozenset({"batch_invariant", "step_invariant", "call_invariant"})
+SAME = replace(
+    ATTENTION, roles=frozenset({Role.DECODER}), dtypes=frozenset({"bfloat16"}),
+    kv_cache_dtypes=frozenset({"auto"}), features=frozenset({"causal", "gqa", "lse", *LEVELS}),
+)  # fmt: skip
+SCANS = replace(
+    TORCH_SCAN.capabilities, kinds=frozenset({AttentionKind.GDN, AttentionKind.MAMBA2}),
+    dtypes=frozenset({"float32"}), features=TORCH_SCAN.capabilities.features | LEVELS,
+)  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestBounds, BOUNDS),
+    (variances.Same, SAME),
+    (variances.OneSequenceAtATime, SAME),
+    (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
+    (variances.ChunksFromTheStep, SCANS),
+    (variances.ScansByTheBatch, SCANS),
+    (variances.StatesByTheBatch, SCANS),
+    (
+        variances.LatentsByTheBatch,
+        replace(TORCH_MLA.capabilities, features=TORCH_MLA.capabilities.features | LEVELS),
+    ),
     (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
@@ -92,16 +116,17 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (TorchScan, TORCH_SCAN.capabilities),
     (TorchStore, TORCH_STORE.capabilities),
     (TorchMerge, TORCH_MERGE.capabilities),
+    (TorchIndex, TORCH_INDEX.capabilities.but(dtypes=frozenset({"float32"}))),
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes, captures, sizes, lasting,
+    prefixes, captures, sizes, lasting, variances, unseen, indexers,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
     functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
-    lasting.Meddler,
+    lasting.Meddler, variances.Same, indexers.Index, indexers.OtherIndexer, *unseen.BASES,
 }  # fmt: skip
 
 
@@ -123,7 +148,8 @@ def name_of(kind: type[Any]) -> str:
 
 
 def info(kind: type[Any]) -> BackendInfo:
-    claims = next(claims for base, claims in CLAIMS if issubclass(kind, base))
+    found = (claims for base, claims in CLAIMS if issubclass(kind, base))
+    claims = getattr(kind, "claimed", None) or next(found)
     return BackendInfo(
         name=name_of(kind),
         summary="a liar, or what it would be if it were honest",

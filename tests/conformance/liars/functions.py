@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from polyattn.kernel import Frame
 from polyattn_cpu import pointwise
 from polyattn_cpu.gather import Span
 from polyattn_cpu.sdpa import TorchSDPA
@@ -27,7 +28,7 @@ class Functions(TorchSDPA):
         """Return what the functions are called with instead."""
         return places
 
-    def run(self, *args: Any) -> None:
+    def run(self, plan: Any, frame: Frame) -> None:
         liar, honest = self, pointwise.Places.of
 
         def of(self: Any, first: int, count: int, span: Span) -> tuple[Tensor, ...]:
@@ -35,7 +36,7 @@ class Functions(TorchSDPA):
 
         pointwise.Places.of = of  # type: ignore[method-assign]
         try:
-            super().run(*args)
+            super().run(plan, frame)
         finally:
             pointwise.Places.of = honest  # type: ignore[method-assign]
 
@@ -83,10 +84,10 @@ class HeadOfTheGroup(Functions):
 class SequenceOfThePart(Functions):
     """b counts a phase's sequences, not the step's."""
 
-    def run(self, plan: Any, *args: Any) -> None:
+    def run(self, plan: Any, frame: Frame) -> None:
         plan.batch = plan.batch.copy()
         plan.batch.__dict__["seq_ids"] = list(range(plan.batch.num_seqs))
-        super().run(plan, *args)
+        super().run(plan, frame)
 
 
 class ForgetsItsOwnMask(Functions):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import decimal
+import gc
+import logging
 import os
 import random
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,7 +18,7 @@ import numpy as np
 import torch
 from liars.plain import Plain
 from liars.sizes import Call, lies
-from polyattn.kernel import Batch, LayerParams, Plan
+from polyattn.kernel import Batch, Frame, LayerParams, Plan
 from torch import Tensor
 
 STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
@@ -29,6 +36,8 @@ STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
         "ReadsOneColumnMore": lambda c: (
             c.cache is not None and c.table is not None
             and c.table.shape[1] * c.cache.block_size - max(c.lens) < c.cache.block_size),
+        "TableOfOneColumn": lambda c: c.table is not None and c.table.shape[1] == 1,
+        "TableOf64Columns": lambda c: c.table is not None and c.table.shape[1] == 64,
     },
 }  # fmt: skip
 for _by, _lies in STRIDED.items():
@@ -53,11 +62,11 @@ class WritesBesideItsHeads(Plain):
 
     by = ("strided_out",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        out = args[5]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        out = frame.out
         if not out.is_contiguous() and len(out):
             torch.as_strided(out, (len(out), out.stride(0)), (out.stride(0), 1)).zero_()
-        super().run(plan, *args)
+        super().run(plan, frame)
 
 
 class Counting(Plain):
@@ -74,11 +83,11 @@ class Counting(Plain):
         self.plans += 1
         return super().plan(batch, reuse)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         self.calls += 1
         if self.late():
-            args[5].copy_((args[5].float() * 1.3).to(args[5].dtype))
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
 
     def late(self) -> bool:
         return self.calls >= self.first
@@ -106,15 +115,79 @@ class OnceIn2048Calls(Counting):
         return self.calls % 2048 == 0
 
 
+class AfterManyLengths(Plain):
+    """Results of a length are another's once more than 24 were met."""
+
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        met = self.__dict__.setdefault("met", set())
+        met |= {*plan.batch.lens}
+        if len(met) > 24:
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
+class AfterManyRows(Plain):
+    """A workspace that grew for many rows is read wrong by few."""
+
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.most = max(self.__dict__.get("most", 0), plan.batch.num_seqs)
+        if self.most >= 64 > 4 * plan.batch.num_seqs:
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
+class TableByAddress(Plain):
+    """What a block table holds is looked up by where it lies."""
+
+    by = ("wide_table",)
+
+    def blocks(self, batch: Batch, index: int, count: int) -> Tensor:
+        table = batch.block_table
+        assert table is not None
+        known = self.__dict__.setdefault("known", {})
+        where = table.data_ptr(), table.shape
+        found: Tensor = known.setdefault(where, (table, table.clone()))[1]
+        return found[index, :count].long()
+
+
+class WrongInAnotherThread(Plain):
+    by = ("many_lengths",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if threading.current_thread() is not threading.main_thread():
+            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+
+
+class WritesTheTable(Plain):
+    by = ("wide_table",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if plan.batch.block_table is not None:
+            plan.batch.block_table[-1, -1] += 1
+
+
+class Prints(Plain):
+    by = ("process",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        print("attention")
+
+
 class First(Plain):
     """Parameters are what they were at the first call."""
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any,
-            params: LayerParams, *rest: Any) -> None:  # fmt: skip
-        kept = self.__dict__.setdefault("kept", {})
-        place = query.device, params.__class__
+    def run(self, plan: Plan, frame: Frame) -> None:
+        kept, params = self.__dict__.setdefault("kept", {}), frame.params
+        place = frame.query.device, params.__class__
         first = kept.setdefault(place, {})
         other = LayerParams(
             k_scale=params.k_scale, v_scale=params.v_scale, out_scale=params.out_scale,
@@ -124,7 +197,7 @@ class First(Plain):
             now = getattr(params, name)
             held = first.setdefault(name, now.clone() if isinstance(now, Tensor) else now)
             setattr(other, name, held)
-        super().run(plan, query, key, value, cache, other, *rest)
+        super().run(plan, frame.but(params=other))
 
 
 class FirstKeyScale(First):
@@ -168,12 +241,53 @@ class KeepsItsPlans(Plain):
         return plan
 
 
+class KeepsItsLargePlans(KeepsItsPlans):
+    """Plans of few sequences go as they should."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        plan = super().plan(batch, reuse)
+        if batch.num_seqs <= 8:
+            self.__dict__["kept"].pop()
+        return plan
+
+
 class KeepsItsOutputs(Plain):
     by = ("process",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        self.__dict__.setdefault("kept", []).append(args[5].clone())
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.__dict__.setdefault("kept", []).append(frame.out.clone())
+
+
+class LeavesThreads(Plain):
+    """A thread of each call waits for ever."""
+
+    by = ("process",)
+    end: ClassVar[threading.Event] = threading.Event()
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        threading.Thread(target=self.end.wait, daemon=True).start()
+
+    @classmethod
+    def undo(cls) -> None:
+        cls.end.set()
+
+
+class LeavesFilesOpen(Plain):
+    """A file that each call opens is never closed."""
+
+    by = ("process",)
+    opened: ClassVar[list[int]] = []
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        self.opened.append(os.open(os.devnull, os.O_RDONLY))
+
+    @classmethod
+    def undo(cls) -> None:
+        while cls.opened:
+            os.close(cls.opened.pop())
 
 
 class KeepsBytes(Plain):
@@ -181,11 +295,16 @@ class KeepsBytes(Plain):
 
     by = ("process",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         self.__dict__.setdefault("kept", []).append(bytearray(b"x" * (1 << 20)))
 
 
+REDUCED, LIMIT, THRESHOLD = torch.backends.cuda.matmul, sys.getrecursionlimit(), gc.get_threshold()
+PROCESSORS = os.sched_getaffinity(0)
+MASK = os.umask(0o077)
+os.umask(MASK)
+HANDLER, SOFTMAX = logging.NullHandler(), torch.nn.functional.softmax
 PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "SeedsTorch": (lambda: torch.manual_seed(1), lambda: None),
     "DrawsFromTorch": (lambda: torch.rand(3), lambda: None),
@@ -195,7 +314,7 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "DefaultsToFloat64": (
         lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
     "OneThread": (
-        lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1), lambda: torch.set_num_threads(2)),
+        lambda: torch.set_num_threads(3), lambda: torch.set_num_threads(1)),
     "NoGradients": (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
     "FindsAnomalies": (
         lambda: torch.autograd.set_detect_anomaly(True),
@@ -223,6 +342,45 @@ PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "LeavesMemoryUnfilled": (
         lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
         lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)),
+    "ProductsSumInBfloat16": (
+        lambda: setattr(REDUCED, "allow_bf16_reduced_precision_reduction", False),
+        lambda: setattr(REDUCED, "allow_bf16_reduced_precision_reduction", True)),
+    "NoCudnnAttention": (
+        lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+        lambda: torch.backends.cuda.enable_cudnn_sdp(True)),
+    "SilencesWarnings": (
+        lambda: warnings.simplefilter("ignore"), lambda: warnings.filters.pop(0)),
+    "RecursesDeeper": (
+        lambda: sys.setrecursionlimit(LIMIT + 1), lambda: sys.setrecursionlimit(LIMIT)),
+    "SilencesLogging": (
+        lambda: logging.disable(logging.ERROR), lambda: logging.disable(logging.NOTSET)),
+    "SilencesALogger": (
+        lambda: logging.getLogger("asyncio").setLevel(60),
+        lambda: logging.getLogger("asyncio").setLevel(0)),
+    "AddsAHandler": (
+        lambda: logging.root.addHandler(HANDLER), lambda: logging.root.removeHandler(HANDLER)),
+    "CollectsNoGarbage": (gc.disable, gc.enable),
+    "CollectsGarbageSeldom": (
+        lambda: gc.set_threshold(100_000), lambda: gc.set_threshold(*THRESHOLD)),
+    "PatchesSoftmax": (
+        lambda: setattr(torch.nn.functional, "softmax", lambda *_, **__: None),
+        lambda: setattr(torch.nn.functional, "softmax", SOFTMAX)),
+    "AddsAPath": (lambda: sys.path.append("/usr"), lambda: sys.path.remove("/usr")),
+    "HandlesASignal": (
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
+    "PrintsNumpyShortly": (
+        lambda: np.set_printoptions(precision=3), lambda: np.set_printoptions(precision=8)),
+    "CountsIn50Digits": (
+        lambda: setattr(decimal.getcontext(), "prec", 50),
+        lambda: setattr(decimal.getcontext(), "prec", 28)),
+    "PinsItself": (
+        lambda: os.sched_setaffinity(0, {min(PROCESSORS)}),
+        lambda: os.sched_setaffinity(0, PROCESSORS)),
+    "OpensFilesToAll": (lambda: os.umask(MASK ^ 0o007), lambda: os.umask(MASK)),
+    "Contracts": (
+        lambda: setattr(torch.backends.opt_einsum, "enabled", False),
+        lambda: setattr(torch.backends.opt_einsum, "enabled", True)),
     "MetaByDefault": (
         lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
 }  # fmt: skip
@@ -234,8 +392,8 @@ class Meddler(Plain):
     meddle: ClassVar[Callable[[], Any]]
     undo: ClassVar[Callable[[], Any]]
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         type(self).meddle()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import Batch, KVCache, LayerParams, Plan
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
-from torch import Tensor
 
 
 class HonestLatent(TorchMLA):
@@ -31,10 +30,11 @@ class ScalesByTheLatent(TorchMLA):
 class IgnoresTheRope(TorchMLA):
     by = ("latent",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        query = frame.query
         query = query.clone()
-        query[..., args[2].value.shape[3] :] = 0.0
-        super().run(plan, query, *args)
+        query[..., frame.cache.value.shape[3] :] = 0.0
+        super().run(plan, frame.but(query=query))
 
 
 class ValuesFromTheEnd(TorchMLA):
@@ -42,10 +42,12 @@ class ValuesFromTheEnd(TorchMLA):
 
     by = ("latent",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
-        rank = cache.value.shape[3]
-        other = KVCache(cache.key, cache.key[..., cache.key.shape[3] - rank :].clone())
-        super().run(plan, query, key, value, other, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        rank = frame.cache.value.shape[3]
+        other = KVCache(
+            frame.cache.key, frame.cache.key[..., frame.cache.key.shape[3] - rank :].clone()
+        )
+        super().run(plan, frame.but(cache=other))
 
 
 class SixteenHeads(TorchMLA):
@@ -53,10 +55,10 @@ class SixteenHeads(TorchMLA):
 
     by = ("latent", "latent_search")
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        if args[5].shape[1] % 4:
-            args[5][:, -1] = 0.0
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if frame.out.shape[1] % 4:
+            frame.out[:, -1] = 0.0
 
 
 class UnscaledLatents(TorchMLA):
@@ -64,20 +66,18 @@ class UnscaledLatents(TorchMLA):
 
     by = ("latent",)
 
-    def run(
-        self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, params: Any, *rest: Any
-    ) -> None:
-        half = LayerParams(k_scale=params.k_scale, v_scale=1.0)
-        super().run(plan, query, key, value, cache, half, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        half = LayerParams(k_scale=frame.params.k_scale, v_scale=1.0)
+        super().run(plan, frame.but(params=half))
 
 
 class LatentLseInBits(TorchMLA):
     by = ("latent",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        if args[-1] is not None:
-            args[-1].mul_(1.4427)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if frame.lse is not None:
+            frame.lse.mul_(1.4427)
 
 
 class LatestLatentPlan(TorchMLA):
@@ -87,17 +87,17 @@ class LatestLatentPlan(TorchMLA):
         self.last = super().plan(batch, reuse)
         return self.last
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
-        same = len(query) == self.last.batch.num_tokens
-        super().run(self.last if same else plan, query, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        same = len(frame.query) == self.last.batch.num_tokens
+        super().run(self.last if same else plan, frame)
 
 
 class FirstLatentCache(TorchMLA):
     by = ("latent_plans",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
-        kept = self.__dict__.setdefault("kept", {}).setdefault(id(plan), cache)
-        super().run(plan, query, key, value, kept, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        kept = self.__dict__.setdefault("kept", {}).setdefault(id(plan), frame.cache)
+        super().run(plan, frame.but(cache=kept))
 
 
 class LatentNan(TorchMLA):
@@ -105,9 +105,9 @@ class LatentNan(TorchMLA):
 
     by = ("latent_isolation",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
-        super().run(plan, query, *args)
-        args[4].add_(0.0 * query.sum())
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.out.add_(0.0 * frame.query.sum())
 
 
 class NoneIsZero(TorchSparseMLA):
@@ -115,8 +115,8 @@ class NoneIsZero(TorchSparseMLA):
 
     by = ("latent",)
 
-    def run(self, plan: Plan, query: Tensor, slots: Tensor, *args: Any) -> None:
-        super().run(plan, query, slots.clamp(min=0), *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame.but(choice=frame.choice.clamp(min=0)))
 
 
 class ChosenHalf(TorchSparseMLA):
@@ -124,8 +124,8 @@ class ChosenHalf(TorchSparseMLA):
 
     by = ("latent",)
 
-    def run(self, plan: Plan, query: Tensor, slots: Tensor, *args: Any) -> None:
-        super().run(plan, query, slots[:, :16].contiguous(), *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame.but(choice=frame.choice[:, :16].contiguous()))
 
 
 class ChosenInOrder(TorchSparseMLA):
@@ -133,17 +133,18 @@ class ChosenInOrder(TorchSparseMLA):
 
     by = ("latent",)
 
-    def run(self, plan: Plan, query: Tensor, slots: Tensor, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        slots = frame.choice
         if len(slots):
             count = max(1, int((slots[0] >= 0).sum()))
             slots = slots[:, :count].contiguous()
-        super().run(plan, query, slots, *args)
+        super().run(plan, frame.but(choice=slots))
 
 
 class SparseNan(TorchSparseMLA):
     by = ("latent_isolation",)
 
-    def run(self, plan: Plan, query: Tensor, slots: Tensor, *args: Any) -> None:
-        super().run(plan, query, slots, *args)
-        scale = query.abs().amax() if query.numel() else torch.zeros(())
-        args[2].mul_(1.0 + 1e-2 * scale.tanh() * (scale > 6.0))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        scale = frame.query.abs().amax() if frame.query.numel() else torch.zeros(())
+        frame.out.mul_(1.0 + 1e-2 * scale.tanh() * (scale > 6.0))

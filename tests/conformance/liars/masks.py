@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from liars.plain import Plain, window
 from polyattn.families.attention.alibi import alibi_slopes
-from polyattn.kernel import Batch, LayerParams, LayerSpec
+from polyattn.kernel import Batch, Frame, LayerParams, LayerSpec
 from torch import Tensor
 
 
@@ -207,9 +207,9 @@ class LseWithoutSign(Numeric):
 
 
 class LseNeverWritten(Numeric):
-    def run(self, plan: Any, *args: Any) -> None:
-        spare = None if args[-1] is None else torch.empty_like(args[-1])
-        super().run(plan, *args[:-1], spare)
+    def run(self, plan: Any, frame: Frame) -> None:
+        spare = None if frame.lse is None else torch.empty_like(frame.lse)
+        super().run(plan, frame.but(lse=spare))
 
 
 class NothingIsNothingWritten(Numeric):

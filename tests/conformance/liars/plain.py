@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn.families.attention import reference
-from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import AttentionBackend, Batch, Frame, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 
@@ -18,21 +18,13 @@ class Plain(AttentionBackend):
 
     by: ClassVar[tuple[str, ...]] = ()
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        key, value, cache = frame.key, frame.value, frame.cache
+        params, out, lse = frame.params, frame.out, frame.lse
         batch, spec = plan.batch, self.spec_of(plan.batch)
         if spec is not self.spec:
             other = type(self)(spec, self.cache, self.device)
-            Plain.run(other, plan, query, key, value, cache, params, out, lse)
+            Plain.run(other, plan, frame)
             return
         for index in range(batch.num_seqs):
             rows = slice(batch.starts[index], batch.starts[index + 1])
@@ -46,7 +38,7 @@ class Plain(AttentionBackend):
             if not len(keys):
                 self.nothing(out[rows], None if lse is None else lse[rows])
                 continue
-            found = self.attend(query[rows], keys, values, params)
+            found = self.attend(frame.query[rows], keys, values, params)
             out[rows] = self.quantised(found[0], out.dtype, params)
             if lse is not None:
                 lse[rows] = self.stored_lse(found[1]).to(lse.dtype)
@@ -176,11 +168,10 @@ class HonestGraph(Plain):
         plan.lens.copy_(batch.seq_lens)
         plan.table.copy_(batch.block_table)
 
-    def run(self, plan: Plan, *args: object) -> None:
-        assert isinstance(plan, GraphPlan)
+    def run(self, plan: GraphPlan, frame: Frame) -> None:
         held = Batch(plan.batch.starts, plan.lens, plan.table)
         held.causal = plan.batch.causal
-        super().run(Plan(held), *args)  # type: ignore[arg-type]
+        super().run(Plan(held), frame)  # type: ignore[arg-type]
 
 
 class HonestBounds(HonestGraph):

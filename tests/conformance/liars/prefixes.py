@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from liars.plain import Plain
-from polyattn.kernel import Batch, KVCache, LayerParams, Plan, SharedRun
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, SharedRun
 from torch import Tensor
 
 
@@ -36,13 +36,12 @@ class Forest(Plain):
         plan.table.copy_(batch.block_table)
         plan.batch = plan.batch.with_shared_prefix(batch.shared_prefix)
 
-    def run(self, plan: Plan, *args: object) -> None:
-        assert isinstance(plan, ForestPlan)
+    def run(self, plan: ForestPlan, frame: Frame) -> None:
         held = Batch(plan.batch.starts, plan.lens, plan.table).with_shared_prefix(
             plan.batch.shared_prefix
         )
         held.causal = plan.batch.causal
-        super().run(Plan(held), *args)  # type: ignore[arg-type]
+        super().run(Plan(held), frame)  # type: ignore[arg-type]
 
     def runs(self, batch: Batch, index: int) -> list[SharedRun]:
         levels = batch.shared_prefix or ()

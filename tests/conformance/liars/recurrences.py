@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import AttentionKind, Batch, Plan
+from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentFrame
 from polyattn_cpu.recurrent import TorchScan
 from torch import Tensor
 
@@ -40,10 +40,10 @@ class AlwaysFresh(Scan):
 class WritesThePadding(Scan):
     """Slot -1 is the last one."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
         if -1 in plan.slots:
-            states[-1] = 0.0
+            frame.states[-1] = 0.0
 
 
 class PaddingOfOneToken(Scan):
@@ -72,41 +72,47 @@ class KeepsRejectedDrafts(Scan):
 
 
 class ClearsOtherSlots(Scan):
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
-        states.nan_to_num_(0.0)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        frame.states.nan_to_num_(0.0)
 
 
 class ForgetsTheState(Scan):
     """A decode gives its output and leaves the state as it was."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        kept = states.clone() if plan.batch.all_decode else states
-        super().run(plan, inputs, params, kept, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        kept = frame.states.clone() if plan.batch.all_decode else frame.states
+        super().run(plan, frame.but(states=kept))
 
 
 class ClampedGrowth(Scan):
     """Exponents are never positive."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
         def clamped(tensors: Tensors) -> dict[str, Tensor]:
             return {
                 n: t.clamp(max=0.0) if n in ("A", "decay", "g") else t for n, t in tensors.items()
             }
 
-        super().run(plan, clamped(inputs), clamped(params), states, out)
+        super().run(
+            plan,
+            frame.but(inputs=clamped(frame.inputs), params=clamped(frame.params)),
+        )
 
 
 class NeverForgets(Scan):
     """Exponents are never below -20, and never more than -20 in a chunk."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
         def clamped(tensors: Tensors) -> dict[str, Tensor]:
             return {
                 n: t.clamp(min=-0.2) if n in ("A", "decay", "g") else t for n, t in tensors.items()
             }
 
-        super().run(plan, clamped(inputs), clamped(params), states, out)
+        super().run(
+            plan,
+            frame.but(inputs=clamped(frame.inputs), params=clamped(frame.params)),
+        )
 
 
 class Without(Scan):
@@ -114,9 +120,10 @@ class Without(Scan):
 
     name_of: ClassVar[str] = ""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        params = frame.params
         kept = {n: t for n, t in params.items() if n != self.name_of}
-        super().run(plan, inputs, kept, states, out)
+        super().run(plan, frame.but(params=kept))
 
 
 class IgnoresTheSkip(Without):
@@ -170,12 +177,13 @@ class UnscaledQueries(OtherForm):
 class FirstGroup(Scan):
     """Every head has the first group's B and C, or keys."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        inputs = frame.inputs
         grouped = {"B", "C", "q", "k"} if self.spec.kind is not AttentionKind.MAMBA1 else set()
         given = {
             n: t[:, :1].expand_as(t).contiguous() if n in grouped else t for n, t in inputs.items()
         }
-        super().run(plan, given, params, states, out)
+        super().run(plan, frame.but(inputs=given))
 
 
 class HalfStates(Scan):
@@ -183,17 +191,19 @@ class HalfStates(Scan):
 
     by = ("recurrence", "pieces")
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        states = frame.states
+        super().run(plan, frame)
         states.copy_(states.bfloat16())
 
 
 class FirstWeights(Scan):
     by = ("recurrent_plans",)
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        params = frame.params
         first = self.__dict__.setdefault("first", dict(params)) if params else params
-        super().run(plan, inputs, first, states, out)
+        super().run(plan, frame.but(params=first))
 
 
 class LatestSlots(Scan):
@@ -204,15 +214,15 @@ class LatestSlots(Scan):
         self.__dict__.setdefault("kept", {})[len(plan.slots)] = plan.slots
         return plan
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
         plan.slots = self.__dict__["kept"][len(plan.slots)]
-        super().run(plan, inputs, params, states, out)
+        super().run(plan, frame)
 
 
 class SpoilsItsInputs(Scan):
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
-        next(iter(inputs.values())).mul_(0.5)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        next(iter(frame.inputs.values())).mul_(0.5)
 
 
 class StatesTogether(Scan):
@@ -220,26 +230,28 @@ class StatesTogether(Scan):
 
     by = ("state_isolation",)
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        out = frame.out
+        super().run(plan, frame)
         live = [s for s in plan.slots if s >= 0]
         if live:
-            out.add_((0.0 * states[live].sum()).to(out.dtype))
+            out.add_((0.0 * frame.states[live].sum()).to(out.dtype))
 
 
 class ThirtyTwoSlots(Scan):
     """Sequences behind the 32nd are not computed."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
-        out[plan.batch.starts[min(32, plan.batch.num_seqs)] :] = 0.0
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        frame.out[plan.batch.starts[min(32, plan.batch.num_seqs)] :] = 0.0
 
 
 class StartsAnewEachChunk(Scan):
     """A prompt's state is dropped after 64 tokens."""
 
-    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        super().run(plan, inputs, params, states, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        out = frame.out
+        super().run(plan, frame)
         for index, (start, count) in enumerate(
             zip(plan.batch.starts, plan.batch.query_lens, strict=False)
         ):

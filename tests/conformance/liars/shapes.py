@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from liars.masks import Numeric
 from liars.plain import Plain
-from polyattn.kernel import Batch, KVCache, LayerParams, Plan
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from torch import Tensor
 
 
@@ -183,9 +183,9 @@ class AsManyKeysAsQueries(Numeric):
 class DecodesFirst(Numeric):
     """A batch's one-token rows are all before the first longer one."""
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        queries, out = plan.batch.query_lens, args[5]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        queries, out = plan.batch.query_lens, frame.out
         late = [i for i, n in enumerate(queries) if n == 1 and max(queries[:i], default=0) > 1]
         for index in late:
             out[plan.batch.starts[index]].zero_()

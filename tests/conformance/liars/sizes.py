@@ -11,7 +11,7 @@ from liars.plain import Plain
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.published import LENGTHS
 from polyattn.families.attention import reference
-from polyattn.kernel import Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import Batch, Frame, KVCache, LayerSpec, Plan
 from torch import Tensor
 
 SPEC = LayerSpec(num_heads=1, head_size=8)
@@ -39,13 +39,13 @@ class When(Plain):
 
     wrong: ClassVar[Callable[[Call], bool]]
 
-    def run(
-        self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, params: LayerParams,
-        out: Tensor, lse: Tensor | None,
-    ) -> None:  # fmt: skip
-        super().run(plan, query, key, value, cache, params, out, lse)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        out = frame.out
+        super().run(plan, frame)
         spec = self.spec_of(plan.batch)
-        if type(self).wrong(Call(spec, plan.batch, cache, query, key, value, out)):
+        if type(self).wrong(
+            Call(spec, plan.batch, frame.cache, frame.query, frame.key, frame.value, out)
+        ):
             out.copy_((out.float() * 1.3).to(out.dtype))
 
 
@@ -110,10 +110,23 @@ SIZES: dict[str, tuple[str, Callable[[Call], bool]]] = {
     "EveryBlockFull": ("all full", lambda c: (
         c.cache is not None and len(c.lens) > 1
         and not any(n % c.cache.block_size for n in c.lens))),
+    "Keys192Values128": (
+        "DeepSeek's prefill", lambda c: (c.spec.head_size, c.spec.v_head_size) == (192, 128)),
+    "Heads128": ("Llama-405B", lambda c: c.spec.num_heads == 128),
+    "Over32768Keys": ("long context", lambda c: max(c.lens, default=0) > 32768),
+    "Over1024Queries": ("long prompts", lambda c: max(c.queries, default=0) > 1024),
+    "Over512Sequences": ("many sequences", lambda c: len(c.lens) > 512),
+    "Over256Sequences": ("many sequences", lambda c: len(c.lens) > 256),
+    "Length2048": ("powers of two", lambda c: 2048 in c.lens),
+    "Queries256": ("powers of two", lambda c: 256 in c.queries),
+    "Window512": ("Gemma-3-1B", lambda c: c.spec.sliding_window == 512),
+    "Window2047": ("Phi-3-mini", lambda c: c.spec.sliding_window == 2047),
     "Window1024": ("Gemma-3", lambda c: c.spec.sliding_window == 1024),
     "Window4096": ("Mistral", lambda c: c.spec.sliding_window == 4096),
     "Window128WithSinks": (
         "gpt-oss", lambda c: c.spec.sliding_window == 128 and c.has("learned_sinks")),
+    "SinksOfGroup8": (
+        "gpt-oss without a window", lambda c: c.spec.gqa_ratio == 8 and c.has("learned_sinks")),
     "Chunk1024": ("chunk 1024", lambda c: c.spec.chunk_size == 1024),
     "Chunk8192": ("Llama-4", lambda c: c.spec.chunk_size == 8192),
     "Cap30": ("Grok's cap", lambda c: c.spec.logit_soft_cap == 30.0),
@@ -146,10 +159,48 @@ COMBINATIONS: dict[str, Callable[[Call], bool]] = {
     "CapAlibiAfterContext": lambda c: (
         c.has("logit_soft_cap", "alibi") and any(map(after(16), c.pairs()))),
 }  # fmt: skip
+PAIRS: dict[str, Callable[[Call], bool]] = {
+    "HeadSize48": lambda c: c.spec.head_size == 48,
+    "SlopesOfGroup5": lambda c: c.spec.alibi and c.spec.gqa_ratio == 5,
+    "WindowsOfBlocks32": lambda c: (
+        c.has("sliding_window") and c.cache is not None and c.cache.block_size == 32),
+    "Window1024OfBlocks784": lambda c: (
+        c.spec.sliding_window == 1024 and c.cache is not None and c.cache.block_size == 784),
+    "BlockZeroIsNobodys": lambda c: c.table is not None and any(
+        n and c.table[row, 0] == 0 for row, n in enumerate(c.lens)),
+    "WrongWithoutGradients": lambda c: not torch.is_grad_enabled(),
+}  # fmt: skip
+"""Values, and pairs of them, that no single published layer has."""
+HND: dict[str, Callable[[Call], bool]] = {
+    "WindowsOfHnd": lambda c: c.has("sliding_window"),
+    "SinksOfHnd": lambda c: c.has("learned_sinks"),
+    "ValueSizesOfHnd": lambda c: c.spec.head_size != c.spec.v_head_size,
+}
+"""Of each liar: of which calls it is wrong over an HND cache."""
 for _name, (_label, _wrong) in SIZES.items():
     globals().update(lies(found_by(_label), {_name: _wrong}))
 globals().update(lies("combined", COMBINATIONS))
+globals().update(lies("pairs", PAIRS))
+globals().update(lies("pairs-uncached-drawn", {
+    "KeysByHeads": lambda c: (
+        c.cache is None and len(c.key) > 1 and c.key.stride(0) < c.key.stride(1)),
+}))  # fmt: skip
+globals().update(lies("layout", {
+    name: lambda c, wrong=wrong: c.cache is not None and c.cache.layout == "HND" and wrong(c)
+    for name, wrong in HND.items()
+}))  # fmt: skip
 globals().update(lies("twins", {"TwinsTogether": twins}))
+
+
+class LseOfManyHeads(Plain):
+    """Wrong beyond 16 heads, in the LSE alone."""
+
+    by = ("published",)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        super().run(plan, *args)
+        if args[-1].lse is not None and self.spec.num_heads > 16:
+            args[-1].lse.add_(0.5)
 
 
 class OtherSpec(Plain):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from liars.plain import GraphPlan, HonestBounds, HonestGraph, Plain
-from polyattn.kernel import Batch, KVCache, LayerParams, Plan
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from torch import Tensor
 
 
@@ -15,9 +13,9 @@ class FirstCache(Plain):
 
     by = ("layers",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         kept = self.__dict__.setdefault("kept", {})
-        super().run(plan, query, key, value, kept.setdefault(id(plan), cache), *rest)
+        super().run(plan, frame.but(cache=kept.setdefault(id(plan), frame.cache)))
 
 
 class FirstParameters(Plain):
@@ -25,11 +23,9 @@ class FirstParameters(Plain):
 
     by = ("layers",)
 
-    def run(
-        self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, params: Any, *rest: Any
-    ) -> None:
-        first = self.__dict__.setdefault("first", params)
-        super().run(plan, query, key, value, cache, first, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        first = self.__dict__.setdefault("first", frame.params)
+        super().run(plan, frame.but(params=first))
 
 
 class FirstScales(Plain):
@@ -60,9 +56,9 @@ class LastPlan(Plain):
         self.last = Plan(batch)
         return self.last
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
-        same = len(query) == self.last.batch.num_tokens
-        super().run(self.last if same else plan, query, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        same = len(frame.query) == self.last.batch.num_tokens
+        super().run(self.last if same else plan, frame)
 
 
 class FirstPlanOfTheseLengths(Plain):
@@ -178,11 +174,12 @@ class ContiguousCache(Plain):
 class ContiguousQuery(Plain):
     by = ("strided",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        query = frame.query
         if not query.is_contiguous():
             dense = torch.empty(query.shape, dtype=query.dtype)
             query = query.as_strided(dense.shape, dense.stride())
-        super().run(plan, query, *args)
+        super().run(plan, frame.but(query=query))
 
 
 class WritesBeside(Plain):
@@ -190,9 +187,9 @@ class WritesBeside(Plain):
 
     by = ("out",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        out = args[5]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        out = frame.out
         room = out.untyped_storage().size() // out.itemsize - out.storage_offset() - out.numel()
         if room >= out[0].numel():
             out.as_strided((len(out) + 1, *out.shape[1:]), out.stride())[-1] = 0.0
@@ -203,9 +200,9 @@ class ScalesTheQuery(Plain):
 
     by = ("numeric",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
-        super().run(plan, query, *args)
-        query.mul_(self.spec.scale)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.query.mul_(self.spec.scale)
 
 
 class ClearsTheCache(Plain):
@@ -213,10 +210,10 @@ class ClearsTheCache(Plain):
 
     by = ("numeric",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
-        if cache is not None and cache.key.dtype.itemsize > 1:
-            cache.value.nan_to_num_(0.0, 0.0, 0.0)
-        super().run(plan, query, key, value, cache, *rest)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        if frame.cache is not None and frame.cache.key.dtype.itemsize > 1:
+            frame.cache.value.nan_to_num_(0.0, 0.0, 0.0)
+        super().run(plan, frame)
 
 
 class OneMaximumForAll(Plain):
@@ -224,9 +221,9 @@ class OneMaximumForAll(Plain):
 
     by = ("isolation",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
-        scale = query.abs().max() / 2000 if query.numel() else 1.0
-        super().run(plan, (query.double() / scale).round() * scale, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        scale = frame.query.abs().max() / 2000 if frame.query.numel() else 1.0
+        super().run(plan, frame.but(query=(frame.query.double() / scale).round() * scale))
 
 
 class NanInTheBatch(Plain):
@@ -234,11 +231,11 @@ class NanInTheBatch(Plain):
 
     by = ("isolation",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
-        super().run(plan, query, key, value, cache, *rest)
-        if value is not None:
-            out = rest[1]
-            out.copy_((out.double() + 0.0 * value.double().sum()).to(out.dtype))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if frame.value is not None:
+            out = frame.out
+            out.copy_((out.double() + 0.0 * frame.value.double().sum()).to(out.dtype))
 
 
 class KeysOfTheBatch(Plain):
@@ -246,10 +243,10 @@ class KeysOfTheBatch(Plain):
 
     by = ("isolation",)
 
-    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, *rest: Any) -> None:
-        super().run(plan, query, key, value, cache, *rest)
-        if key is not None and len(key):
-            rest[1].mul_((1.0 + 1e-2 * key.double().mean().tanh()).to(rest[1].dtype))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if frame.key is not None and len(frame.key):
+            frame.out.mul_((1.0 + 1e-2 * frame.key.double().mean().tanh()).to(frame.out.dtype))
 
 
 class InfinityIsLarge(Plain):
@@ -257,29 +254,30 @@ class InfinityIsLarge(Plain):
 
     by = ("isolation",)
 
-    def run(self, plan: Plan, query: Tensor, *args: Any) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        query = frame.query
         if query.numel() and not bool(query.isfinite().all()):
             query = torch.where(query.isfinite(), query, 0.0)
             query = query + 0.1 * query.abs().max()
-        super().run(plan, query, *args)
+        super().run(plan, frame.but(query=query))
 
 
 class Dithers(Plain):
     by = ("deterministic",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        args[5].mul_(1.0 + 4e-3 * torch.rand(()))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 4e-3 * torch.rand(()))
 
 
 class SplitsByTheBatch(Plain):
     """How keys are split, and sums rounded, depends on how many sequences there are."""
 
-    by = ("batch_invariant",)
+    by = ("regrouped",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        args[5].mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
 
 
 class LengthsOfTheCapture(HonestGraph):
@@ -313,10 +311,9 @@ class HostLengths(HonestGraph):
 
     by = ("reuse",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        assert isinstance(plan, GraphPlan)
+    def run(self, plan: GraphPlan, frame: Frame) -> None:
         held = Batch(plan.batch.starts, plan.batch.lens, plan.table)
-        Plain.run(self, Plan(held), *args)
+        Plain.run(self, Plan(held), frame)
 
 
 class BoundsAreLengths(HonestBounds):
@@ -324,12 +321,11 @@ class BoundsAreLengths(HonestBounds):
 
     by = ("bounds",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        assert isinstance(plan, GraphPlan)
+    def run(self, plan: GraphPlan, frame: Frame) -> None:
         lens = plan.lens
         if self.spec.length_bounds:
             lens = torch.tensor(plan.batch.lens, dtype=torch.int32)
-        Plain.run(self, Plan(Batch(plan.batch.starts, lens, plan.table)), *args)
+        Plain.run(self, Plan(Batch(plan.batch.starts, lens, plan.table)), frame)
 
 
 class RefillsTheFirstRows(HonestGraph):

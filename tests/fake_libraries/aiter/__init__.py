@@ -13,12 +13,17 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Varlen over pages, or over packed keys; LSE (heads, tokens), natural."""
     a = bind("aiter", "flash_attn_varlen_func", args, kwargs)
     assert a["return_lse"] is True
-    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads caches of the query's dtype alone"
+    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads only caches of the query's dtype"
     starts, queries = lengths(a["cu_seqlens_q"])
     key_starts, lens = lengths(a["cu_seqlens_k"])
     assert a["max_seqlen_q"] >= max(queries) and a["max_seqlen_k"] == max(lens)
     assert a["max_seqlen_q"] > 1, "it would take one token of each sequence for granted"
-    assert a["causal"] == (a["window_size"][1] == 0)
+    left, right = a["window_size"][:2]
+    # Without a causal mask its CK kernels take any two sizes, (0, 0) too (csrc/py_itfs_ck/
+    # mha_varlen_fwd_kernels.cu). Its assembly knows no window, and gets what has neither side above 0
+    # (`swa` in aiter/ops/mha.py), unless slopes keep it away.
+    assert a["causal"] == (right == 0) or (left, right) == (0, 0)
+    assert left or right or a["alibi_slopes"] is not None, "its assembly would ignore the window"
     options = {
         "scale": a["softmax_scale"], "window": a["window_size"], "soft_cap": a["logits_soft_cap"],
         "slopes": a["alibi_slopes"],

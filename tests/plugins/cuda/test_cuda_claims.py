@@ -21,10 +21,10 @@ QUANTISED = SPEC.replace(kv_cache_dtype="fp8_e4m3")
 @pytest.mark.parametrize(
     ("backend", "profile"),
     [
-        ("FLASH_ATTN", "a100"),
-        ("FLASH_ATTN_V3", "h100-sxm"),
-        ("FLASHINFER", "h100-sxm"),
-        ("XFORMERS", "a100"),
+        pytest.param("FLASH_ATTN", "a100", marks=pytest.mark.slow),
+        pytest.param("FLASH_ATTN_V3", "h100-sxm", marks=pytest.mark.slow),
+        pytest.param("FLASHINFER", "h100-sxm", marks=pytest.mark.slow),
+        pytest.param("XFORMERS", "a100", marks=pytest.mark.slow),
     ],
 )
 def test_conforms_over_the_fake(backend: str, profile: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from adapters import Step, check_given, check_paged, paged_batch
 from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
 from polyattn import Batch, LayerSpec
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
 from polyattn.workload.compare import output_error
 
 pytest.importorskip("triton")
@@ -119,7 +119,7 @@ def test_flash_attn_3_scales_each_requests_queries_by_themselves(fakes: None) ->
         def attend(query: torch.Tensor, step: Step = step) -> torch.Tensor:
             out = torch.empty_like(step.query)
             plan = backend.plan(step.batch)
-            backend.run(plan, query, None, None, step.cache, step.params, out, None)
+            backend.run(plan, Frame(query, None, None, step.cache, step.params, out, None))
             return out
 
         calm = attend(step.query)
@@ -195,7 +195,7 @@ def test_cudnn(causal: bool, fakes: None, monkeypatch: pytest.MonkeyPatch) -> No
     query, key, value = (torch.randn(30, n, 64).half() for n in (6, 2, 2))
     backend, out = CudnnAttention(spec, None, CPU), torch.empty(30, 6, 64).half()
     calls.clear()
-    backend.run(backend.plan(batch), query, key, value, None, LayerParams(), out, None)
+    backend.run(backend.plan(batch), Frame(query, key, value, None, LayerParams(), out, None))
     assert calls == [3, 2, 1]
     wanted, _ = reference.forward(spec, query, key, value, None, batch, LayerParams())
     assert output_error(out, wanted) < HALF

@@ -12,7 +12,7 @@ from adapters import check_given, check_paged, paged_batch
 from builds import CPU, HALF, SMALL
 from polyattn import Batch, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.kernel import BatchError, CacheFormat, KVCache, LayerParams
+from polyattn.kernel import BatchError, CacheFormat, Frame, KVCache, LayerParams
 from polyattn.workload.compare import output_error
 from polyattn.workload.pages import fill
 
@@ -79,7 +79,7 @@ def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> 
         fill(cache, generator)
         query = torch.randn(53, SMALL.num_heads, 64, generator=generator).half()
         out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-        backend.run(plan, query, None, None, cache, LayerParams(), out, lse)
+        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse))
         wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
         assert output_error(out, wanted) < HALF
         assert "Paged" in type(plan.lease.wrapper).__name__

@@ -18,7 +18,7 @@ from polyattn import (
     unregister_variant,
 )
 from polyattn.families.attention import reference
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
 from polyattn.runtime.functions.variants import t5_buckets
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.pages import fill
@@ -88,7 +88,7 @@ def check(spec: LayerSpec, lens: Any = LENS, inputs: Any = None, mask: Any = Non
     backend.prepare(("prefill", "decode"))
     out = torch.full((batch.num_tokens, 4, 64), torch.nan).half()
     lse = torch.full(out.shape[:2], torch.nan) if spec.needs_lse else None
-    backend.run(backend.plan(batch), query, key, value, cache, params, out, lse)
+    backend.run(backend.plan(batch), Frame(query, key, value, cache, params, out, lse))
     expected, expected_lse = reference.forward(spec, query, None, None, cache, batch, params)
     assert output_error(out, expected) < HALF
     assert lse is None or lse_error(lse, expected_lse) < HALF

@@ -19,12 +19,13 @@ from polyattn.families.attention import reference
 from polyattn.kernel import (
     AttentionBackend,
     CacheFormat,
+    Frame,
     KVCache,
     LayerParams,
     SparseBackend,
 )
 from polyattn.spec.decompose import absorbed
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import lse_error, output_error
 from test_signatures import bind
 from torch import Tensor
@@ -231,7 +232,7 @@ def test_latent_decode(backend: str, queries: list[int], libraries: None) -> Non
     for step, plan in plans[::-1]:
         out = torch.full((len(query), 8, 512), torch.nan)
         lse = torch.full(out.shape[:2], torch.nan)
-        made.run(plan, query, None, None, cache, LayerParams(), out, None if alone else lse)
+        made.run(plan, Frame(query, None, None, cache, LayerParams(), out, None if alone else lse))
         expected, expected_lse = reference.forward(absorbed(SPEC), query, None, None, cache, step)
         assert output_error(out, expected) < 1e-5
         if not alone:
@@ -262,7 +263,7 @@ def test_flashinfers_latents_in_e4m3(
     made = FlashInferMLA(spec, form, CUDA_ON_CPU)
     out = torch.full((len(query), 8, 512), torch.nan, dtype=torch.bfloat16)
     lse = torch.full(out.shape[:2], torch.nan)
-    made.run(made.plan(batch), query, None, None, cache, params, out, lse)
+    made.run(made.plan(batch), Frame(query, None, None, cache, params, out, lse))
     wanted, wanted_lse = reference.forward(absorbed(spec), query, None, None, cache, batch, params)
     assert output_error(out, wanted) < 4e-3 and lse_error(lse, wanted_lse) < 1e-4
 
@@ -280,7 +281,7 @@ def test_sparse_latent(backend: str, module: str, libraries: None) -> None:
     slots[1] = -1
     slots[2, 5:] = -1
     out = torch.full((4, 8, 512), torch.nan)
-    made.run(plan, query, slots, cache, LayerParams(), out, None)
+    made.run(plan, Frame(query, None, None, cache, LayerParams(), out, None, slots))
     rows = cache.key.flatten(0, 2)
     for index in range(4):
         chosen = slots[index][slots[index] >= 0].long()

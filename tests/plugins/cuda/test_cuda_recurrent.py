@@ -15,10 +15,10 @@ import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent import workload as samples
-from polyattn.kernel import AttentionKind, RecurrentBackend
+from polyattn.kernel import AttentionKind, RecurrentBackend, RecurrentFrame
 from polyattn.runtime.cache.state_cache import StateCacheSpec
-from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.recurrence import form_of
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.compare import output_error
 from test_signatures import bind
 from torch import Tensor
@@ -230,7 +230,7 @@ def test_recurrent(
     plan = made.plan(batch)
     made.plan(Batch.from_lens(queries, queries, state_slots=slots))  # another step's, in between
     out = torch.zeros(expected.shape)
-    made.run(plan, inputs, params, states, out)
+    made.run(plan, RecurrentFrame(inputs, params, states, out))
     rows = len(out)
     assert output_error(out.reshape(rows, -1), expected.reshape(rows, -1)) < 2e-5
     used = [s for s, q, n in zip(slots.tolist(), queries, lens, strict=True) if q and n]

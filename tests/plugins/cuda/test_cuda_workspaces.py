@@ -10,7 +10,7 @@ import pytest
 import torch
 from builds import CPU, SMALL
 from polyattn import Batch, LatentSpec, LayerGroup, LayerSpec, select
-from polyattn.kernel import CacheFormat, KVCache, LayerParams, SparseBackend
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams, SparseBackend
 from polyattn.registry.discovery import discover
 from polyattn.runtime import stateless
 from polyattn.runtime.backend import Backend
@@ -92,9 +92,9 @@ def written(backend: Any, plan: Any = None) -> torch.Tensor:
     query, out = (torch.zeros(1, spec.num_heads, n).half() for n in (size, v_size))
     if isinstance(backend, SparseBackend):
         slots = torch.zeros(1, 4, dtype=torch.int32)
-        backend.run(plan, query, slots, cache, LayerParams(), out, None)
+        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, None, slots))
     else:
-        backend.run(plan, query, None, None, cache, LayerParams(), out, None)
+        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, None))
     return BUFFERS[-1]
 
 

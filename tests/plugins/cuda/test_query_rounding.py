@@ -16,8 +16,8 @@ def test_kernels_round_as_torch_does() -> None:
 def test_they_compile_for_hopper(single: bool) -> None:
     """Down to machine code, e4m3 conversions in pairs."""
     from polyattn_cuda.query_rounding import largest_kernel, round_kernel
-    from polyattn_triton.compiling.aot import target_of
     from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     sizes = {"HEADS": 8, "EACH": 4, "SIZE": 128, "BLOCK_T": 16, "BLOCK_E": 4, "BLOCK_D": 128}
@@ -36,7 +36,7 @@ def test_they_compile_for_hopper(single: bool) -> None:
         }
         types = signature | dict.fromkeys(constants, "constexpr")
         source = ASTSource(kernel, types, constants, aligned)
-        built = compiled(source, target=target_of("sm_90"))
+        built = compiled(source, target=GPUTarget("cuda", 90, 32))
         assert built.asm["cubin"]
         if kernel is round_kernel:
             assert "cvt.rn.satfinite.e4m3x2" in built.asm["ptx"]

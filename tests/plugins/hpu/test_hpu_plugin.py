@@ -18,7 +18,7 @@ from polyattn.families.mla.workload import latent_weights
 from polyattn.registry.devices import resolve_device
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
 from polyattn.runtime.store import scatter
-from polyattn.spec.layer import LatentSpec
+from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_hpu import platform, unified

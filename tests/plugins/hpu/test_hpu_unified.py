@@ -110,8 +110,10 @@ def test_a_slice_in_parts_without_kept_masks(
     assert not isinstance(made.metadata().causal_masks, tuple)
     assert [m.shape[0] for m in made.metadata().causal_masks] == [SLICE, 110]
     agree(made, True, EXACT)
-    for found, expected in zip(made.unified(), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for scores in (unified.SCORES, 1):  # and a row at a time, where one is too wide
+        monkeypatch.setattr(unified, "SCORES", scores)
+        for found, expected in zip(made.unified(), whole, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,14 @@ def test_a_block_at_two_places_is_two_entries() -> None:
     made = step([1, 2], [8, 8], [[0, 1, 2], [1, 0, 3]], sliding_window=7)
     assert sorted(made.metadata().shared_blocks.tolist()) == [0, 0, 1, 1]
     agree(made, True, EXACT)
+
+
+def test_a_bucket_may_reach_beyond_the_cache() -> None:
+    """Nine blocks, all of the cache, in a bucket of ten that is a slice of it."""
+    made = step([1] * 9, [3] * 9, [[i] for i in range(9)])
+    bucket = made.metadata(rounding=Rounding()).bucket
+    assert bucket.contiguous and bucket.unique > made.cache.num_blocks
+    agree(made, True, Rounding())
 
 
 def test_nan_stays_with_its_request() -> None:

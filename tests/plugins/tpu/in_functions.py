@@ -24,6 +24,7 @@ from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent import workload as recurrent
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
+from polyattn.kernel import Frame
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import Part
@@ -59,17 +60,19 @@ class FunctionsGroup(LayerGroup):
 class FunctionsPart(AttentionBackend):
     """A call over a part of the keys: the functions are told of the part's spec."""
 
-    def run(self, plan, query, key, value, cache, params, out, lse) -> None:  # type: ignore[no-untyped-def]
+    def run(self, plan, frame: Frame) -> None:
         spec = self.spec_of(plan.batch)
         size = None if self.cache is None else self.cache.block_size
         made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
-        rows, options = attention_inputs(made, query, key, value, params, lse)
-        options |= functions(spec, plan.batch, params)
-        if cache is None:
+        rows, options = attention_inputs(
+            made, frame.query, frame.key, frame.value, frame.params, frame.lse
+        )
+        options |= functions(spec, plan.batch, frame.params)
+        if frame.cache is None:
             found = attend_given(made, spec, *rows, **options)
         else:
-            found = attend(made, spec, rows[0], cache_of(cache), **options)
-        give(*found, out, lse)
+            found = attend(made, spec, rows[0], cache_of(frame.cache), **options)
+        give(*found, frame.out, frame.lse)
 
 
 def cache_of(cache: KVCache) -> pt.Cache:

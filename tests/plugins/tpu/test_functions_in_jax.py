@@ -16,8 +16,9 @@ pytest.importorskip("jax")
 
 from polyattn.runtime.functions.pointwise import Pointwise
 from polyattn_tpu.functions import functions_of
-from polyattn_tpu.pointwise import Functions, variant_problem
+from polyattn_tpu.pointwise import Functions
 from polyattn_tpu.split import KEY, PAIR, ROW
+from polyattn_tpu.variants import variant_problem
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
 FAMILIES = Path(__file__).parents[2] / "families"

@@ -18,10 +18,11 @@ from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.runtime.program import LayerParams
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrence import form_of, shape_of
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.compare import lse_error, output_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds

@@ -75,6 +75,7 @@ with environment:
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_tied_to_the_host_s_memory() -> None:
     """DLPack forbidden in both directions, and all tensors on a second device of JAX."""
     said = run(WITHOUT_SHARING, XLA_FLAGS="--xla_force_host_platform_device_count=2")
@@ -140,6 +141,7 @@ with environment:
 """)
 
 
+@pytest.mark.slow
 def test_parameters_are_kept_by_reference() -> None:
     """Sinks in JAX, written to after the layer was built: kernels read what they are now."""
     run("""

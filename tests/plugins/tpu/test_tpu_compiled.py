@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
-from polyattn.spec.features import features
 from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -18,7 +17,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # two workers of pytes
 pytest.importorskip("jax")
 pytest.importorskip("libtpu")
 
-from polyattn_tpu import aot
+import tpu_ahead
 from polyattn_tpu.functions import whole_lanes
 
 sweep = pytest.mark.sweep  # v6e alone was compiled whole
@@ -48,7 +47,7 @@ def repeated(layers: dict[str, LayerSpec]) -> set[str]:
     largest: dict[Any, tuple[int, str]] = {}
     for name, spec in layers.items():
         sizes = (spec.head_size, spec.v_head_size, spec.recurrent)
-        alike = (spec.kind, spec.role, *sizes, features(spec))
+        alike = (spec.kind, spec.role, *sizes, spec.features)
         largest[alike] = max(largest.get(alike, (0, "")), (spec.num_heads, name))
     return layers.keys() - {name for _, name in largest.values()}
 
@@ -88,14 +87,15 @@ def recurrent_shapes(spec: LayerSpec, tokens: int) -> Any:
 
 def compiled(spec: LayerSpec, arch: str, phase: str) -> Any:
     if spec.kind.is_recurrent:
-        run, given = aot.recurrent_case(spec, phase, recurrent_shapes)
-        return aot.compile_for(arch, run, *given, donate=(3,))
+        run, given = tpu_ahead.recurrent_case(spec, phase, recurrent_shapes)
+        return tpu_ahead.compile_for(arch, run, *given, donate=(3,))
     if spec.kind.is_latent:
-        run, given = aot.latent_case(spec)
-        return aot.compile_for(arch, run, *given)
-    return aot.compile_attention(spec, arch, phase)
+        run, given = tpu_ahead.latent_case(spec)
+        return tpu_ahead.compile_for(arch, run, *given)
+    return tpu_ahead.compile_attention(spec, arch, phase)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[sweep] if n in repeated(MODELS) else []) for n in VARIANTS]
@@ -114,14 +114,14 @@ def test_no_step_copies_the_cache(size: int) -> None:
     from polyattn_tpu.functions import Cache
 
     spec = BASE.replace(head_size=size)
-    run, given = aot.attention_case(spec, "decode", num_blocks=2048)
-    found = aot.compile_for("v6e", run, *given)
+    run, given = tpu_ahead.attention_case(spec, "decode", num_blocks=2048)
+    found = tpu_ahead.compile_for("v6e", run, *given)
     cache = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(given[2]))
     assert found.memory_analysis().temp_size_in_bytes < cache / 100
     if whole_lanes(size) != size:  # the control: pages as narrow as the heads
         plan, query, kept, params = given
         narrow = Cache(*(jax.ShapeDtypeStruct((*a.shape[:3], size), a.dtype) for a in kept))
-        found = aot.compile_for("v6e", _narrow(spec), plan, query, narrow, params)
+        found = tpu_ahead.compile_for("v6e", _narrow(spec), plan, query, narrow, params)
         assert found.memory_analysis().temp_size_in_bytes > cache / 4
 
 
@@ -139,9 +139,9 @@ def _narrow(spec: LayerSpec) -> Any:
 
 
 def test_a_donated_cache_is_stored_into_in_place() -> None:
-    run, given = aot.store_case(BASE)
-    kept = aot.compile_for("v6e", run, *given, donate=(3,)).memory_analysis()
-    copied = aot.compile_for("v6e", run, *given).memory_analysis()
+    run, given = tpu_ahead.store_case(BASE)
+    kept = tpu_ahead.compile_for("v6e", run, *given, donate=(3,)).memory_analysis()
+    copied = tpu_ahead.compile_for("v6e", run, *given).memory_analysis()
     assert kept.alias_size_in_bytes >= 2 * 512 * 8 * 64 * 128 * 2
     assert copied.alias_size_in_bytes == 0
 
@@ -154,7 +154,7 @@ def test_a_donated_cache_is_stored_into_in_place() -> None:
 def test_heads_spread_over_devices(arch: str, devices: int) -> None:
     """Each device has its heads' pages, and none speaks with another."""
     for phase in ("prefill", "decode"):
-        text = aot.compile_sharded(SPREAD[devices], arch, phase, devices).as_text()
+        text = tpu_ahead.compile_sharded(SPREAD[devices], arch, phase, devices).as_text()
         assert f"num_partitions={devices}" in text
         for word in ("all-gather(", "all-reduce(", "collective-permute(", "all-to-all("):
             assert word not in text
@@ -170,32 +170,34 @@ def test_vmem_bounds_the_pages(phase: str) -> None:
     assert most is not None and widest is not None
     spec = BASE.replace(dtype="float32", head_size=widest)
     sizes = {"seqs": 1, "num_blocks": 4}
-    assert aot.compile_attention(spec, "v7x", phase, block_size=most, length=2 * most, **sizes)
+    assert tpu_ahead.compile_attention(
+        spec, "v7x", phase, block_size=most, length=2 * most, **sizes
+    )
     with pytest.raises(Exception, match="(?s)RESOURCE_EXHAUSTED.*vmem"):
         size = 4 * most
-        aot.compile_attention(spec, "v7x", phase, block_size=size, length=2 * size, **sizes)
+        tpu_ahead.compile_attention(spec, "v7x", phase, block_size=size, length=2 * size, **sizes)
 
 
 def test_semaphores_bound_the_dmas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each of K and V compile; as many as pages of a prompt don't: 512 in all, of 4 bytes."""
     from polyattn_tpu import kernel
 
-    assert aot.compile_attention(BASE, "v6e", "decode")
+    assert tpu_ahead.compile_attention(BASE, "v6e", "decode")
     monkeypatch.setattr(kernel, "ON_THEIR_WAY", (2, 256))
     with pytest.raises(Exception, match="(?s)RESOURCE_EXHAUSTED.*sflag"):
-        aot.compile_attention(BASE, "v6e", "decode", seqs=4)
+        tpu_ahead.compile_attention(BASE, "v6e", "decode", seqs=4)
 
 
 def test_sublanes_bound_the_pages() -> None:
     """Pages of 8 tokens, a tile's sublanes, compile; of one token, less than a packed row, don't."""
-    assert aot.compile_attention(BASE, "v6e", "decode", block_size=8)
+    assert tpu_ahead.compile_attention(BASE, "v6e", "decode", block_size=8)
     with pytest.raises(Exception, match="must be aligned to tiles"):
-        aot.compile_attention(BASE, "v6e", "decode", block_size=1)
+        tpu_ahead.compile_attention(BASE, "v6e", "decode", block_size=1)
 
 
 def test_no_tpu_multiplies_fp16() -> None:
     with pytest.raises(Exception, match="Mosaic"):
-        aot.compile_attention(BASE.replace(dtype="float16"), "v6e", "decode")
+        tpu_ahead.compile_attention(BASE.replace(dtype="float16"), "v6e", "decode")
     with pytest.raises(SelectionError, match="no TPU multiplies float16.*cast the model"):
         select(BASE.replace(dtype="float16"), "tpu-v6e")
 

@@ -48,7 +48,7 @@ def conforms_through(door: str, backend: str, chosen: str, least: int) -> None:
     [
         pytest.param("XLA_SCAN", FEW_RECURRENT, 11, marks=slow, id="XLA_SCAN-few"),
         pytest.param("PALLAS_ATTN", FEW, 5, marks=slow, id="PALLAS_ATTN-few"),
-        pytest.param("XLA_MLA_SPARSE", ALL, 30, marks=slow),
+        pytest.param("XLA_MLA_SPARSE", ALL, 30, marks=sweep),
         pytest.param("XLA_SCAN", ALL, 90, marks=sweep),
         pytest.param("PALLAS_MLA", ALL, 30, marks=sweep),
         pytest.param("PALLAS_ATTN", ALL, 300, marks=sweep),

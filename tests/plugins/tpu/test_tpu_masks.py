@@ -59,8 +59,8 @@ def test_a_step_without_keys_is_zeros(lens: tuple[list[int], list[int]]) -> None
 @pytest.mark.parametrize(
     ("cases", "step"),
     [
-        ("grid", 60),
-        pytest.param("beyond", 9, marks=slow),
+        pytest.param("grid", 60, marks=slow),
+        pytest.param("beyond", 29, marks=slow),
         pytest.param("grid", 1, marks=pytest.mark.sweep),
     ],
 )

@@ -15,7 +15,6 @@ from polyattn import LayerSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.compiling import side_by_side
-from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
@@ -47,7 +46,7 @@ def main() -> None:
     )
     device: Any = SimpleNamespace(arch="sm_90", torch_device="cpu")
     backend = TritonAttention(spec, form, device)
-    warm_up(backend, tuple(sys.argv[2:]))
+    backend.warm_up(tuple(sys.argv[2:]))
     for kernel in (prefill_kernel, decode_kernel, list_kernel):
         found = list(kernel.device_caches[0][0].values())
         assert all(compiled.asm["cubin"] for compiled in found)

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from polyattn import Batch, Device, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
@@ -67,7 +67,7 @@ def check(name: str) -> None:
         for backend in (made, exact):
             out = torch.full(query.shape, torch.nan, dtype=torch.float16)
             lse = torch.full(query.shape[:2], torch.nan)
-            backend.run(backend.plan(batch), query, None, None, cache, params, out, lse)
+            backend.run(backend.plan(batch), Frame(query, None, None, cache, params, out, lse))
             found.append(out)
         wanted, wanted_lse = reference.forward(spec, query, None, None, cache, batch, params)
         off, least = (output_error(one, wanted) for one in found)
@@ -90,7 +90,7 @@ def _one_key(made: TritonAttention, params: LayerParams, spec: LayerSpec) -> Non
     batch = Batch.from_lens([count], [count], torch.tensor([[0, 1]]).int(), 16)
     query = torch.ones(count, 4, spec.head_size).to(E4M3)
     out = torch.empty(query.shape, dtype=torch.float16)
-    made.run(made.plan(batch), query, None, None, cache, params, out, torch.empty(count, 4))
+    made.run(made.plan(batch), Frame(query, None, None, cache, params, out, torch.empty(count, 4)))
     wanted, _ = reference.forward(spec, query, None, None, cache, batch, params)
     assert output_error(out[:1], wanted[:1]) < 1e-3 and bool(out.isfinite().all())
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from polyattn import Device, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.kernel import Batch, KVCache, LayerParams, Levels, SharedRun
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Levels, SharedRun
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.step.shared_prefix import check_forest
 from polyattn.selection.cache_format import format_of
@@ -122,7 +122,7 @@ def check(name: str, which: str, sms: int) -> PrefixPlan:
     for _ in range(2):
         out = torch.full((rows, spec.num_heads, spec.v_head_size), torch.nan)
         lse = torch.full((rows, spec.num_heads), torch.nan) if spec.needs_lse else None
-        backend.run(plan, query, None, None, cache, params, out, lse)
+        backend.run(plan, Frame(query, None, None, cache, params, out, lse))
         found.append((out, lse))
     (out, lse), again = found
     assert torch.equal(out, again[0]), "other bits"

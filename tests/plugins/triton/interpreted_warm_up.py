@@ -52,7 +52,7 @@ def mask_of(spec: LayerSpec, pairs: list[tuple[int, int]]) -> Any:
 
 def main() -> None:
     launch.Site.__call__ = record  # type: ignore[method-assign]
-    warm_up.compiling_only = contextlib.nullcontext  # type: ignore[assignment]
+    attention.compiling_only = contextlib.nullcontext  # type: ignore[assignment]
     for fields in SPECS:
         spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype="float32", block_size=16)
         spec = spec.replace(**fields)
@@ -61,7 +61,7 @@ def main() -> None:
         for phase in ("prefill", "decode"):
             backend = group.planner.chooser.chosen[phase].backend  # type: ignore[attr-defined]
             assert isinstance(backend, attention.TritonAttention)
-            warm_up.warm_up(backend, (phase,))
+            backend.warm_up((phase,))
         known = set(launched)
         inputs = warm_up.blank_inputs(spec.replace(mask=None), 1, torch.device("cpu"))
         sinks = torch.ones(8) if spec.learned_sinks else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from polyattn import Device, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.kernel import AttentionKind, Batch, KVCache, LatentSpec, LayerParams
+from polyattn.kernel import AttentionKind, Batch, Frame, KVCache, LatentSpec, LayerParams
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -102,7 +102,7 @@ def check(name: str, step: str, sms: int, splits: int = 0) -> str:
     for _ in range(2):
         out = torch.full((*query.shape[:2], form.v_head_size), torch.nan)
         lse = torch.full(query.shape[:2], torch.nan)
-        backend.run(plan, query, None, None, cache, params, out, lse)
+        backend.run(plan, Frame(query, None, None, cache, params, out, lse))
         found.append((out, lse))
     (out, lse), again = found
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "other bits"

@@ -13,6 +13,7 @@ TOLERANCE = 2e-6
 """In float32: what the token at a time has, too."""
 
 
+@pytest.mark.slow
 def test_chunks_are_the_tokens_one_by_one() -> None:
     errors = json.loads(interpreted(Path(__file__).with_name("by_channel.py")))
     assert len(errors) == 8

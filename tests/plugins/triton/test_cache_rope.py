@@ -14,8 +14,8 @@ from polyattn import LayerSpec, select
 from polyattn.spec.rope import RopeSpec
 
 pytest.importorskip("triton")
-from polyattn_triton.compiling.aot import compile_phase, phases_of
 from polyattn_triton.turn_table import turns
+from triton_ahead import compile_phase, phases_of
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 STREAM = SPEC.replace(
@@ -24,6 +24,7 @@ STREAM = SPEC.replace(
 PART = SPEC.replace(rope=RopeSpec(rotary_size=48, pairing="gptj", positions="cache"))
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     """Whole and part, both pairings, before and after a window leaves kept tokens; each way."""
     told = interpreted(Path(__file__).with_name("interpreted_cache_rope.py"), seconds=600)

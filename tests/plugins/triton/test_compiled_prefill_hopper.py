@@ -12,8 +12,8 @@ from polyattn import LayerSpec
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from polyattn_triton.compiling.aot import compile_hopper
 from polyattn_triton.configs import HOPPER
+from triton_ahead import compile_hopper
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -25,13 +25,14 @@ def test_interpreted(name: str) -> None:
     assert f"{name}: off by" in interpreted(SCRIPT, name, PYTHONPATH=str(Path(__file__).parents[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "rounds", "wanted"),
     [("sm_89", True, "e4m3"), ("sm_89", False, "f16"), ("sm_90", True, "f16")],
 )
 def test_compiled(arch: str, rounds: bool, wanted: str) -> None:
     """Both products are of e4m3 numbers, or neither is: then they are made float16."""
-    from polyattn_triton.compiling.aot import compile_phase
+    from triton_ahead import compile_phase
 
     asm = compile_phase(SPEC.replace(fp8_compute=rounds), arch, "paged").asm["ptx"]
     products = re.findall(r"mma(?:\.sync|_async)\.\S+?f32\.(\w+)\.(\w+)", asm)

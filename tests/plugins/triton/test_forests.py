@@ -8,16 +8,16 @@ import pytest
 from interpreting import interpreted
 
 pytest.importorskip("triton")
-sweep = pytest.mark.sweep
+slow, sweep = pytest.mark.slow, pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "one head a group", "soft cap, sinks", "values of 48", "int8",
     "int8, scales of heads, sinks", "captured",
 )  # fmt: skip
-QUICK = ("soft cap, sinks", "int8, scales of heads, sinks", "captured")
+SLOW = ("soft cap, sinks", "int8, scales of heads, sinks", "captured")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else sweep) for n in NAMES]
+    "name", [pytest.param(n, marks=slow if n in SLOW else sweep) for n in NAMES]
 )
 def test_forests(name: str) -> None:
     """One run, several levels, rows apart, padding; NaN elsewhere in the cache; the same bits twice."""

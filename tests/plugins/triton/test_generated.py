@@ -107,7 +107,7 @@ def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["split", "prefill"])
 def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
-    from polyattn_triton.compiling.aot import compile_phase
+    from triton_ahead import compile_phase
 
     plain = compile_phase(BASE, "sm_90", phase)
     found = compile_phase(spec, "sm_90", phase)
@@ -130,7 +130,7 @@ def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_core_s_own_compile(arch: str, whole: bool, fields: dict[str, str]) -> None:
-    from polyattn_triton.compiling.aot import compile_phase, phases_of
+    from triton_ahead import compile_phase, phases_of
 
     layer = BASE.replace(**fields)
     kind = "cubin" if arch.startswith("sm_") else "hsaco"

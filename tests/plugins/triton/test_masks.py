@@ -22,17 +22,25 @@ def test_kernels_see_what_key_ranges_says(step: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "step"),
-    [(0, STRIDE), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in range(4))],
+    [
+        pytest.param(0, STRIDE, marks=pytest.mark.slow),
+        *(pytest.param(n, 4, marks=pytest.mark.sweep) for n in range(4)),
+    ],
 )
 def test_every_mask_of_the_grid(first: int, step: int) -> None:
     found = interpreted(HERE / "masks.py", "grid", str(first), str(step), seconds=1400).split()
     assert found == [str(len(range(first, len(GRID), step))), "0"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(8))
-def test_every_mask_beyond(first: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "step"),
+    [
+        pytest.param(0, STRIDE, marks=pytest.mark.slow),
+        *(pytest.param(n, 8, marks=pytest.mark.sweep) for n in range(8)),
+    ],
+)
+def test_every_mask_beyond(first: int, step: int) -> None:
     right, refused = map(
-        int, interpreted(HERE / "masks.py", "beyond", str(first), "8", seconds=1400).split()
+        int, interpreted(HERE / "masks.py", "beyond", str(first), str(step), seconds=1400).split()
     )
-    assert right + refused == len(range(first, len(BEYOND), 8)) and right > refused
+    assert right + refused == len(range(first, len(BEYOND), step)) and right > refused

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from polyattn.kernel import Frame
 
 pytest.importorskip("triton")
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 from polyattn import Batch, LayerSpec
 from polyattn.kernel import KVCache, LayerParams
 from polyattn_triton import attention, planning
-from polyattn_triton.compiling import warm_up as compiling
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
@@ -146,7 +146,7 @@ def test_what_it_is_launched_with(
     batch = Batch.from_lens(queries, lens, table, 16)
     batch.causal = causal
     plan = backend.plan_rows(batch)
-    backend.run(plan, query, key, key, cache, LayerParams(), out, lse)
+    backend.run(plan, Frame(query, key, key, cache, LayerParams(), out, lse))
     (named,) = launched
     assert named["Q"] is query and named["OUT"] is out and named["LSE"] is lse
     kept = cache.key if key is None else key
@@ -251,7 +251,9 @@ def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPat
     cache = KVCache(*storage[4:].view(2, 512, 16, 8, 64))
     query = torch.zeros(2048, 32, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        backend.run(plan, query, None, None, cache, LayerParams(), torch.empty_like(query), None)
+        backend.run(
+            plan, Frame(query, None, None, cache, LayerParams(), torch.empty_like(query), None)
+        )
     portable = plan.portable
     assert portable is not None and not launched
     assert portable.config == backend.paged_config and not portable.at_once
@@ -310,8 +312,8 @@ def test_warming_up_compiles_whole_tiles_and_pieces(
     )
     monkeypatch.setattr(backend, "merge", lambda *_: None)
     monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
-    monkeypatch.setattr(compiling, "compiling_only", lambda *_: nullcontext([]))  # launch instead
-    compiling.warm_up(backend, ("prefill",))
+    monkeypatch.setattr(attention, "compiling_only", lambda *_: nullcontext([]))  # launch instead
+    backend.warm_up(("prefill",))
     assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
         (split, paged) for split in (False, True) for paged in (False, True)
     }

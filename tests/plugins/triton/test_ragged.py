@@ -13,12 +13,11 @@ NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
     "not causal", "int8", "captured", "latent",
 )  # fmt: skip
-QUICK = ("soft cap, sinks", "captured", "latent")
+slow = pytest.mark.slow
+MARKS = {"soft cap, sinks": slow, "captured": [], "latent": slow}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else sweep) for n in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, sweep)) for n in NAMES])
 def test_uneven_steps(name: str) -> None:
     """Decode, few tokens and prefill, with padding, empty rows and NaN elsewhere in the cache."""
     told = interpreted(Path(__file__).with_name("ragged.py"), name, seconds=1400)

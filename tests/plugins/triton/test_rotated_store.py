@@ -10,7 +10,7 @@ from polyattn import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 pytest.importorskip("triton")
-from polyattn_triton.compiling.aot import compile_phase
+from triton_ahead import compile_phase
 
 TESTS = Path(__file__).parents[2]
 SCRIPT = f"""

@@ -17,7 +17,8 @@ from polyattn import LayerSpec
 pytest.importorskip("triton")
 
 import triton
-from polyattn_triton.compiling import aot, side_by_side
+import triton_ahead
+from polyattn_triton.compiling import side_by_side
 from polyattn_triton.compiling import worker as compile_worker
 from polyattn_triton.functions import pointwise
 
@@ -30,7 +31,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(triton, "compile", lambda source, target, options: (source, options))
-        source, options = aot.compile_phase(LayerSpec(num_heads=4, head_size=64), "sm_90", "merge")
+        source, options = triton_ahead.compile_phase(
+            LayerSpec(num_heads=4, head_size=64), "sm_90", "merge"
+        )
     compile_worker.settle(source.fn)  # as whoever launches it does
     parsed = triton.compiler.make_backend(TARGET).parse_options(dict(options))
     variables = triton.compiler.compiler.get_cache_invalidating_env_vars()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polyattn.kernel import Frame
 
 pytest.importorskip("triton")
 import numpy as np
@@ -141,7 +142,7 @@ def ran(
     )  # fmt: skip
     out = torch.empty(query.shape, dtype=torch.bfloat16)
     params = LayerParams(q_scale=3.0, k_scale=0.5, v_scale=0.25)
-    backend.run(plan, query, key, key, cache, params, out, None)
+    backend.run(plan, Frame(query, key, key, cache, params, out, None))
     if copied:
         assert copied[0][1][:2] == (cache.key, cache.value)  # not the step's own, unrounded keys
     return plan, copied, launched, sites
@@ -201,8 +202,8 @@ def test_what_cannot_be_described_is_not_copied(monkeypatch: pytest.MonkeyPatch)
 )
 def test_compiled(stored: str, dtype: str, tmp_path: Path) -> None:
     """Whole sectors are moved, 16 bytes a thread at a time, and no register lies in memory."""
-    from polyattn_triton.compiling.aot import compile_widening
     from triton import knobs
+    from triton_ahead import compile_widening
 
     kernel = compile_widening(
         E4M3.replace(kv_cache_dtype=stored, dtype=dtype, sliding_window=1000), 16

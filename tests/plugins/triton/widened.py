@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from polyattn import Batch, Device, KVCache, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.kernel import STORAGE_DTYPES, CacheFormat, LayerParams
+from polyattn.kernel import STORAGE_DTYPES, CacheFormat, Frame, LayerParams
 from polyattn.workload.compare import output_error
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.hopper import widening
@@ -119,12 +119,12 @@ def attended(
     out = torch.full(query.shape, torch.nan, dtype=query.dtype)
     lse = torch.empty(query.shape[:2])
     if cache is not None:
-        backend.run(plan, query, None, None, cache, params, out, lse)
+        backend.run(plan, Frame(query, None, None, cache, params, out, lse))
         return out
     tensors = list(plan.kept.tensors)
     tensors[5] = keys
     plan.kept = Kept(*tensors)
-    backend.run(plan, query, *given, None, params, out, lse)
+    backend.run(plan, Frame(query, *given, None, params, out, lse))
     return out
 
 

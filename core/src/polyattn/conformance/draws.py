@@ -1,4 +1,4 @@
-"""Layers and steps that nobody thought of: drawn from the claims, by the harness's seed."""
+"""Random layers and steps, drawn from the claims by the harness's seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from polyattn.conformance.case import served_phases
+from polyattn.conformance.case import caches, served_phases
 from polyattn.conformance.cases.attention import (
     FEATURE_FIELDS,
     GQA_RATIOS,
@@ -86,7 +86,7 @@ def drawn_group(
 
     `with_variants`: functions and masks are drawn, too.
     """
-    info = discover().backend(harness.backend)
+    info, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
     caps, layout = info.capabilities, None
     if base.recurrent is not None:
         spec = data.draw(recurrences(caps, base), label="spec")
@@ -144,7 +144,9 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
     if "v_head_size" in caps.features and not caps.v_head_pairs and draw(st.booleans()):
         values["v_head_size"] = draw(st.sampled_from(caps.v_head_sizes.examples((16, 32, 48))))
     if cached:
-        values["kv_cache_dtype"] = draw(st.sampled_from(sorted(caps.kv_cache_dtypes)))
+        sized = LayerSpec(num_heads=1, head_size=values["head_size"],
+                          v_head_size=values.get("v_head_size", 0))  # fmt: skip
+        values["kv_cache_dtype"] = draw(st.sampled_from(["auto", *caches(caps, sized)]))
         if "qkv_dtype" in values:
             values["kv_cache_dtype"] = values["qkv_dtype"]
         values["fp8_compute"] = caps.fp8_compute and values["kv_cache_dtype"] == "fp8_e4m3"
@@ -189,7 +191,7 @@ def latent_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerS
         num_heads=heads,
         num_kv_heads=heads,
         dtype=draw(st.sampled_from(sorted(caps.dtypes))),
-        kv_cache_dtype=draw(st.sampled_from(sorted(caps.kv_cache_dtypes))),
+        kv_cache_dtype=draw(st.sampled_from(["auto", *caches(caps, base)])),
         needs_lse="lse" in caps.features and draw(st.booleans()),
         scale=draw(st.just(0.0) | st.floats(0.05, 0.2)),
         block_size=draw(st.sampled_from(blocks)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from datetime import date
@@ -79,7 +81,7 @@ class _Kit:
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
             problem = availability(self.info, current().probe_timeout)
-            for build in map(self.info.as_built, self.info.variants):  # the one that is tested
+            for build in self.info.builds_on(self.device.platform):  # the one that is tested
                 if availability(build, current().probe_timeout) is None:
                     self.info = build
                     break
@@ -96,6 +98,7 @@ class _Kit:
         self.cases: list[Case] = derive(self.info, self.device)
         self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.passed: list[str] = []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if {"case", "run"} <= set(metafunc.fixturenames):
@@ -115,15 +118,23 @@ class _Kit:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
-            check = report.nodeid.rpartition("[")[2].partition("-")[0]
-            self.counts[check, report.outcome] += 1
+            case = report.nodeid.partition("[")[2].removesuffix("]")
+            self.counts[case.partition("-")[0], report.outcome] += 1
+            if report.passed:
+                self.passed.append(case)
 
     def pytest_report_header(self) -> str:
         return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
 
     def summary(self) -> dict[str, object]:
-        """The counts: refusals apart from passes, a skipped case counted as neither."""
+        """The counts: refusals apart from passes, a skipped case counted as neither. What ran, where.
+
+        `ids`: the cases that passed; `commit`: of the checkout that ran, "" where there is none.
+        """
         import torch
+
+        from polyattn.registry.machine import running
+        from polyattn.settings import current
 
         counts = self.counts
         passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
@@ -133,12 +144,17 @@ class _Kit:
             "date": str(date.today()),
             "polyattn": __version__,
             "torch": torch.__version__,
+            "commit": _commit(),
+            "build": self.info.build,
+            "runs": running(self.info, current().probe_timeout) or "",
+            "versions": _versions(self.info),
             "seed": self.seed,
             "cases": sum(counts.values()),
             "passed": passed,
             "refused": counts["refusal", "passed"],
             "failed": sum(n for (_, o), n in counts.items() if o == "failed"),
             "skipped": sum(n for (_, o), n in counts.items() if o == "skipped"),
+            "ids": sorted(self.passed),
         }
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -155,3 +171,35 @@ class _Kit:
             terminalreporter.write_line(f"failed, by what was looked at: {found}")
         if self.report:
             Path(self.report).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that runs, with a `+` where it was changed; "" without one."""
+    words = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty=+",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _versions(info: BackendInfo) -> dict[str, str]:
+    """Return the installed versions of what a backend needs, and of Python."""
+    from packaging.requirements import Requirement
+
+    from polyattn.registry.distributions import installed
+
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "triton", *(Requirement(text).name for text in info.requires)):
+        dist = installed(name)
+        if dist is not None:
+            found[name] = dist.version
+    return found

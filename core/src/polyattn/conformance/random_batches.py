@@ -18,6 +18,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.conformance.checks.services import STATES, over_all
 from polyattn.conformance.derive import derive
 from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers
@@ -36,12 +37,12 @@ from polyattn.workload.steps import pairs
 
 ROUND = 50
 """Batches of one layer."""
-CASE = 1000
-"""Batches of one of the kit's cases."""
 WIDEST_ROW = 512
 """Most elements of a query that is drawn: the reference is slow."""
 POOL = 32
 """Requests of a pool."""
+TURNING = 4
+"""Requests of a pool, its first, with a length at which the backend's own sources turn."""
 SIZES = (1, 2, 2, 3, 3, 4, 5, 6, 9, 0)
 """How many requests a batch has, each as likely: 0 is a step without any."""
 SPOILT = 0.15
@@ -111,19 +112,25 @@ def random_batches(info: BackendInfo, device: Device, seed: int, count: int) -> 
 
 
 def draw_lengths(
-    dice: Dice, spec: LayerSpec, block: int, count: int = POOL
+    dice: Dice, spec: LayerSpec, block: int, at: tuple[int, ...], count: int = POOL
 ) -> list[tuple[int, int]]:
-    """Return (query, sequence) lengths: decodes, chunks, whole prompts, empty ones and padding rows."""
-    rows, longest = [], min(3 * block + 3, 70)
-    for _ in range(count):
+    """Return (query, sequence) lengths: decodes, chunks, whole prompts, empty ones and padding rows.
+
+    The first `TURNING` are `at` these lengths.
+    """
+    rows = draw_turning(dice, at, TURNING, dice.choice((140, 140, 140, 1100)))
+    longest = min(3 * block + 3, 70)
+    for _ in range(count - TURNING):
         query = dice.choice((1, 1, 1, 1, 2, 3, 5, 9, block + 1 if block < 17 else 7, 0))
         context = dice.choice([0, 1, *dice.integers(0, longest, 2)])
         rows.append((1, 0) if dice.integer(0, 25) == 0 else (query, query + context))
     if spec.recurrent is not None or spec.cached or spec.latent is not None:
         return rows
     if spec.role not in (Role.DECODER, Role.CROSS):
-        return [(query, query) for query, _ in rows]  # the keys are the queries' own
-    return [(query, dice.integer(0, 40)) for query, _ in rows]
+        first = [min(length, 140) for _, length in rows[:TURNING]]
+        queries = [*first, *(query for query, _ in rows[TURNING:])]
+        return [(query, query) for query in queries]  # the keys are the queries' own
+    return [*rows[:TURNING], *((query, dice.integer(0, 40)) for query, _ in rows[TURNING:])]
 
 
 def _drawn_batch(dice: Dice, lengths: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -143,7 +150,9 @@ def _attending(
         assume(spec.num_heads * spec.head_size <= WIDEST_ROW)
     numbers, dice = drawn_numbers(data, spec), harness.dice
     layer = harness.layer(spec, group=group, **numbers)
-    lengths = draw_lengths(dice, spec, form.block_size if form else 16)
+    block = form.block_size if form else 16
+    package = discover().backends[harness.backend].path.partition(".")[0]
+    lengths = draw_lengths(dice, spec, block, turning(numbers_of(package), spec, block))
     pool = harness.step(layer, lengths, **numbers).remembered()
     who = f"{harness.backend}, {spec}, seed {harness.seed}"
     for _ in range(count):

@@ -1,9 +1,20 @@
-"""Is the process as a case found it? What is torch's, Python's and NumPy's, and nobody's to change."""
+"""Did a case change the process? Settings of torch, Python and NumPy that must stay as they were."""
 
 from __future__ import annotations
 
+import builtins
+import decimal
+import gc
+import locale
+import logging
+import math
 import os
 import random
+import signal
+import socket
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +23,15 @@ import numpy as np
 import torch
 
 _DENORMAL = 1e-40
+SHORT, NAMED = 120, 5
+"""Characters of a change that a message shows, and names of a mapping's."""
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "torch's random state": lambda: torch.get_rng_state().numpy().tobytes(),
     "Python's random state": random.getstate,
-    "NumPy's random state": lambda: str(np.random.get_state()),
+    "NumPy's random state": lambda: tuple(
+        each.tobytes() if isinstance(each, np.ndarray) else each for each in np.random.get_state()
+    ),
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "the number of threads": torch.get_num_threads,
@@ -24,6 +39,9 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
     "anomaly mode": torch.is_anomaly_enabled,
+    "torch's modes of functions and dispatch": lambda: (
+        torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
+    ),
     "autocast": lambda: [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
     "autocast's dtype": lambda: torch.get_autocast_dtype("cpu"),
     "deterministic algorithms": torch.get_deterministic_debug_mode,
@@ -35,27 +53,87 @@ SETTINGS: dict[str, Callable[[], Any]] = {
         torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32,
     ),
-    "CUDA's settings": lambda: (
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
-    ),
+    "CUDA's settings": lambda: _attributes(
+        torch.backends.cuda.matmul, "allow_tf32", "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation",
+    ) | {
+        name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+        for name in ("flash", "math", "mem_efficient", "cudnn")
+    } | {
+        "fp16_bf16_reduction_math_sdp":
+            torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    },
     "oneDNN's settings": lambda: torch.backends.mkldnn.enabled,
+    "how torch contracts einsum": lambda: _attributes(
+        torch.backends.opt_einsum, "enabled", "strategy"),
     "denormal numbers": lambda: float(torch.tensor(_DENORMAL) * 1.0) != 0.0,
     "how tensors are printed": lambda: str(vars(torch._tensor_str.PRINT_OPTS)),
     "NumPy's reaction to errors": np.geterr,
+    "how NumPy prints": np.get_printoptions,
+    "the decimal context": lambda: str(_without_flags(decimal.getcontext().copy())),
     "the environment": lambda: {
         name: value
         for name, value in os.environ.items()
-        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_"))  # the compiler's own
+        # The compilers' own: JAX 0.11 sets Mosaic's when Pallas is imported.
+        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "MOSAIC_GPU_"))
     },
     "the working directory": os.getcwd,
+    "the mask of new files": lambda: _umask(),
+    "the locale": lambda: locale.setlocale(locale.LC_ALL),
+    "the processors": lambda: os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+    "the recursion limit": sys.getrecursionlimit,
+    "the switch interval": sys.getswitchinterval,
+    "garbage collection": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
+    "the timeout of sockets": socket.getdefaulttimeout,
+    "the hooks of exceptions": lambda: (sys.excepthook, sys.unraisablehook),
 }  # fmt: skip
 """What a case must leave as it was, by name."""
+IMPORTED: dict[str, Callable[[], Any]] = {
+    "the filters of warnings": lambda: list(warnings.filters),
+    "logging": lambda: {
+        "logging.disable": logging.root.manager.disable, **_loggers(),
+    },
+    "sys.path": lambda: list(sys.path),
+    "the finders of modules": lambda: [*sys.meta_path, *sys.path_hooks],
+    "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
+    "functions": lambda: {
+        f"{module.__name__}.{name}": value
+        for module in (torch.nn.functional, torch, torch.Tensor, np, math, random, time, builtins)
+        for name, value in vars(module).items()
+        if callable(value)
+    },
+}  # fmt: skip
+"""What a library may change when it is first imported, and no step may."""
+
+
+def _attributes(of: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name, None) for name in names}
+
+
+def _without_flags(context: decimal.Context) -> decimal.Context:
+    context.clear_flags()
+    return context
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # only set and returned together; what another thread opens is private
+    os.umask(mask)
+    return mask
+
+
+def _loggers() -> dict[str, Any]:
+    """Return each logger's level and handlers."""
+    known = {"root": logging.root, **logging.root.manager.loggerDict}
+    return {
+        name: (each.level, each.disabled, each.propagate, tuple(each.handlers))
+        for name, each in known.items()
+        if isinstance(each, logging.Logger)
+    }
 
 
 def snapshot() -> dict[str, Any]:
     """Return the process' settings and random states."""
-    found = {name: read() for name, read in SETTINGS.items()}
+    found = {name: read() for name, read in (SETTINGS | IMPORTED).items()}
     if torch.cuda.is_initialized():
         found["CUDA's random state"] = torch.cuda.get_rng_state().numpy().tobytes()
         found["CUDA's device"] = torch.cuda.current_device()
@@ -65,8 +143,28 @@ def snapshot() -> dict[str, Any]:
 @contextmanager
 def same_process() -> Iterator[None]:
     """Assert that what runs inside leaves the process' settings and random states alone."""
-    before = snapshot()
+    before, modules = snapshot(), len(sys.modules)
     yield
-    after = snapshot()
-    changed = [name for name in before if before[name] != after[name]]
-    assert not changed, f"the process isn't as it was: {', '.join(changed)}"
+    after, imported = snapshot(), len(sys.modules) > modules
+    found = {
+        name: _change(before[name], after[name], name in IMPORTED)
+        for name in before
+        if not (imported and name in IMPORTED)
+    }
+    changes = [f"{name}{change}" for name, change in found.items() if change is not None]
+    assert not changes, f"the process isn't as it was: {', '.join(changes)}"
+
+
+def _change(before: Any, after: Any, grows: bool) -> str | None:
+    """Say how a setting changed, None where it didn't. `grows`: what is new in a mapping is no change."""
+    if isinstance(before, dict):
+        names = before.keys() if grows else before.keys() | after.keys()
+        pairs = {name: (before.get(name), after.get(name)) for name in names}
+        names = sorted(
+            str(name) for name, (old, new) in pairs.items() if old is not new and old != new
+        )
+        return f" ({', '.join(names[:NAMED])})" if names else None
+    if before == after:
+        return None
+    change = f" ({before!r} became {after!r})"
+    return change if len(change) < SHORT else ""

@@ -8,13 +8,13 @@ from polyattn.conformance.case import Case
 
 
 def test_case(case: Case, run: Callable[[Case], None]) -> None:
-    """A claim holds, or what isn't claimed is refused: `case.check` says which function looks."""
+    """A claim holds, or what isn't claimed is refused: `case.check` names the function."""
     run(case)
 
 
 def test_claims_are_tested(conformance_cases: list[Case]) -> None:
     """A backend must claim something that this device can test."""
-    numeric = {"numeric", "latent", "recurrence", "store", "merge"}
+    numeric = {"numeric", "latent", "recurrence", "store", "merge", "index"}
     assert [c for c in conformance_cases if c.check in numeric], (
         "the backend claims nothing that this device can test"
     )

@@ -1,0 +1,1 @@
+"""How does each kind of layer work: attention, MLA, recurrences?"""

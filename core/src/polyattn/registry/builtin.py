@@ -1,4 +1,4 @@
-"""What does core bring itself? Plain torch forms of what every step needs, and the reference by name."""
+"""Which backends does core bring? Plain torch for what every step needs, and the reference."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES, RECURRENT
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
+from polyattn.spec.row_format import ANY_ROWS
+from polyattn.spec.sparse import INDEX_FORMS
 
 _EVERYWHERE = {
     "platforms": {ANY_PLATFORM: ()},
     "dtypes": frozenset(DTYPES),
-    "kv_cache_dtypes": frozenset(KV_CACHE_DTYPES),
+    "kv_cache_dtypes": frozenset({*KV_CACHE_DTYPES, ANY_ROWS}),
     "fp8_formats": frozenset({"ocp", "fnuz"}),
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
     "layouts": LAYOUTS,
@@ -43,6 +45,21 @@ TORCH_MERGE = BackendInfo(
 )
 
 
+_INDEXING: dict[str, Any] = {
+    "kinds": frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
+    "phases": frozenset({"index"}),
+    "indexes": frozenset(INDEX_FORMS),
+}
+TORCH_INDEX = BackendInfo(
+    name="TORCH_INDEX",
+    summary="keys scored and chosen by torch's operators",
+    path="polyattn.families.sparse.torch_index:TorchIndex",
+    capabilities=Capabilities(**_EVERYWHERE | _INDEXING),
+    priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
+    proof={"cpu": Proof.MEASURED},
+)
+
+
 def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     """Return a reference that serves where it is named, and nowhere else."""
     fields = _EVERYWHERE | claims
@@ -57,8 +74,7 @@ def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     )
 
 
-_EIGHT = frozenset(KV_CACHE_DTYPES) - {"nvfp4"}
-_LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"})
+_LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic"})
 
 VANILLA = _vanilla(
     "VANILLA",
@@ -68,7 +84,8 @@ VANILLA = _vanilla(
     roles=frozenset(Role),
     cached=frozenset({True, False}),
     padding_rows=True,
-    features=frozenset(FEATURES) - RECURRENT,
+    # Its products are torch's, whose order of sums in float64 follows from the numbers of rows.
+    features=frozenset(FEATURES) - RECURRENT - {"step_invariant", "call_invariant"},
 )
 VANILLA_MLA = _vanilla(
     "VANILLA_MLA",
@@ -76,7 +93,6 @@ VANILLA_MLA = _vanilla(
     "the float64 reference of absorbed MLA decode, on the host",
     kinds=frozenset({AttentionKind.MLA}),
     phases=frozenset({"decode"}),
-    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_MLA_SPARSE = _vanilla(
@@ -84,7 +100,6 @@ VANILLA_MLA_SPARSE = _vanilla(
     "polyattn.families.mla.vanilla:VanillaSparseMLA",
     "the float64 reference of sparse MLA, on the host",
     kinds=frozenset({AttentionKind.SPARSE_MLA}),
-    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_SCAN = _vanilla(
@@ -95,4 +110,14 @@ VANILLA_SCAN = _vanilla(
     features=_LATENT - {"lse"} | {"gqa"} | RECURRENT,
 )
 
-BUILTIN = (TORCH_STORE, TORCH_MERGE, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN)
+VANILLA_INDEX = _vanilla(
+    "VANILLA_INDEX",
+    "polyattn.families.sparse.torch_index:VanillaIndex",
+    "the float64 reference of an indexer, a token at a time, on the host",
+    **_INDEXING,
+)
+
+BUILTIN = (
+    TORCH_STORE, TORCH_MERGE, TORCH_INDEX, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN,
+    VANILLA_INDEX,
+)  # fmt: skip

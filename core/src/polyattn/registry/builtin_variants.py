@@ -1,4 +1,4 @@
-"""Which attention variants does core bring? Their functions lie where torch may be imported."""
+"""Which attention variants does core bring? Their functions are in modules that import torch."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""What can a backend do? Declared as data; a check answers with every reason, never just no."""
+"""What can a backend do? Claims are data, and `check` returns every reason against a backend."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from polyattn.device import Device, arch_matches
-from polyattn.errors import nearest
-from polyattn.registry import typed
-from polyattn.registry.claims import claim_problems
-from polyattn.registry.sizes import ANY_SIZE, Sizes
-from polyattn.spec.features import FEATURES, features
+from polyattn.errors import nearest, shown
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
+from polyattn.registry.validate import PLATFORM_NAME, is_arch_pattern, require
+from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import (
     DTYPES,
     KV_CACHE_DTYPES,
@@ -24,14 +24,174 @@ from polyattn.spec.kinds import (
 )
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import PAIRINGS, RopeSpec
+from polyattn.spec.row_format import ANY_ROWS, is_rows
+from polyattn.spec.sparse import INDEX_FORMS
 
-SERVICES = frozenset({"store", "merge"})
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of sizes that a backend allows: listed values, or a range of multiples.
+
+    Attributes:
+        values: the listed sizes; empty: the range counts.
+        low: the smallest size of the range.
+        high: the largest; None: no bound.
+        multiple: sizes are multiples of it.
+        why: the reason, for people.
+
+    Raises:
+        ValueError: the fields allow no size.
+
+    Examples:
+        >>> 96 in Sizes(multiple=32, high=256), str(Sizes(values=frozenset({64, 128})))
+        (True, '64, 128')
+
+    """
+
+    values: frozenset[int] = frozenset()
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        require(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield why no set of sizes is described."""
+        if any(value < 1 for value in self.values):
+            yield f"Sizes.values={shown(sorted(self.values))}: sizes are 1 or more"
+        if self.multiple < 1:
+            yield f"Sizes.multiple={shown(self.multiple)} must be 1 or more"
+        if self.low < 0:
+            yield f"Sizes.low={shown(self.low)} must not be negative"
+        if self.high is not None and self.high < max(self.low, 1):
+            yield f"Sizes.high={shown(self.high)} is below low={shown(self.low)}: it allows no size"
+
+    def __contains__(self, size: object) -> bool:
+        if not isinstance(size, int):
+            return False
+        if self.values:
+            return size in self.values
+        return self.low <= size <= (self.high or size) and size % self.multiple == 0
+
+    def divisor_of(self, size: int) -> int | None:
+        """Return the largest allowed size that divides another, or None.
+
+        Args:
+            size: the other.
+
+        """
+        divisors = (d for d in range(size, 0, -1) if size % d == 0)
+        return next((d for d in divisors if d in self), None)
+
+    def examples(self, wanted: Iterable[int]) -> list[int]:
+        """Return the listed values; of a range, the wanted ones that it allows.
+
+        Args:
+            wanted: sizes to try.
+
+        """
+        return sorted(self.values) if self.values else [size for size in wanted if size in self]
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, sorted(self.values)))
+        words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
+        if self.high:
+            words.append(f"{self.low} to {self.high}")
+        elif self.low > 1:
+            words.append(f"{self.low} or more")
+        text = ", ".join(words) or "any"
+        return f"{text} ({self.why})" if self.why else text
+
+
+def one_of(*values: int) -> Sizes:
+    """Return a set of sizes that allows the listed ones alone.
+
+    Args:
+        values: the sizes, at least one.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: no size is listed, or one is below 1.
+
+    Examples:
+        >>> 64 in one_of(64, 128), 96 in one_of(64, 128)
+        (True, False)
+
+    """
+    if not values:
+        raise ValueError("one_of() lists no size; such a backend can serve nothing")
+    return Sizes(values=frozenset(values))
+
+
+def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
+    """Return a set of sizes that allows the multiples of a number within bounds.
+
+    Args:
+        of: the number.
+        low: the smallest size; default: `of`.
+        high: the largest size; default: no bound.
+
+    Returns:
+        The set.
+
+    Raises:
+        ValueError: the bounds allow no size.
+
+    Examples:
+        >>> str(multiples(8, high=256)), 20 in multiples(8)
+        ('multiples of 8, 8 to 256', False)
+
+    """
+    return Sizes(low=of if low is None else low, high=high, multiple=of)
+
+
+ANY_SIZE = Sizes()
+
+
+SERVICES = frozenset({"store", "merge", "index"})
 """The phases beside the layer's own work."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text as a set, to declare several features at once.
+
+    Args:
+        text: words between spaces.
+
+    Returns:
+        The words.
+
+    Raises:
+        Nothing: `Capabilities` refuses a word that it doesn't know.
+
+    Examples:
+        >>> sorted(names("causal gqa lse"))
+        ['causal', 'gqa', 'lse']
+
+    """
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """One requirement that a backend doesn't meet."""
+    """One requirement that a backend doesn't meet.
+
+    Attributes:
+        field: the field of the spec or the device.
+        wanted: its value, as text.
+        supported: what the backend supports, as text.
+        remedy: what would help, as text; "" for nothing.
+
+    Examples:
+        >>> str(Rejection("head_size", "96", "64, 128"))
+        'head_size: wanted 96, supported: 64, 128'
+
+    """
 
     field: str
     wanted: str
@@ -47,50 +207,78 @@ ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
 EXCLUDABLE = frozenset(
     {
-        *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role), "cached",
-        "uncached", "captured",
+        *FEATURES, *INDEX_FORMS, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS,
+        *(role.value for role in Role), "cached", "uncached", "captured",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
+_CPU_ARCHS = re.compile("x86_64|aarch64")
+_ARCH_WORD = re.compile("[a-z]+_?[0-9]+[a-z]*")
+"""What an arch looks like, where a platform names none: a feature's name has no number in it."""
+_WORDS: dict[str, Container[str]] = {"features": FEATURES, "dtypes": DTYPES, "phases": PHASES}
+"""The fields that `Capabilities.but` changes by words; a word of none of them is a cache dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend claims, each claim checkable and tested by the conformance kit.
+    """What a backend claims. The conformance kit tests each claim.
 
-    - `platforms`: platform to arch patterns (`"sm_80+"`, `"gfx942"`, `"sm_80-sm_90"`); an empty
-      tuple means every arch of it.
-    - `cpu_features`: device features that must all be there (`"avx2"`).
-    - `fp8_compute`: over an e4m3 cache it rounds queries and weights to e4m3 too; served only where
-      the layer says `fp8_compute`.
-    - `fp8_formats`: the e4m3 flavours (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
-    - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
-      `head_sizes` and `v_head_sizes` allow.
-    - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
-    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both; `"store"` and
-      `"merge"` are roles of their own, whose backends claim nothing else.
-    - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
-    - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
-    - `shared_prefix`: whether its decode reads blocks that `Batch.shared_prefix` names once for all
-      their rows, in its own launch.
-    - `state_targets`: of a recurrence, whether its decode takes a step's drafts in one launch, the state
-      after each token going where `Batch.state_targets` says; for others core decodes token by token.
-    - `padding_rows`: of attention, whether rows of several query tokens may be padding: length 0, known
-      to the device alone where a step is planned by bounds; output 0, LSE -inf. Of one token they
-      always may; for others such a step is refused.
-    - `by_address`: whether its `addressed` takes keys that are given whole by their addresses alone, so
-      that a short step costs the host little.
-    - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
-      and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
-    - `features`: names of `polyattn.spec.features.FEATURES`.
-    - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
-      `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
-    - `remedies`: for a feature, a dtype or a cache dtype that isn't claimed here, what would bring it
-      (another build, say), or why nothing does.
+    Attributes:
+        platforms: platform to arch patterns (`"sm_80+"`, `"gfx942"`, `"sm_80-sm_90"`); an empty tuple
+            means every arch of it.
+        kinds: kinds of layers.
+        roles: roles of layers.
+        cpu_features: features of the device that must all be there (`"avx2"`).
+        dtypes: of queries, keys and values.
+        kv_cache_dtypes: of a cache's elements, or row formats by name; `"rows"`: any row format that
+            `BackendInfo.rows_check` doesn't refuse.
+        fp8_compute: over an e4m3 cache it rounds queries and weights to e4m3 too, so it serves only
+            layers with `fp8_compute`.
+        fp8_formats: e4m3 formats (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
+        head_sizes: of queries and keys.
+        v_head_sizes: of values.
+        v_head_pairs: the (K, V) head sizes that may differ, if only some do; empty: all that
+            `head_sizes` and `v_head_sizes` allow.
+        gqa_ratios: query heads to a KV head; for MLA, where one latent serves all, the heads.
+        latent_ranks: of MLA's latent.
+        topks: of sparse MLA, the most tokens that a query attends to.
+        block_sizes: tokens of a cache's block.
+        preferred_block_size: if neither the layer nor another backend asks for one.
+        layouts: of a cache, the preferred one first.
+        phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,
+            `"merge"` or `"index"` alone.
+        cached: True: it attends over a cache; False: to keys that a call passes whole.
+        decode_query_lens: the most query tokens of a row that it takes as a decode.
+        shared_prefix: its decode reads blocks of `Batch.shared_prefix` once for all their rows, in its
+            own launch.
+        state_targets: of a recurrence: its decode takes a step's drafts in one launch and writes the
+            state after each token to `Batch.state_targets`. For others core decodes token by token.
+        padding_rows: of attention: rows of several query tokens may be padding (length 0, known to the
+            device alone in a step planned by bounds), with output 0 and LSE -inf. Rows of one token
+            always may. For others core refuses such a step.
+        by_address: its `addressed` takes uncached keys by address alone, so that a short step costs the
+            host little.
+        rotates: of a store: the pairings (`"neox"`, `"gptj"`) that its `run_rotated` rotates, and adds
+            a bias before. For others core's torch operators do both.
+        indexes: of an indexer: names of `polyattn.spec.sparse.INDEX_FORMS`.
+        features: names of `polyattn.spec.features.FEATURES`.
+        graph_capture: the highest level at which it can be captured.
+        excludes: sets of names that don't work together, each with the reason. A name is a feature, a
+            phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`, `"captured"` or a
+            size (`"head_size 192"`): `{"alibi", "decode"}`.
+        remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
+            why nothing does.
 
-    Raises `ValueError` when a claim has another type than its annotation, isn't known, or
-    contradicts another one.
+    Raises:
+        ValueError: a claim has another type than its annotation, isn't known, or contradicts another
+            one.
+
+    Examples:
+        >>> claims = Capabilities(platforms={"cuda": ("sm_80+",)}, features=frozenset({"causal", "gqa"}))
+        >>> spec = LayerSpec(num_heads=8, head_size=64, logit_soft_cap=30.0)
+        >>> "logit_soft_cap" in claims.features
+        False
+
     """
 
     platforms: Mapping[str, tuple[str, ...]]
@@ -118,6 +306,7 @@ class Capabilities:
     padding_rows: bool = False
     by_address: bool = False
     rotates: frozenset[str] = frozenset()
+    indexes: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -128,66 +317,138 @@ class Capabilities:
         """Whether it serves the layer itself, not one of the services beside it."""
         return not self.phases & SERVICES
 
+    def but(self, *, adds: str = "", lacks: str = "", **fields: Any) -> Capabilities:
+        """Return these claims with a difference, as another build's.
+
+        Args:
+            adds: words that this build claims too: features, dtypes, cache dtypes or phases.
+            lacks: such words that it doesn't claim.
+            fields: other fields, whole.
+
+        Raises `ValueError` for a word that makes no difference.
+
+        Examples:
+            >>> base = Capabilities(platforms={"cuda": ()}, features=names("causal gqa lse"))
+            >>> sorted(base.but(adds="alibi", lacks="lse").features)
+            ['alibi', 'causal', 'gqa']
+
+        """
+        for word in sorted(names(adds) | names(lacks)):
+            field = next((f for f, words in _WORDS.items() if word in words), "kv_cache_dtypes")
+            claimed = fields.get(field, getattr(self, field))
+            if (word in claimed) == (word in names(adds)):
+                raise ValueError(
+                    f"Capabilities.{field}: {word!r} makes no difference; leave it out"
+                )
+            fields[field] = claimed ^ {word}
+        return dataclasses.replace(self, **fields)
+
     def __post_init__(self) -> None:
-        typed.require(self)
-        for name, given, valid in (
-            ("dtypes", self.dtypes, DTYPES),
-            ("kv_cache_dtypes", self.kv_cache_dtypes, KV_CACHE_DTYPES),
-            ("layouts", self.layouts, LAYOUTS),
-            ("phases", self.phases, PHASES),
-            ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES, *KV_CACHE_DTYPES}),
-        ):
-            unknown = sorted(set(given) - set(valid))
-            if unknown:
-                close = nearest(unknown[0], valid)
-                raise ValueError(f"Capabilities.{name}: unknown {unknown}{close}")
-            if not given:
-                raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
-        if not self.cached or not self.cached <= {True, False}:
-            raise ValueError(f"Capabilities.cached={self.cached!r} must hold True, False or both")
-        if self.decode_query_lens < 1 or (
-            self.decode_query_lens > 1 and "decode" not in self.phases
-        ):
-            raise ValueError(
-                f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
-                "than 1 needs phase 'decode'"
-            )
-        if self.shared_prefix and not ("decode" in self.phases and True in self.cached):
-            raise ValueError(
-                "Capabilities.shared_prefix: only what claims phase 'decode' over a cache reads blocks "
-                "that rows share"
-            )
-        if self.phases & {"store", "merge"} and len(self.phases) > 1:
-            raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
-        if not self.rotates <= set(PAIRINGS):
-            raise ValueError(
-                f"Capabilities.rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"
-            )
-        if self.rotates and "store" not in self.phases:
-            raise ValueError("Capabilities.rotates: only what claims phase 'store' rotates")
-        if not self.platforms:
-            raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
-        if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
-            raise ValueError("Capabilities.phases: 'mixed' needs both 'prefill' and 'decode'")
-        if "sink_tokens" in self.features and "sliding_window" not in self.features:
-            raise ValueError("Capabilities.features: 'sink_tokens' needs 'sliding_window'")
-        if not self.features & {"causal", "non_causal"}:
-            raise ValueError("Capabilities.features: needs 'causal', 'non_causal' or both")
-        if self.preferred_block_size not in self.block_sizes:
-            raise ValueError(
-                f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
-                f"block_sizes ({self.block_sizes})"
-            )
-        sizes = {f"head_size {size}" for size in self.head_sizes.values}
-        for problem in claim_problems(self, EXCLUDABLE | sizes, ANY_PLATFORM):
-            raise ValueError(problem)
+        require(self)
         for name in ("platforms", "remedies"):  # copies: what was checked must not change
             object.__setattr__(self, name, dict(getattr(self, name)))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what types can't say: unknown words, and claims that contradict each other."""
+        yield from self._unknown_words()
+        yield from self._bad_platforms()
+        most, decodes = self.decode_query_lens, "decode" in self.phases
+        for wrong, text in (
+            (not self.cached or not self.cached <= {True, False},
+             f"cached={self.cached!r} must hold True, False or both"),
+            (most < 1 or (most > 1 and not decodes),
+             f"decode_query_lens={most} must be 1 or more, and more than 1 needs phase 'decode'"),
+            (self.shared_prefix and not (decodes and True in self.cached),
+             "shared_prefix: only a backend that claims phase 'decode' over a cache reads blocks "
+             "that rows share"),
+            (self.phases & SERVICES and len(self.phases) > 1,
+             "phases: 'store', 'merge' and 'index' can't be combined with other phases"),
+            (not self.indexes <= INDEX_FORMS.keys(),
+             f"indexes={sorted(self.indexes)!r}: forms are {', '.join(INDEX_FORMS)}"),
+            (self.indexes and "index" not in self.phases,
+             "indexes: only a backend that claims phase 'index' chooses"),
+            (not self.rotates <= set(PAIRINGS),
+             f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
+            (self.rotates and "store" not in self.phases,
+             "rotates: only a backend that claims phase 'store' rotates"),
+            ("mixed" in self.phases and not {"prefill", "decode"} <= self.phases,
+             "phases: 'mixed' needs both 'prefill' and 'decode'"),
+            ("sink_tokens" in self.features and "sliding_window" not in self.features,
+             "features: 'sink_tokens' needs 'sliding_window'"),
+            (not self.features & {"causal", "non_causal"},
+             "features: needs 'causal', 'non_causal' or both"),
+            (self.preferred_block_size not in self.block_sizes,
+             f"preferred_block_size={self.preferred_block_size} is not among block_sizes "
+             f"({self.block_sizes})"),
+            (any(size < 1 for pair in self.v_head_pairs for size in pair),
+             f"v_head_pairs={shown(sorted(self.v_head_pairs))}: sizes are 1 or more"),
+        ):  # fmt: skip
+            if wrong:
+                yield f"Capabilities.{text}"
+        yield from self._bad_excludes()
+
+    def _unknown_words(self) -> Iterator[str]:
+        stored = {*KV_CACHE_DTYPES, ANY_ROWS, *(shipped.name for shipped in ROW_FORMATS)}
+        for name, valid in (
+            ("dtypes", DTYPES),
+            ("kv_cache_dtypes", stored),
+            ("layouts", LAYOUTS),
+            ("phases", PHASES),
+            ("features", FEATURES),
+            ("remedies", {*FEATURES, *DTYPES, *stored}),
+        ):
+            words = getattr(self, name)
+            unknown = sorted(set(words) - set(valid))
+            if unknown:
+                yield f"Capabilities.{name}: unknown {unknown}{nearest(unknown[0], valid)}"
+            if not words and name != "remedies":
+                yield f"Capabilities.{name} is empty: such a backend can serve nothing"
+
+    def _bad_platforms(self) -> Iterator[str]:
+        if not self.platforms:
+            yield "Capabilities.platforms is empty: such a backend can run nowhere"
+        for platform, archs in self.platforms.items():
+            if platform != ANY_PLATFORM and not PLATFORM_NAME.fullmatch(platform):
+                yield (
+                    f"Capabilities.platforms: {shown(platform)} can't be a platform's name; use "
+                    "lower-case letters, digits and _"
+                )
+            for pattern in archs:
+                if not is_arch_pattern(pattern):
+                    yield (
+                        f"Capabilities.platforms[{platform!r}]: {shown(pattern)} is no arch pattern; "
+                        "write 'sm_90', 'sm_80+' or 'sm_80-sm_90'"
+                    )
+
+    def _bad_excludes(self) -> Iterator[str]:
+        words = EXCLUDABLE | {f"head_size {size}" for size in self.head_sizes.values}
+        for together, _ in self.excludes:
+            if len(together) < 2:
+                yield (
+                    f"Capabilities.excludes: {shown(sorted(together))} must name two things or more "
+                    "that don't work together; leave one that never works out of the claims"
+                )
+            for word in sorted(together - words):
+                if not _is_claimed_arch(word, self.platforms):
+                    yield (
+                        f"Capabilities.excludes: {shown(word)} is unknown{nearest(word, words)} "
+                        "(an arch must be among those that platforms names)"
+                    )
 
     def __hash__(self) -> int:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
         return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))
+
+
+def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether `word` is an arch that the claims cover; of a platform without archs, a known one."""
+    for platform, patterns in platforms.items():
+        if any(arch_matches(pattern, word) for pattern in patterns):
+            return True
+        words = _CPU_ARCHS if platform == "cpu" else _ARCH_WORD
+        if not patterns and platform != ANY_PLATFORM and words.fullmatch(word):
+            return True
+    return False
 
 
 def check(
@@ -195,9 +456,9 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled, and for
-    what it excludes): what the layer computes is no concern of theirs.
+    An empty tuple means that it can. Pure: no import, no device access. For a store, a merge or an
+    indexer, only platform, kind and dtypes count (for a store also the keys' form and scales, and what
+    it excludes; for an indexer its own spec), because what the layer computes doesn't concern it.
     """
     found: list[Rejection] = []
 
@@ -212,13 +473,16 @@ def check(
     need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
         return tuple(found)
+    if phase == "index":
+        _check_indexer(caps, spec, device, need)
+        return tuple(found)
     if spec.cached:
         _check_cache(caps, spec, device, need)
     _check_sizes(caps, spec, need)
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
     else:
-        _check_features(caps, features(spec) & STORED, need)
+        _check_features(caps, spec.features & STORED, need)
     _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
@@ -237,22 +501,35 @@ def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
         )
 
 
+def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+    """A layer's indexer alone: its queries' and keys' size, and what it chooses by."""
+    indexer = spec.indexer
+    assert indexer is not None
+    size, forms = indexer.head_size, indexer.forms
+    need(size in caps.head_sizes, "indexer.head_size", size, caps.head_sizes)
+    for form in sorted(forms - caps.indexes):
+        need(False, form, INDEX_FORMS[form], caps.indexes or "none of the forms")
+    asked = forms | {spec.dtype, device.arch}
+    for together, why in caps.excludes:
+        need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
+
+
 def _check_computation(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
     need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
-    if not spec.kind.is_recurrent:
+    if spec.recurrent is None:
         words = {True: "over a cache", False: "given keys and values"}
         given = [words[c] for c in caps.cached]
         need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], given)
-        ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+        ratio = spec.num_heads if spec.latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
         rank = spec.latent.rank
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
-    asked = features(spec)
+    asked = spec.features
     _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:
         need(
@@ -274,16 +551,24 @@ def _check_computation(
 def _check_excludes(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
-    asked = features(spec)
+    asked = spec.features
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {ANY_ROWS} if spec.in_rows else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     asked |= {"captured"} if spec.graph_capture else set()
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
+def takes(caps: Capabilities, kv_cache_dtype: str) -> bool:
+    """Return whether a claim includes a cache's dtype, by name or as any row format."""
+    if kv_cache_dtype in caps.kv_cache_dtypes:
+        return True
+    return ANY_ROWS in caps.kv_cache_dtypes and is_rows(kv_cache_dtype)
+
+
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
-    """Whether a store itself does what comes before storing; without a rope that is to add a bias."""
+    """Return whether a store itself rotates; for a layer without a rope, whether it adds a bias."""
     if rope is None or not rope.rotary_size:
         return bool(caps.rotates)
     return rope.pairing in caps.rotates
@@ -301,11 +586,13 @@ def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> N
 
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
-    "length_bounds": "give each step its lengths on the host, and plan it",
+    "length_bounds": "pass each step's lengths on the host, and plan the step",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
-    "tensor_scales": "give the scales as numbers: scales='number'",
-    "head_scales": "give one scale for all heads",
+    "step_invariant": "ask for batch_invariant='batch'",
+    "call_invariant": "ask for batch_invariant='steps'",
+    "tensor_scales": "pass the scales as numbers: scales='number'",
+    "head_scales": "pass one scale for all heads",
     "fp8_inputs": "dequantise before: qkv_dtype='auto'",
     "fp8_output": "quantise after: out_dtype='auto'",
 }
@@ -325,7 +612,7 @@ def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
 def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
     cached = spec.kv_cache_dtype
     remedy = caps.remedies.get(cached, "")
-    need(cached in caps.kv_cache_dtypes, "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
+    need(takes(caps, cached), "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
     if cached.startswith("fp8_e4m3") and device.fp8:
         need(
             device.fp8 in caps.fp8_formats,
@@ -342,7 +629,7 @@ def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Nee
             "all in e4m3",
             "set fp8_compute=True in the spec where its error is acceptable",
         )
-    if spec.block_size is not None and not spec.kind.is_recurrent:
+    if spec.block_size is not None and spec.recurrent is None:
         need(
             caps.block_sizes.divisor_of(spec.block_size) is not None,
             "block_size",

@@ -37,7 +37,7 @@ def _plugins_by_extra() -> dict[str, tuple[str, ...]]:
     plugins: dict[str, list[str]] = {}
     for text in requires_of_polyattn():
         match = re.match(r"(polyattn-[a-z0-9-]+).*\bextra\s*==\s*['\"]([a-z0-9-]+)['\"]", text)
-        if match:
+        if match and match[1] in catalogue():  # the reader of configs is no plugin
             plugins.setdefault(match[2], []).append(match[1])
     return {extra: tuple(names) for extra, names in plugins.items()}
 
@@ -55,7 +55,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         name: the name, in any case.
         known: the names that loaded plugins bring.
 
-    Example:
+    Examples:
         >>> unknown("profiles", "h100-sxn", ["x86-amx"])
         "is unknown; did you mean 'h100-sxm'?"
 

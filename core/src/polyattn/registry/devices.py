@@ -1,4 +1,4 @@
-"""Which device is meant? The one road from what a caller says to a `Device`."""
+"""Which device is meant? The only way from a caller's argument to a `Device`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.errors import DeviceError, describe, shown
 from polyattn.registry.catalogue import catalogue, unknown
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.machine import detect
 from polyattn.settings import Settings, current
 
@@ -19,8 +20,21 @@ _default: dict[tuple[Any, ...], str] = {}
 def resolve_device(device: Any = None, settings: Settings | None = None) -> Device:
     """Return the device behind a `Device`, a profile's name, a torch device or None.
 
-    None is this machine's best: of several alike the one that is current now, asked anew each time.
-    Raises `DeviceError` with what each platform's detector said.
+    Args:
+        device: None is this machine's best; of several alike the one that is current at the call.
+        settings: instead of those of the environment and the file.
+
+    Returns:
+        The device: platform, architecture, memory, rates.
+
+    Raises:
+        DeviceError: it isn't known, or isn't here; the message has what each detector said.
+
+    Examples:
+        >>> device = resolve_device("x86-avx512")
+        >>> device.platform, device.is_real
+        ('cpu', False)
+
     """
     if isinstance(device, Device):
         return device

@@ -1,12 +1,13 @@
-"""Who is installed? Finds plugins by their entry points and keeps each one's failure to itself."""
+"""Which plugins are installed? Finds them by entry points and isolates the failures of each."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -15,14 +16,15 @@ import pluggy
 from polyattn._version import __version__
 from polyattn.errors import PluginError, SettingsError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.distributions import distributions
-from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.machine import forget_probes
-from polyattn.registry.names import backend_named, not_a_backend, without_conflicts
+from polyattn.registry.installed import IMPORTS_TORCH, Registry
+from polyattn.registry.machine import ask, forget_probes, within
+from polyattn.registry.names import without_conflicts
 from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
@@ -31,64 +33,8 @@ from polyattn.registry.validate import (
     plugin_name_problem,
 )
 from polyattn.settings import Settings, current
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
-
-
-@dataclass(frozen=True)
-class Registry:
-    """Who is installed: plugins, their backends and platforms, and everything that is wrong."""
-
-    plugins: tuple[PluginRecord, ...]
-    backends: dict[str, BackendInfo]
-    owners: dict[str, PluginRecord]
-    platforms: dict[str, Platform]
-    platform_owners: dict[str, PluginRecord]
-    variants: dict[str, AttentionVariant]
-    conflicts: dict[str, str]
-    manager: pluggy.PluginManager = field(repr=False)
-    late_policies: set[str] = field(default_factory=set, repr=False)
-
-    @property
-    def problems(self) -> list[str]:
-        """One line for each plugin that is broken and each name that two plugins claim."""
-        broken = [
-            f"{p.origin}: {p.problem} (until it is mended: {p.removal})"
-            for p in self.plugins
-            if p.status == "broken"
-        ]
-        return broken + list(self.conflicts.values())
-
-    @property
-    def notes(self) -> list[str]:
-        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
-        return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
-
-    @property
-    def torch_importers(self) -> dict[str, str]:
-        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
-        return {
-            p.name: f"{p.origin}: {p.note}"
-            for p in self.plugins
-            if p.note.startswith(IMPORTS_TORCH)
-        }
-
-    @property
-    def disabled(self) -> list[str]:
-        """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
-        return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
-
-    def backend(self, name: str) -> BackendInfo:
-        """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""
-        name = name.upper()
-        own = backend_named(name, self.backends)
-        if own is not None:
-            return self.backends[own]
-        key = f"backend {name}"
-        if key in self.conflicts:
-            raise PluginError(self.conflicts[key])
-        notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
-        raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
-
 
 _registered: dict[str, Any] = {}
 _generation = 0
@@ -96,9 +42,24 @@ _cache: dict[Any, Registry] = {}
 
 
 def register(plugin: Any, name: str | None = None) -> None:
-    """Add a plugin (a module, or an object with hook methods) to this process.
+    """Add a plugin to this process.
 
-    `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
+    Args:
+        plugin: a module or an object with hook methods, or what `polyattn.kernel.backend` returns.
+        name: the plugin's; default: its `__name__`.
+
+    Raises:
+        PluginError: the name is taken, or a declaration is wrong.
+
+    Examples:
+        >>> from polyattn.kernel import backend
+        >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=(64,), features=("causal",))
+        ... def mine(query, key, value, mask, scale): ...
+        >>> register(mine)
+        >>> "MINE" in discover().backends
+        True
+        >>> unregister(mine)
+
     """
     global _generation
     name = str(getattr(plugin, "__name__", "")) if name is None else name
@@ -111,16 +72,32 @@ def register(plugin: Any, name: str | None = None) -> None:
     _generation += 1
 
 
-def unregister(name: str) -> None:
-    """Remove a plugin that `register` added."""
+def unregister(plugin: Any) -> None:
+    """Remove a plugin that `register` added.
+
+    Args:
+        plugin: the plugin itself, or its name.
+
+    Raises:
+        PluginError: no such plugin was registered.
+
+    Examples:
+        >>> unregister("mine")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no plugin named 'mine' was registered
+
+    """
     global _generation
+    name = plugin
+    if not isinstance(plugin, str):
+        name = next((n for n, p in _registered.items() if p is plugin), shown(plugin))
     if _registered.pop(name, None) is None:
         raise PluginError(f"no plugin named {name!r} was registered{nearest(name, _registered)}")
     _generation += 1
 
 
 def refresh() -> None:
-    """Forget what was found and probed; the next `discover` looks again (after an installation)."""
+    """Forget what was found and probed; the next `discover` looks again, after an installation."""
     global _generation
     _generation += 1
     _cache.clear()
@@ -129,18 +106,33 @@ def refresh() -> None:
 
 
 def changed() -> None:
-    """Say that something which decides selections is another: what was selected is asked anew."""
+    """Invalidate earlier selections: something that decides them has changed."""
     global _generation
     _generation += 1
 
 
 def generation() -> int:
-    """Return a number that changes whenever the set of plugins may have."""
+    """Return a number that changes whenever the set of plugins may have changed."""
     return _generation
 
 
 def discover(settings: Settings | None = None) -> Registry:
-    """Return the registry of installed plugins, cached until something changes it."""
+    """Return the registry of installed plugins, cached until something changes it.
+
+    Args:
+        settings: instead of those of the environment and the file.
+
+    Returns:
+        The registry: `backends` by name, `plugins`, and `problems` with their remedies.
+
+    Raises:
+        SettingsError: a setting names a plugin that isn't installed.
+
+    Examples:
+        >>> discover().backends["TORCH_MERGE"].summary
+        "attention states merged by torch's elementwise operators"
+
+    """
     settings = current() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
@@ -179,7 +171,7 @@ def _build(settings: Settings) -> Registry:
             records.append(_load(item, manager, settings.plugin_timeout))
     core = PluginRecord(
         "core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN,
-        variants=SHIPPED,
+        variants=SHIPPED, row_formats=ROW_FORMATS,
     )  # fmt: skip
     return _assemble((core, *records), manager)
 
@@ -249,7 +241,8 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
         declared = {
-            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant
+            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant,
+            "row_formats": RowFormat,
         }  # fmt: skip
         said: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
@@ -276,9 +269,6 @@ SLOW = 0.5
 """Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
 
 
-IMPORTS_TORCH = "its hook module imports torch"
-
-
 def _cost(imports_torch: bool, seconds: float) -> str:
     """Say what asking a plugin costs everybody who lists or selects, if it is much."""
     if not imports_torch and seconds < SLOW:
@@ -289,17 +279,15 @@ def _cost(imports_torch: bool, seconds: float) -> str:
 
 
 def _is_being_imported(target: str) -> bool:
-    """Whether the plugin's own package is on its way in: its import lock is this thread's then."""
+    """Whether this thread is importing the plugin's package: another thread would wait for its lock."""
     words = target.partition(":")[0].split(".")
-    modules = (sys.modules.get(".".join(words[: n + 1])) for n in range(len(words)))
-    return any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in modules)
-
-
-def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
-    """Call one hook of one plugin alone, so that its exception is attributable."""
-    others = [p for p in manager.get_plugins() if p is not plugin]
-    answers = manager.subset_hook_caller(hook, others)(**arguments)
-    return answers[0] if answers else None
+    modules = {".".join(words[: n + 1]) for n in range(len(words))}
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, bool]]:
@@ -326,7 +314,7 @@ def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, b
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:
     conflicts: dict[str, str] = {}
     taken = []
-    for what in ("backend", "platform", "variant"):
+    for what in ("backend", "platform", "variant", "row_format"):
         claims: dict[str, list[tuple[Any, PluginRecord]]] = {}
         for record in records:
             for entry in getattr(record, f"{what}s"):
@@ -335,7 +323,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
             if len(claimants) > 1:
                 conflicts[f"{what} {name}"] = _settle(what, name, claimants)
         taken.append({name: who[0] for name, who in claims.items() if who})
-    backends, platforms, variants = taken
+    backends, platforms, variants, row_formats = taken
     return Registry(
         records,
         without_conflicts(
@@ -347,6 +335,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},
         {name: entry for name, (entry, _) in variants.items()},
+        {name: entry for name, (entry, _) in row_formats.items()},
         conflicts,
         manager,
     )
@@ -356,7 +345,7 @@ def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> 
     """Leave of several claimants of a name the one that may keep it, or none; say what to do.
 
     A name of ours stays ours: else one stray distribution would take the CPU from everybody.
-    Between strangers nobody can tell who is meant.
+    Between strangers nobody can tell which one is meant.
     """
     origins = " and by ".join(record.origin for _, record in claimants)
     ours = {PROJECT, *our_distributions()}

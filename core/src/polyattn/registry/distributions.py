@@ -1,4 +1,4 @@
-"""Which distributions and modules are here? As importlib says, but a finder that fails ends nothing."""
+"""Which distributions and modules are here? As importlib, but a failing finder doesn't stop it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("polyattn")
 def distributions(name: str | None = None) -> Iterator[metadata.Distribution]:
     """Yield the installed distributions (of a name), as `importlib.metadata` does.
 
-    That ends with whatever an entry of `sys.meta_path` raises; here one that fails is passed over.
+    That stops at any error of an entry of `sys.meta_path`; this function skips such an entry.
     """
     kind = metadata.DistributionFinder.Context
     context = kind() if name is None else kind(name=name)
@@ -28,14 +28,44 @@ def distributions(name: str | None = None) -> Iterator[metadata.Distribution]:
 
 
 def installed(name: str) -> metadata.Distribution | None:
-    """Return the installed distribution of a name, None where there is none."""
+    """Return the installed distribution of this name, or None.
+
+    Args:
+        name: a distribution's name, in any spelling that pip takes.
+
+    Returns:
+        The distribution, with its `version` and `metadata`; None if it isn't installed.
+
+    Raises:
+        Nothing: a distribution that can't be read counts as absent.
+
+    Examples:
+        >>> installed("torch").metadata["Name"], installed("no-such-distribution")
+        ('torch', None)
+
+    """
     return next(distributions(name), None)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return what `importlib.util.find_spec` does of a top-level module; imports nothing of it.
+    """Return a top-level module's spec, or None; imports nothing of the module.
 
-    That ends with whatever an entry of `sys.meta_path` raises; then the folders of `sys.path` are asked.
+    It asks `importlib.util.find_spec`. If an entry of `sys.meta_path` raises, a warning names the error,
+    and the folders of `sys.path` answer.
+
+    Args:
+        name: the module's name, without dots.
+
+    Returns:
+        The spec, or None if there is no such module.
+
+    Raises:
+        ValueError: the module is loaded and has no spec.
+
+    Examples:
+        >>> find_spec("json").name, find_spec("no_such_module")
+        ('json', None)
+
     """
     try:
         return util.find_spec(name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pluggy
 
 from polyattn.device import Device
+from polyattn.errors import shown
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.validate import PLATFORM_NAME, path_problems
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 PROJECT = "polyattn"
@@ -23,16 +26,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class Platform:
     """A platform that a plugin detects.
 
-    `detect` is `"package.module:function"`; it takes a torch device string or None and returns
-    a `Device` with `torch_device` set, or None when this machine has no such device. The platform
-    of the highest `rank` that is here becomes the default device; the CPU's rank is 0.
-    `device_types` are the types of torch device that it speaks for (`("cuda",)`; none: its name);
-    `current` is `"package.module:function"`, which says cheaply which of several devices is the
-    current one (`"cuda:1"`); None where there is but one. `profiles` are names of its hardware, to
-    reason about without having it (`("h100", Device(...))`); a device may have several names.
-    `interpret` is `"package.module:function"`, which makes a profile run without its hardware, for
-    `polyattn run`: it takes the profile and returns a `Device` with `torch_device` set and a context
-    manager to work in. None where kernels need the hardware.
+    Attributes:
+        name: of the platform; lower-case letters, digits and `_`.
+        detect: `"package.module:function"`. It takes a torch device string or None, and returns a
+            `Device` with `torch_device` set, or None if this machine has no such device.
+        rank: the present platform of the highest rank is the default; the CPU's is 0.
+        device_types: torch's types of device that belong to it (`("cuda",)`); empty: its name.
+        current: `"package.module:function"`, which returns cheaply the current one of several devices
+            (`"cuda:1"`); None if there is only one.
+        profiles: names of its hardware, to reason about without having it (`("h100", Device(...))`); a
+            device may have several names.
+        interpret: `"package.module:function"`, which makes a profile run without its hardware, for
+            `polyattn run`. It takes the profile and returns a `Device` with `torch_device` set, and a
+            context manager to work in. None if kernels need the hardware.
+
+    Examples:
+        >>> platform = Platform(name="npu", detect="mine.npu:detect", device_types=("npu",))
+        >>> list(platform.problems())
+        []
+
     """
 
     name: str
@@ -43,9 +55,23 @@ class Platform:
     profiles: tuple[tuple[str, Device], ...] = ()
     interpret: str | None = None
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its names and paths."""
+        if not PLATFORM_NAME.fullmatch(self.name):
+            yield (
+                f"Platform.name={shown(self.name)} can't be a platform's name; use lower-case "
+                "letters, digits and _"
+            )
+        yield from path_problems("Platform.detect", self.detect, "function")
+        yield from path_problems("Platform.current", self.current, "function")
+        yield from path_problems("Platform.interpret", self.interpret, "function")
+        for kind in self.device_types:
+            if not PLATFORM_NAME.fullmatch(kind):
+                yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"
+
 
 class HookSpecs:
-    """What polyattn asks of a plugin. Only `polyattn_api_versions` must be there."""
+    """The hooks that polyattn calls. Only `polyattn_api_versions` is required."""
 
     @hookspec
     def polyattn_api_versions(self) -> tuple[int, int]:  # type: ignore[empty-body]
@@ -62,6 +88,10 @@ class HookSpecs:
     @hookspec
     def polyattn_variants(self) -> Sequence[AttentionVariant]:  # type: ignore[empty-body]
         """Return the attention variants that the plugin brings, their functions as paths."""
+
+    @hookspec
+    def polyattn_row_formats(self) -> Sequence[RowFormat]:  # type: ignore[empty-body]
+        """Return the formats of cached rows that the plugin brings, `encode` and `decode` as paths."""
 
     @hookspec
     def polyattn_timings(self) -> Sequence[str]:  # type: ignore[empty-body]

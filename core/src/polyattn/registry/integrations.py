@@ -20,7 +20,21 @@ GROUP = "polyattn.integrations"
 
 @dataclass(frozen=True)
 class Integration:
-    """One integration as found: `host` is the distribution that is here, `problem` what is wrong."""
+    """An installed integration.
+
+    Attributes:
+        name: of the integration, as `polyattn list` shows it.
+        distribution: that brings it.
+        version: of that distribution.
+        host: the distribution of the host and its version, "" if it isn't installed.
+        registered: where the host finds it.
+        problem: what is wrong, with the remedy; "" for nothing.
+
+    Examples:
+        >>> Integration("torch", "polyattn-torch", "0.1", "torch 2.14", "").to_dict()["name"]
+        'torch'
+
+    """
 
     name: str
     distribution: str
@@ -35,7 +49,16 @@ class Integration:
 
 
 def integrations() -> list[Integration]:
-    """Return who is installed, by name."""
+    """Return the installed integrations.
+
+    Returns:
+        One entry for each, sorted by name.
+
+    Examples:
+        >>> all(entry.distribution.startswith("polyattn-") for entry in integrations())
+        True
+
+    """
     found = {}
     for dist in distributions():
         for entry in dist.entry_points.select(group=GROUP):

@@ -1,8 +1,8 @@
-"""Is the class that a path names there? Answered from source, without importing anything of it.
+"""Does the class that a path names exist? Answered from source, without importing anything.
 
-Importing `a` to find `a.b` would run a stranger's code in the host. Where the text can't decide
-(`import *`, a module's `__getattr__`, a path that a package changes), the answer is "no problem":
-a healthy plugin is never called broken, and loading the class reports what is wrong in earnest.
+Importing `a` to find `a.b` would run a stranger's code in the host. If the text can't decide (`import
+*`, a module's `__getattr__`, a path that a package changes), the answer is "no problem": a healthy
+plugin is never called broken, and loading the class reports real problems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEFINED = re.compile(r"^(?:\s*(?:class|def)\s+(\w+)|(\w+)\s*[:=])", re.MULTILIN
 
 @cache
 def static_problem(path: str) -> str | None:
-    """Return why `"package.module:Class"` can't be there, or None: it is, or nobody can tell."""
+    """Return why `"package.module:Class"` can't exist, or None if it does or the source can't tell."""
     module, _, name = path.partition(":")
     try:
         return _problem(module, name)
@@ -40,7 +40,7 @@ def static_problem(path: str) -> str | None:
 
 
 def forget() -> None:
-    """Read the sources again at the next question, after something was installed or mended."""
+    """Read the sources again at the next question, after an installation."""
     for remembered in (static_problem, _source_problem, _defined):
         remembered.cache_clear()
 

@@ -1,33 +1,88 @@
-"""Asks this machine: which platform's device is here, and can a backend run on it?"""
+"""Asks plugins: which device is here, can a backend run on it, and which of several is better?
+
+Each call into a plugin is bounded in time, and nothing that it raises or exits with reaches the host. It
+runs in a thread of its own. So one that hangs costs its time limit, and a KeyboardInterrupt that a plugin
+raises is told from a user's Ctrl-C, which always arrives in the main thread.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import pluggy
 
 from polyattn.device import Device
 from polyattn.errors import DeviceError, PluginError, SettingsError, describe, plain, shown
-from polyattn.registry import lookup, typed
-from polyattn.registry.guard import LatePluginError, PluginCall, within
+from polyattn.registry import lookup
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_problem
+from polyattn.registry.validate import mismatches
 from polyattn.settings import current
-
-if TYPE_CHECKING:
-    from polyattn.registry.discovery import Registry
+from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
 
 
-def detect(registry: Registry, torch_device: str | None = None) -> Device:
-    """Return the highest-ranking platform's device that is here, or the one asked for.
+class LatePluginError(PluginError):
+    """A plugin that didn't answer in time."""
 
-    Raises `DeviceError` with what each platform's detector said.
+
+class PluginCall:
+    """A running call into a plugin. `what` names it in errors: `"its probe"`."""
+
+    def __init__(self, what: str, call: Callable[[], Any]):
+        self.what = what
+        self._call = call
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(self._run,), daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._call()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of the plugin's own too
+            self._error = error
+        finally:
+            self._done.set()
+
+    def answer(self, seconds: float, setting: str) -> Any:
+        """Return what it returned. Raises `PluginError` when it failed, `LatePluginError`.
+
+        `setting` names the variable that `seconds` comes from.
+        """
+        if not self._done.wait(seconds):
+            raise LatePluginError(
+                f"{self.what} did not answer within {seconds:g} s; if it is slow and doesn't hang, set "
+                f"{setting} higher"
+            )
+        if isinstance(self._error, PluginError):
+            raise PluginError(describe(self._error)) from self._error
+        if self._error is not None:
+            raise PluginError(f"{self.what} failed: {describe(self._error)}") from self._error
+        return self._answer
+
+
+def within(seconds: float, setting: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns. Raises `PluginError` if it fails or is late."""
+    return PluginCall(what, call).answer(seconds, setting)
+
+
+def detect(registry: Registry, torch_device: str | None = None) -> Device:
+    """Return the present device of the highest-ranking platform, or the requested one.
+
+    Raises `DeviceError` with each detector's message.
     """
     said: list[str] = []
     kind = torch_device and torch_device.split(":")[0]
@@ -48,14 +103,14 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     reasons = "".join(f"\n  {text}" for text in said)
     hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'
     if torch_device:
-        hint += "\n  without a name the best device of this machine is taken"
+        hint += "\n  without a name this machine's best device is used"
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")
 
 
 def interpreted(registry: Registry, profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
     """Return a device that interprets a profile's kernels here, and the context to work in.
 
-    A profile whose platform interprets nothing comes back as it is. Raises `PluginError`.
+    The profile of a platform without an interpreter is returned as it is. Raises `PluginError`.
     """
     platform = registry.platforms.get(profile.platform)
     if profile.is_real or platform is None or platform.interpret is None:
@@ -92,7 +147,7 @@ def ask_detector(platform: Platform, torch_device: str | None = None) -> Device 
         return None
     if type(device) is not Device or device.platform != platform.name:
         raise PluginError(f"its detector {path} returned {shown(device)}, not a Device of its own")
-    wrong = list(typed.mismatches(device))
+    wrong = list(mismatches(device))
     if device.torch_device is None:
         wrong.append("Device.torch_device is None; a detector names the device that it found")
     if wrong:
@@ -116,11 +171,11 @@ def _current_accelerator() -> Callable[[], None]:
 
 
 class Fault(str):
-    """A reason why a backend can't run that is its plugin's own fault, not this machine's."""
+    """A reason why a backend can't run that is its plugin's fault, not this machine's."""
 
 
 class Unset(str):
-    """A reason that is a setting's, which the user may change: asked for anew each time."""
+    """A reason that depends on a setting, which the user may change; it is checked again each time."""
 
 
 def availability(info: BackendInfo, timeout: float) -> str | None:
@@ -166,9 +221,9 @@ def _of_builds(answers: dict[str, str | None]) -> str | None:
 
 
 def running(info: BackendInfo, timeout: float) -> str:
-    """Return what of an available backend runs here, in a word; "" where it doesn't say.
+    """Return what of an available backend runs here, in a word; "" if it doesn't tell.
 
-    Not remembered: a setting of the plugin's may change it.
+    The answer isn't cached, because a plugin's setting may change it.
     """
     path = info.runs
     if path is None:
@@ -181,7 +236,7 @@ _probed: dict[str, str | None] = {}
 
 
 def forget_probes() -> None:
-    """Ask again at the next question, after something was installed or mended."""
+    """Probe again at the next question, after an installation."""
     _probed.clear()
     _late_detectors.clear()
     requirement_problem.cache_clear()
@@ -222,3 +277,72 @@ def _probe_answer(call: PluginCall, timeout: float) -> str | None:
     if type(answer) is not str or not answer.strip():
         return Fault(f"{call.what} returned {shown(answer)}; it must return None or a text")
     return plain(answer)
+
+
+def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
+    """Call one hook of one plugin alone, so that its exception can be attributed."""
+    others = [p for p in manager.get_plugins() if p is not plugin]
+    answers = manager.subset_hook_caller(hook, others)(**arguments)
+    return answers[0] if answers else None
+
+
+def rerank(
+    registry: Registry,
+    spec: LayerSpec,
+    device: Device,
+    phase: str,
+    ranking: tuple[str, ...],
+    seconds: float,
+) -> tuple[str, ...]:
+    """Return the ranking after every `polyattn_rank` hook, each within `seconds`."""
+    policies = {impl.plugin_name for impl in registry.manager.hook.polyattn_rank.get_hookimpls()}
+    owners = {p.name: p for p in registry.plugins if p.status == "ok"}
+    for name, plugin in registry.manager.list_name_plugin():
+        if name not in policies or name not in owners or name in registry.late_policies:
+            continue
+        arguments = {
+            "spec": _copied(spec),
+            "device": copy(device),
+            "phase": phase,
+            "ranking": ranking,
+        }
+        try:
+            answer = within(
+                seconds, "POLYATTN_PROBE_TIMEOUT", "polyattn_rank",
+                lambda plugin=plugin, arguments=arguments: ask(  # type: ignore[misc]
+                    registry.manager, plugin, "polyattn_rank", **arguments
+                ),
+            )  # fmt: skip
+            ranking = ranking if answer is None else _ranking(answer, ranking)
+        except PluginError as error:  # a policy that fails must not stop the choice
+            if isinstance(error, LatePluginError):  # to wait once is enough
+                registry.late_policies.add(name)
+            owner = owners[name]
+            log.warning(
+                "polyattn_rank of %s is passed over: %s (until it is fixed: %s)",
+                owner.origin, error, owner.removal,
+            )  # fmt: skip
+    return ranking
+
+
+def _copied(spec: LayerSpec) -> LayerSpec:
+    """Return a spec that a hook may do anything to: the caller's stays as it is."""
+    mine = copy(spec)
+    for name, part in vars(mine).items():
+        if is_dataclass(part):
+            object.__setattr__(mine, name, copy(part))
+    return mine
+
+
+def _ranking(answer: Any, ranking: tuple[str, ...]) -> tuple[str, ...]:
+    if (
+        type(answer) not in (list, tuple)
+        or not answer
+        or any(type(name) is not str or name not in ranking for name in answer)
+        or len(set(answer)) != len(answer)
+    ):
+        raise PluginError(
+            f"it returned {shown(answer)}; it may only reorder or drop {list(ranking)}, as a list, "
+            "and must leave one"
+        )
+    return tuple(answer)

@@ -9,9 +9,32 @@ from polyattn.registry.catalogue import unknown
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import AttentionKind
 
+COUNTERPARTS = {
+    "ROCM_AITER_MLA": "TRITON_MLA serves MLA on ROCm",
+    "ROCM_AITER_TRITON_MLA": "TRITON_MLA serves MLA on ROCm",
+    "ROCM_AITER_UNIFIED_ATTN": "ROCM_ATTN runs AITER's kernels",
+    "TREE_ATTN": "a tree of drafts is a mask of the step: LayerSpec(mask=...)",
+    "ROCM_AITER_MLA_SPARSE": "TRITON_MLA_SPARSE serves sparse MLA on ROCm",
+    "NSA": "FLASHMLA_SPARSE serves sparse MLA",
+    "DSA": "FLASHMLA_SPARSE serves sparse MLA",
+    "FLASH_ATTN_DIFFKV": "values of another size are LayerSpec(v_head_size=...)",
+    "DUAL_CHUNK_FLASH_ATTN": "none serves dual chunk attention",
+    "TURBOQUANT": "it is a format of the cache: LayerSpec(kv_cache_dtype='turboquant4')",
+    "WAVE": "TRITON_ATTN serves attention on ROCm",
+    "ASCEND": "there is no plugin for Ascend",
+    "INTEL_XPU": "there is no plugin for Intel's GPUs",
+    "AUTO": "leave the name out, and polyattn chooses",
+    "IPEX": "NATIVE_ATTN is the CPU's backend",
+    "EAGER": "TORCH_SDPA runs torch's own kernels, VANILLA the float64 reference",
+    "NO_ATTENTION": "a recurrent layer has a backend of its kind",
+    "CUSTOM": "name the backend itself",
+}
+"""Names of other engines that mean no backend of ours, and what serves instead: no alias, since the
+kernel is another one. The spelling alone would suggest a wrong one."""
+
 
 def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
-    """Return the name of the backend that a name or an alias in upper case means, or None."""
+    """Return the name of the backend that an upper-case name or alias means, or None."""
     if name in backends:
         return name
     return next((info.name for info in backends.values() if name in info.aliases), None)
@@ -20,17 +43,19 @@ def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
 def not_a_backend(
     name: str, backends: Mapping[str, BackendInfo], platform: str | None = None
 ) -> str:
-    """Return what is wrong with a name that means no backend, and the remedy, for an error.
+    """Return what is wrong with a name that is no backend, and the remedy, for an error.
 
-    Engines name a few kinds of layers as if they were backends: vLLM's MAMBA2 or GDN_ATTN.
+    Engines have names of backends for some kinds of layers, such as vLLM's MAMBA2 or GDN_ATTN.
 
     Args:
         name: the name, in upper case.
         backends: the loaded plugins' backends.
-        platform: of the device that is asked for, None where no device is.
+        platform: of the device in question; None if there is none.
 
     """
     word = name.removesuffix("_ATTN").lower()
+    if name in COUNTERPARTS:
+        return f"is no backend here; {COUNTERPARTS[name]}"
     if word not in [kind.value for kind in AttentionKind]:
         return unknown("backends", name, backends)
     kind = AttentionKind(word)

@@ -1,4 +1,4 @@
-"""What is known of one plugin? `PluginRecord`: its origin, its state and what it declares."""
+"""What is known about one plugin? `PluginRecord`: its origin, its state and its declarations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.validate import plugin_name_problem
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 BY_HAND = "this process"
@@ -15,9 +16,10 @@ BY_HAND = "this process"
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
+    """One plugin and its status: `"ok"`, `"broken"` or `"disabled"`.
 
-    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
+    `note` has the time that it took to load, if that delays others. `shadowed`: its name is one of
+    core's.
     """
 
     name: str
@@ -32,6 +34,7 @@ class PluginRecord:
     platforms: tuple[Platform, ...] = ()
     timings: tuple[str, ...] = ()
     variants: tuple[AttentionVariant, ...] = ()
+    row_formats: tuple[RowFormat, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -44,7 +47,7 @@ class PluginRecord:
         if not self.target:
             return f"reinstall or uninstall {self.dist}"
         if self.dist == BY_HAND:
-            return "register one that is mended"
+            return "register a fixed one"
         if self.shadowed:  # a setting would disable ours
             return f"pip uninstall {self.dist}"
         disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"

@@ -35,7 +35,7 @@ def requirement_syntax_problem(text: str) -> str | None:
 
 
 def requirement_name(text: str) -> str | None:
-    """Return the package that a requirement names, None where its marker rules it out here."""
+    """Return the package that a requirement names, None if its marker excludes it here."""
     simple = _PLAIN.fullmatch(text)
     if simple:
         return simple[1]

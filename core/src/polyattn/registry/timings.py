@@ -13,14 +13,15 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, describe, plain, shown
-from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.discovery import discover, generation
 from polyattn.registry.distributions import installed
+from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
-REMEDY = "measure anew: polyattn tune"
+REMEDY = "measure again: polyattn tune"
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
@@ -28,7 +29,7 @@ MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """A model, the layers that it speaks of, and why it is stale on this machine, if it is."""
+    """A model, the layers that it covers, and why it is stale on this machine, if it is."""
 
     layer: tuple[tuple[str, Any], ...]
     model: TimingModel
@@ -37,7 +38,7 @@ class Entry:
     def speaks_of(self, spec: LayerSpec) -> bool:
         """Whether the model is for layers like this: of its class, whatever their heads."""
         theirs = layer_class(spec)
-        return all(theirs[name] == value for name, value in self.layer)
+        return all(theirs.get(name) == value for name, value in self.layer)
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,13 @@ class TimingTable:
         """
         if not self.is_for(device):
             return ()
+        found = [e for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)]
+        at_level = {(e.model.backend, e.model.kind) for e in found if e.model.level}
+        # Where a backend was measured at the layer's level, that counts.
         return tuple(
-            e.model for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)
+            e.model
+            for e in found
+            if e.model.level or (e.model.backend, e.model.kind) not in at_level
         )
 
     def notes(self, device: Device) -> list[str]:
@@ -80,7 +86,7 @@ class TimingTable:
 
 @dataclass(frozen=True)
 class Timings:
-    """The tables that count, the strongest first; `broken` names the files that are no tables."""
+    """The tables that count, the strongest first; `broken` has the files that are no tables."""
 
     tables: tuple[TimingTable, ...] = ()
     broken: tuple[str, ...] = ()
@@ -100,8 +106,9 @@ class Timings:
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
-    """Return what a model's layers have in common."""
-    return {
+    """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for."""
+    level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
+    return level | {
         "kind": spec.kind.value,
         "dtype": spec.dtype,
         "stored": spec.stored_dtype,
@@ -130,9 +137,9 @@ def timings(settings: Settings) -> Timings:
 
 
 def default_path() -> Path | None:
-    """Return where `polyattn tune` writes and everybody reads; None where nobody has a home.
+    """Return the path that `polyattn tune` writes and every process reads; None without a home directory.
 
-    `$XDG_CACHE_HOME` counts where it is set, as the XDG base directory specification has it.
+    `$XDG_CACHE_HOME` counts if it is set, as in the XDG base directory specification.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):
@@ -160,9 +167,9 @@ def _read_all(paths: Iterator[Path]) -> Timings:
 
 
 def read_table(path: Path) -> TimingTable:
-    """Read a table; entries that can't be read are named and left out.
+    """Read a table; unreadable entries are reported and skipped.
 
-    Raises `SettingsError` where the file is no table at all.
+    Raises `SettingsError` if the file is no table.
     """
     try:
         if path.exists() and not path.is_file():  # to read a FIFO waits for ever
@@ -208,7 +215,9 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
         raise ValueError(f"backend={backend!r}, kind={kind!r}; a kind is one of {', '.join(KINDS)}")
     layer, of, overlap = entry["layer"], entry.get("of", []), entry.get("overlap", False)
     if not isinstance(layer, dict) or not layer.keys() <= _CLASS:
-        raise ValueError(f"layer={layer!r} must say of layers some of {', '.join(sorted(_CLASS))}")
+        raise ValueError(
+            f"layer={layer!r} must map some of these to lists: {', '.join(sorted(_CLASS))}"
+        )
     names = isinstance(of, list) and all(isinstance(name, str) for name in of)
     if not names or not isinstance(overlap, bool):
         raise ValueError(f"of={of!r} must be a list of packages, overlap={overlap!r} true or false")
@@ -223,11 +232,13 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
-    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole)
+    level = str(layer.get(LEVEL, ""))
+    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole, level)
     return model, tuple(sorted(layer.items())), of
 
 
-_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size"}
+LEVEL = "batch_invariant"
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL}
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:

@@ -1,32 +1,30 @@
-"""Is what a plugin declares usable? Every field of it, before anything of it is registered.
+"""Are a plugin's declarations usable? Checks every field before anything is registered.
 
-A declaration that passes can't make a list, a selection or a report fail; its texts are one plain
-line each.
+Declarations are dataclasses of plain data. Each field has exactly its annotation's type. A class may
+also have a method `problems`, which yields a line for each fault of its values. A declaration that
+passes can't make a list, a selection or a report fail; its texts are one plain line each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from polyattn.errors import PluginError, nearest, plain, shown
-from polyattn.registry import typed
-from polyattn.registry.capabilities import Capabilities
-from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
-from polyattn.registry.hooks import Platform
-from polyattn.registry.info import BackendInfo, Priority, Variant
-from polyattn.registry.requirements import requirement_syntax_problem
-from polyattn.registry.sizes import Sizes
-from polyattn.spec.features import FEATURES
-from polyattn.spec.kinds import PHASES
+from polyattn.errors import PluginError, plain, shown
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+PLATFORM_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-LARGEST_SCORE = 10**6
+_ARCH = re.compile(r"[A-Za-z0-9_.]{1,32}")
+_ARCHS = re.compile(r"([a-z_]+)(\d+)(?:\+|-\1(\d+))")
 
 
 def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
@@ -41,7 +39,7 @@ def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
                 f"{hook}() returned {shown(entry)} in its list, not a {kind.__name__} (a subclass "
                 "of it isn't taken either)"
             )
-        wrong = list(_problems(entry))
+        wrong = list(problems(entry))
         if wrong:
             raise PluginError("; ".join(wrong))
     found = [_canonical(entry) for entry in answer]
@@ -53,7 +51,7 @@ def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
 
 
 def accepted_timings(answer: Any) -> tuple[str, ...]:
-    """Return the tables in a hook's answer; who reads them sees what they hold. Raises `PluginError`."""
+    """Return the tables in a hook's answer, unread. Raises `PluginError`."""
     if answer is None:
         return ()
     if type(answer) not in (list, tuple):
@@ -89,8 +87,58 @@ def check_api_versions(answer: Any, version: int) -> None:
         )
 
 
+def problems(declaration: Any) -> Iterator[str]:
+    """Yield what is wrong with a declaration and with those inside it.
+
+    A class that checks itself when it is built (`__post_init__`) isn't checked again inside another
+    one.
+    """
+    wrong = list(mismatches(declaration))
+    yield from wrong
+    if wrong:
+        return
+    kind = type(declaration)
+    yield from declaration.problems() if hasattr(kind, "problems") else _OF_SPECS[kind](declaration)
+    for field in dataclasses.fields(declaration):
+        value = getattr(declaration, field.name)
+        for part in value if type(value) is tuple else (value,):
+            if hasattr(type(part), "problems") and not hasattr(part, "__post_init__"):
+                yield from problems(part)
+
+
+def require(declaration: Any) -> None:
+    """Raise `ValueError` with everything that is wrong with a declaration."""
+    wrong = list(problems(declaration))
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def mismatches(declaration: Any) -> Iterator[str]:
+    """Yield a line for each field of a dataclass whose value isn't of the annotated type.
+
+    Lists for tuples, sets for frozensets, numpy's integers and bools for `int` are mismatches:
+    what is declared is hashed, compared and written as JSON.
+    """
+    kind: Any = type(declaration)
+    for name, words, hint in _annotations(kind):
+        value = getattr(declaration, name)
+        if not _fits(value, hint):
+            yield (
+                f"{kind.__name__}.{name}={shown(value)} is of type {type(value).__name__}; "
+                f"it must be {words}"
+            )
+
+
+def is_arch_pattern(pattern: str) -> bool:
+    """Return whether a text is an arch, `"sm_80+"`, or a range with its ends in order."""
+    bounds = _ARCHS.fullmatch(pattern)
+    if bounds:
+        return bounds[3] is None or int(bounds[2]) <= int(bounds[3])
+    return _ARCH.fullmatch(pattern) is not None
+
+
 def plugin_name_problem(name: Any) -> str | None:
-    """Say why a name can't be a plugin's: settings list names with commas between them."""
+    """Return why a name can't be a plugin's, or None. Settings list names with commas between."""
     if type(name) is str and PLUGIN_NAME.fullmatch(name):
         return None
     return (
@@ -99,80 +147,14 @@ def plugin_name_problem(name: Any) -> str | None:
     )
 
 
-def _problems(declaration: Any) -> Iterator[str]:
-    """Yield what is wrong with a declaration and with the declarations that it holds."""
-    wrong = list(typed.mismatches(declaration))
-    yield from wrong
-    if wrong:
+def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
+    """Yield what is wrong with the path of a function or class; None is right."""
+    if path is None:
         return
-    if type(declaration) in _VALUES:
-        yield from _VALUES[type(declaration)](declaration)
-    for field in dataclasses.fields(declaration):
-        value = getattr(declaration, field.name)
-        for part in value if type(value) is tuple else (value,):
-            if dataclasses.is_dataclass(part) and type(part) not in _CHECK_THEMSELVES:
-                yield from _problems(part)
-
-
-def _platform_problems(platform: Platform) -> Iterator[str]:
-    if not PLATFORM_NAME.fullmatch(platform.name):
-        yield (
-            f"Platform.name={shown(platform.name)} can't be a platform's name; use lower-case "
-            "letters, digits and _"
-        )
-    yield from _path_problems("Platform.detect", platform.detect, "function")
-    if platform.current is not None:
-        yield from _path_problems("Platform.current", platform.current, "function")
-    if platform.interpret is not None:
-        yield from _path_problems("Platform.interpret", platform.interpret, "function")
-    for kind in platform.device_types:
-        if not PLATFORM_NAME.fullmatch(kind):
-            yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"
-
-
-def _backend_problems(info: BackendInfo) -> Iterator[str]:
-    if not BACKEND_NAME.fullmatch(info.name):
-        yield (
-            f"BackendInfo.name={shown(info.name)} can't be a backend's name; use letters, digits, "
-            "_ and -, 64 at most"
-        )
-    for alias in info.aliases:
-        if not BACKEND_NAME.fullmatch(alias):
-            yield (
-                f"BackendInfo.aliases: {shown(alias)} can't be a backend's name; use letters, digits, "
-                "_ and -, 64 at most"
-            )
-    called = [name.upper() for name in (info.name, *info.aliases)]
-    if len(set(called)) < len(called):
-        yield f"BackendInfo.aliases: {shown(called)} has a name twice, the backend's own included"
-    yield from _build_problems(info)
-    for where in info.proof:
-        if not is_arch_pattern(where):
-            yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
-    for name in info.proof_of_runs:
-        if not PLUGIN_NAME.fullmatch(name):
-            yield f"BackendInfo.proof_of_runs: {shown(name)} can't be named by `runs`"
-    if info.build:
-        yield f"BackendInfo.build={shown(info.build)} is not declared; declare variants"
-    names = [variant.name for variant in info.variants]
-    if len(set(names)) < len(names):
-        yield f"BackendInfo.variants: {shown(names)} names a build twice"
-    if info.variants and info.builds[0] != dataclasses.replace(
-        info, variants=(), build=info.variants[0].name
-    ):
-        yield (
-            "BackendInfo.variants: the backend's own claims aren't those of its first build; declare "
-            "it with BackendInfo.of_variants(...)"
-        )
-
-
-def _variant_problems(variant: Variant) -> Iterator[str]:
-    if not PLUGIN_NAME.fullmatch(variant.name):
-        yield (
-            f"Variant.name={shown(variant.name)} can't be a build's name; use letters, digits, '_', "
-            "'-' and '.', 64 at most"
-        )
-    yield from _build_problems(variant)
+    module, colon, name = path.partition(":")
+    words = (*module.split("."), name)
+    if not colon or not path.isascii() or not all(word.isidentifier() for word in words):
+        yield f"{field}={shown(path)} is no path; write 'package.module:{what}'"
 
 
 def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
@@ -184,67 +166,31 @@ def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
                 "'package.module:function', so that listing imports no torch"
             )
         elif given is not None:
-            yield from _path_problems(f"AttentionVariant.{field}", given, "function")
+            yield from path_problems(f"AttentionVariant.{field}", given, "function")
 
 
-def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
-    kind = type(info).__name__
-    yield from _path_problems(f"{kind}.path", info.path, "Class")
-    if info.probe is not None:
-        yield from _path_problems(f"{kind}.probe", info.probe, "function")
-    for field in ("runs", "variant_check") if isinstance(info, BackendInfo) else ():
-        if getattr(info, field) is not None:
-            yield from _path_problems(f"{kind}.{field}", getattr(info, field), "function")
-    for text in info.requires:
-        problem = requirement_syntax_problem(text)
-        if problem:
-            yield f"{kind}.requires: {problem}"
-
-
-def _priority_problems(priority: Priority) -> Iterator[str]:
-    if abs(priority.score) > LARGEST_SCORE:
-        yield f"Priority.score={shown(priority.score)}: scores go from 0 to 100"
-    if priority.platform is not None and not PLATFORM_NAME.fullmatch(priority.platform):
-        yield f"Priority.platform={shown(priority.platform)} can't be a platform's name"
-    if priority.phase is not None and priority.phase not in PHASES:
-        yield f"Priority.phase={shown(priority.phase)} is unknown{nearest(priority.phase, PHASES)}"
-    if priority.needs is not None and priority.needs not in FEATURES:
-        yield f"Priority.needs={shown(priority.needs)} is unknown{nearest(priority.needs, FEATURES)}"
-    for pattern in priority.archs:
-        if not is_arch_pattern(pattern):
+def _row_format_problems(format: RowFormat) -> Iterator[str]:
+    for field in ("encode", "decode"):
+        if not isinstance(given := getattr(format, field), str):
             yield (
-                f"Priority.archs: {shown(pattern)} is no arch pattern; write 'sm_90', 'sm_80+' or "
-                "'sm_80-sm_90'"
+                f"RowFormat.{field}={shown(given)}: a plugin names its functions by path, "
+                "'package.module:function', so that listing imports no torch"
             )
+        else:
+            yield from path_problems(f"RowFormat.{field}", given, "function")
 
 
-_VALUES: dict[type, Callable[[Any], Iterator[str]]] = {
-    Platform: _platform_problems,
-    BackendInfo: _backend_problems,
-    Variant: _variant_problems,
-    Priority: _priority_problems,
+_OF_SPECS: dict[type, Callable[[Any], Iterator[str]]] = {
     AttentionVariant: _attention_variant_problems,
+    RowFormat: _row_format_problems,
 }
-"""What is looked at beside the types."""
-_CHECK_THEMSELVES = (Capabilities, Sizes)
-"""These are checked when they are built."""
-
-
-def _path_problems(field: str, path: str, what: str) -> Iterator[str]:
-    module, colon, name = path.partition(":")
-    words = (*module.split("."), name)
-    if not colon or not path.isascii() or not all(word.isidentifier() for word in words):
-        yield f"{field}={shown(path)} is no path; write 'package.module:{what}'"
+"""What is asked of declarations whose classes belong to a layer's spec."""
 
 
 def _canonical(declaration: Any) -> Any:
-    """Return the declaration with plain texts, and a backend's names as users write them."""
+    """Return the declaration with plain texts, and names as users write them."""
     declaration = _plain(declaration)
-    if type(declaration) is BackendInfo:
-        names = [name.upper() for name in (declaration.name, *declaration.aliases)]
-        if names != [declaration.name, *declaration.aliases]:
-            return dataclasses.replace(declaration, name=names[0], aliases=tuple(names[1:]))
-    return declaration
+    return declaration.canonical() if hasattr(declaration, "canonical") else declaration
 
 
 def _plain(value: Any) -> Any:
@@ -268,3 +214,31 @@ def _plain(value: Any) -> Any:
 
 def _same(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
+
+
+@cache
+def _annotations(kind: type) -> tuple[tuple[str, str, Any], ...]:
+    hints = get_type_hints(kind)
+    return tuple((f.name, str(f.type), hints[f.name]) for f in dataclasses.fields(kind))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is None:
+        if hint is Any:
+            return True
+        if hint is float:
+            return type(value) in (int, float) and math.isfinite(value)
+        return type(value) is hint
+    inner = get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in inner)
+    if origin is Callable:
+        return callable(value)
+    if origin is Mapping:
+        return type(value) in (dict, types.MappingProxyType) and all(
+            _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
+        )
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return type(value) is tuple and len(value) == len(inner) and all(map(_fits, value, inner))
+    return type(value) is origin and all(_fits(item, inner[0]) for item in value)

@@ -1,4 +1,4 @@
-"""Which attention variants are there? Core's, plugins' and those registered in this process."""
+"""Which attention variants exist? Core's, plugins' and those registered in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,24 @@ _registered: dict[str, AttentionVariant] = {}
 def register_variant(variant: AttentionVariant) -> AttentionVariant:
     """Make a variant known to this process; returns it.
 
-    Raises `PluginError` where the name is taken, `SpecError` where a function couples requests.
+    Args:
+        variant: its name, functions and inputs.
+
+    Returns:
+        The same variant.
+
+    Raises:
+        PluginError: the name is taken.
+        SpecError: a function couples requests.
+
+    Examples:
+        >>> def tripled(score, b, h, q_idx, kv_idx):
+        ...     return 3 * score
+        >>> variant = register_variant(AttentionVariant(name="tripled", score_mod=tripled))
+        >>> LayerSpec(num_heads=8, head_size=64, variant="tripled").variant
+        'tripled'
+        >>> unregister_variant("tripled")
+
     """
     if type(variant) is not AttentionVariant:
         raise PluginError(f"register_variant takes an AttentionVariant, not {variant!r}")
@@ -25,7 +42,7 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
             f"a variant named {variant.name!r} is registered already; choose another name, or "
             f"unregister_variant({variant.name!r}) first"
         )
-    if any(callable(getattr(variant, name)) for name in FUNCTIONS):  # paths are for who runs them
+    if any(callable(getattr(variant, name)) for name in FUNCTIONS):  # callers resolve paths
         load_object("polyattn.runtime.functions.coupling:check_coupling")(variant)
     _registered[variant.name] = variant
     changed()
@@ -33,19 +50,38 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
 
 
 def unregister_variant(name: str) -> None:
-    """Forget a variant that `register_variant` made known. Raises `PluginError`."""
+    """Forget a variant that `register_variant` made known.
+
+    Args:
+        name: the variant's.
+
+    Raises:
+        PluginError: no such variant was registered.
+
+    Examples:
+        >>> unregister_variant("tripled")
+        Traceback (most recent call last):
+        polyattn.errors.PluginError: no variant named 'tripled' was registered
+
+    """
     if _registered.pop(name, None) is None:
         raise PluginError(f"no variant named {name!r} was registered{nearest(name, _registered)}")
     changed()
 
 
 def variants() -> dict[str, AttentionVariant]:
-    """Return every variant that is known, by name."""
+    """Return every variant that is known, by name.
+
+    Examples:
+        >>> "flash_sigmoid" in variants()
+        True
+
+    """
     return discover().variants | _registered
 
 
 def variant_named(name: str) -> AttentionVariant:
-    """Return a variant by its name. Raises `SpecError` with the names that there are."""
+    """Return a variant by name. Raises `SpecError` with the existing names."""
     known = variants()
     if name not in known:
         raise SpecError(
@@ -56,7 +92,7 @@ def variant_named(name: str) -> AttentionVariant:
 
 
 def variant_of(spec: LayerSpec) -> AttentionVariant | None:
-    """Return a layer's variant. Raises `SpecError` where it is unknown, or the layer can't have it."""
+    """Return a layer's variant. Raises `SpecError` if it is unknown or the layer can't have it."""
     if spec.variant is None:
         return None
     found = variant_named(spec.variant)
@@ -88,10 +124,10 @@ def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
 
 
 def kernel_spec(spec: LayerSpec) -> LayerSpec:
-    """Return what attention's kernels are asked for: what is done before and after them is left out.
+    """Return the spec of what attention's kernels compute, without the work before and after them.
 
-    Queries and keys come rotated already, and transformed; a variant that does no more is none to them.
-    Raises `SpecError`.
+    Queries and keys arrive rotated and transformed, so a variant that only does that is dropped. Raises
+    `SpecError`.
     """
     variant = variant_of(spec)
     if variant is not None and not variant.of_scores:

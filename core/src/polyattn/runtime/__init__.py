@@ -1,0 +1,1 @@
+"""What runs? Groups, caches, batches, plans, and the classes of backends."""

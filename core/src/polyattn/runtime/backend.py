@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -22,39 +21,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyattn.runtime.cache.kv_cache import KVCache
+    from polyattn.runtime.reads import Reads
     from polyattn.runtime.step.batch import Batch
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
 
 
-@dataclass(slots=True)
-class LayerParams:
-    """What differs between layers of one spec.
+class PackedStrides(NamedTuple):
+    """Strides in memory of tensors (tokens, heads, size), in elements.
 
-    `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
-    `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
-    with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
-    (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
-    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
-    layer brings of its variant's.
-    """
+    Two of each tensor: from token to token, and from head to head.
 
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
-    qkv_bias: Tensor | None = None
-    rotate: bool = False
-    q_scale: Any = 1.0
-    out_scale: Any = 1.0
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    Attributes:
+        query: of the queries.
+        key: of the keys.
+        value: of the values.
+        keys: tokens of keys and values.
 
+    Examples:
+        >>> PackedStrides(query=(256, 64), key=(128, 64), value=(128, 64), keys=40).query[0]
+        256
 
-class Lie(NamedTuple):
-    """How tensors of (tokens, heads, size) lie in memory: strides from token to token, head to head.
-
-    `keys`: how many tokens keys and values have.
     """
 
     query: tuple[int, int]
@@ -63,8 +51,19 @@ class Lie(NamedTuple):
     keys: int
 
 
-class PagesLie(NamedTuple):
-    """The same of a cache: keys and values (pages, page size, heads, size), all three strides of each."""
+class PageStrides(NamedTuple):
+    """Strides of a query and of a cache's pages (pages, page size, heads, size) in memory, in elements.
+
+    Attributes:
+        query: from token to token and head to head.
+        key: from page to page, token to token and head to head.
+        value: alike.
+
+    Examples:
+        >>> PageStrides(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]
+        2048
+
+    """
 
     query: tuple[int, int]
     key: tuple[int, int, int]
@@ -74,10 +73,18 @@ class PagesLie(NamedTuple):
 class Backend:
     """A kernel for one spec over one cache format. It holds compiled code and workspaces.
 
-    It remembers no step: what a step needs is in its plan, and any number of plans are alive at once.
-    What a backend runs, it runs on one stream, one call after another. `workspaces` is the group's,
-    whose backends share it; the group sets it after the constructor, which takes nothing of it.
-    `cache` is the cache's format in the blocks that this backend walks in, None where there is none.
+    It remembers no step: a step's data are in its plan, and any number of plans are alive at once. Its
+    calls run one after another on one stream. `workspaces` is the group's, whose backends share it; the
+    group sets it after the constructor, which takes no workspace.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
     """
 
     name: ClassVar[str] = ""
@@ -87,123 +94,228 @@ class Backend:
         self.workspaces = Workspaces()
 
     def prepare(self, phases: tuple[str, ...]) -> None:
-        """Compile what `phases` will run, so that no step has to wait for a compiler.
+        """Compile what the phases will run, so that no step waits for a compiler.
 
-        Called before the first plan of any, once for all phases that the backend was chosen for, and
-        again for what another spec or cache format brings later. A candidate's may run in a thread
-        beside the steps of other backends, so it runs no kernel over `workspaces`.
+        Called before the first plan, once for all phases that the backend was chosen for, and again for
+        another spec or cache format. A candidate's call may run in a thread beside the steps of other
+        backends, so it runs no kernel over `workspaces`.
+
+        Args:
+            phases: `"prefill"`, `"decode"` or a service's name.
+
         """
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        """Prepare one step from metadata only. A block table has a column at least.
+    def plan(self, batch: Batch, reuse: Any = None) -> Plan:
+        """Return the plan of one step, from metadata only. A block table has at least one column.
 
-        `reuse` is an earlier plan of this backend that a captured graph reads: what is returned must
-        hold the new step in that one's buffers. A plan that reads nothing but the batch's own tensors
-        needs no care, since the graph's caller keeps those in place.
+        Args:
+            batch: the sequences.
+            reuse: an earlier plan of this backend that a captured graph reads: the new plan must hold the
+                step in that one's buffers. A plan that reads the batch's own tensors alone can ignore it.
+
         """
         return Plan(batch)
 
 
 class AttentionBackend(Backend, ABC):
-    """Attention over a paged cache or given keys; for MLA, the absorbed decode over latents.
+    """Attention over a paged cache or over keys of the call; for MLA, the absorbed decode over latents.
 
-    Contracts: tensors and masks as in `docs/contracts.md`; `out` is written; unused cache never
-    reaches an output; nothing that `Capabilities` doesn't claim has to be handled, because such a
-    layer never gets here.
+    Tensors and masks are as in `docs/contracts.md`. `run` writes `out`; unused cache never reaches an
+    output. A backend need not handle what its `Capabilities` don't claim: such a layer never gets here.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyAttention(AttentionBackend):
+        ...     def run(self, plan: Plan, frame: Frame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, over plan.batch
+
     """
 
     def spec_of(self, batch: Batch) -> LayerSpec:
-        """Return what one call computes: the layer's spec, over context alone without its causal mask.
+        """Return the spec that one call computes: the layer's, or without its causal mask over context.
 
-        So one object serves both parts of a step that is taken apart, its workspaces with it.
+        One object therefore serves both parts of a divided step, and keeps its workspaces.
+
+        Args:
+            batch: the step, or the part of it that the call computes.
+
         """
         return self.spec if batch.causal else over_context(self.spec)
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Any, frame: Frame) -> None:
         """Attend for the plan's sequences.
 
-        `query`, `out` (num_tokens, num_heads, head size); of a spec with `qkv_dtype` the query comes in
-        e4m3, or in the layer's dtype where it had to be rotated before. `key`, `value` (num_tokens,
-        num_kv_heads, head size) are the new tokens, which `cache` holds already, or None; a layer that
-        is not cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
-        (num_tokens, num_heads) float32, natural logarithm, is written where given.
+        Args:
+            plan: the return value of `plan`.
+            frame: one layer's tensors; writes `frame.out` and, if it isn't None, `frame.lse`. With
+                the spec's `qkv_dtype` the query is in e4m3, or in the layer's dtype if it had to be
+                rotated first.
+
         """
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return `run` for tensors as they are, of a layer without a cache; None: they must be viewed.
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
 
-        A kernel that goes by addresses and strides alone spares its caller the views (tokens, heads,
-        size), which cost the host as much as a tiny kernel. What is returned takes (query, key, value,
-        params, out, lse), tensors of any shape whose elements lie as `lie` says; `out` and `lse` are
-        contiguous.
+        The result is read from the plan's buffers as the kernels read them, not from the planner.
+
+        Args:
+            plan: the return value of `plan`.
+            batch: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
+
         """
         return None
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return `addressed` of a plan by bounds over a cache; None: tensors must be viewed.
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
+        """Return `run` for tensors of any shape, for a layer without a cache; None if it needs views.
 
-        What is returned takes keys and values as pages, which `lie` describes; the parameters that come
-        with them have no scales.
+        A kernel that takes addresses and strides spares its caller the views (tokens, heads, size), which
+        cost the host as much as a tiny kernel.
+
+        Args:
+            plan: the return value of `plan`.
+            strides: the tensors', in elements.
+
+        Returns:
+            A function of (query, key, value, params, out, lse), `out` and `lse` contiguous; or None.
+
+        """
+        return None
+
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        """Return `addressed` for a plan by bounds over a cache; None if the kernel needs views.
+
+        Args:
+            plan: the return value of `plan`.
+            strides: the query's and the pages', in elements.
+
+        Returns:
+            A function as in `addressed`; keys and values are pages, the parameters have no scales.
+
         """
         return None
 
 
 class SparseBackend(Backend, ABC):
-    """Attention to chosen rows of a latent cache: kind `"sparse_mla"`."""
+    """Attention to chosen rows of a latent cache: kind `"sparse_mla"`.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MySparse(SparseBackend):
+        ...     def run(self, plan: Plan, frame: Frame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, over frame.choice
+
+    """
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend each token to the cache rows `slots` alone.
+    def run(self, plan: Any, frame: Frame) -> None:
+        """Attend each token to the cache rows `frame.choice` alone.
 
-        `query` (num_tokens, num_heads, latent size), `slots` int32 (num_tokens, topk): block times
-        block size plus offset, -1 for none; `out` (num_tokens, num_heads, latent rank).
+        Args:
+            plan: the return value of `plan`.
+            frame: `choice` int32 (num_tokens, topk): block times block size plus offset, -1 for none;
+                `query` (num_tokens, num_heads, latent size), `out` (num_tokens, num_heads, latent rank).
+
         """
 
 
 class RecurrentBackend(Backend, ABC):
     """A recurrence over a state for each sequence.
 
-    `inputs` and `params` are by the names in `polyattn.spec.recurrence`, parameters float32;
-    `states` is the whole `StateCache.data`. A sequence continues from its slot's state where its
-    length exceeds its query, else it starts from zero, whatever the slot holds. Each sequence's slot
-    is left with its new state; other slots aren't read or written. A sequence without query tokens
-    changes nothing; a padding row (slot -1) neither, and its output is free.
+    A sequence whose length exceeds its query continues from its slot's state; others start from zero,
+    whatever the slot holds. `run` leaves each sequence's new state in its slot, and neither reads nor
+    writes other slots. A sequence without query tokens changes nothing, and neither does a padding row
+    (slot -1), whose output may be anything.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyRecurrence(RecurrentBackend):
+        ...     def run(self, plan: Plan, frame: RecurrentFrame) -> None:
+        ...         frame.out.zero_()  # a kernel's launch, which also writes frame.states
+
     """
 
     @abstractmethod
-    def run(
-        self,
-        plan: Plan,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Run the plan's sequences. Writes `out` and their slots of `states`."""
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        """Run the plan's sequences. Writes `frame.out` and their slots of `frame.states`.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: one layer's inputs, parameters, states and output.
+
+        """
+
+
+class IndexBackend(Backend, ABC):
+    """Chooses each token's keys by scores over a paged cache of index keys: phase `"index"`.
+
+    `spec.indexer` says how. A plan's batch has the table of the index keys' blocks. `run` never waits for
+    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`).
+
+    Args:
+        spec: the layer that attends to the choice.
+        cache: None: the keys come with each call.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyIndexer(IndexBackend):
+        ...     def run(self, plan: Plan, frame: IndexFrame) -> None:
+        ...         frame.out.fill_(-1)  # a kernel's launches, over plan.batch.block_table
+
+    """
+
+    @abstractmethod
+    def run(self, plan: Any, frame: IndexFrame) -> None:
+        """Choose each token's keys; of equal scores the smaller id wins.
+
+        Args:
+            plan: the return value of `plan`.
+            frame: the call's tensors; `out` is written.
+
+        """
 
 
 class StoreBackend(ABC):
-    """Writes the step's keys and values to their slots of the cache, quantised where it is."""
+    """Writes a step's keys and values to their slots of the cache, quantised if the cache is.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyStore(StoreBackend):
+        ...     def run(self, plan, key, value, cache, params) -> None:
+        ...         cache.key.view(-1, *key.shape[1:])[plan.slots] = key  # slots of -1 aside
+
+    """
 
     name: ClassVar[str] = ""
 
@@ -211,14 +323,28 @@ class StoreBackend(ABC):
         self.spec, self.cache, self.device = spec, cache, device
 
     def plan(self, slots: Tensor) -> StorePlan:
-        """Prepare to store tokens at `slots`, int64 (num_tokens,); -1 skips."""
+        """Return the plan that stores a step's tokens.
+
+        Args:
+            slots: int64 (num_tokens,): each token's slot in the cache; -1 skips it.
+
+        """
         return StorePlan(slots)
 
     @abstractmethod
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        """Write `key` and `value` (num_tokens, num_kv_heads, size). Never waits for the device."""
+        """Write keys and values to their slots. Never waits for the device.
+
+        Args:
+            plan: the return value of `plan`.
+            key: (num_tokens, num_kv_heads, head size).
+            value: (num_tokens, num_kv_heads, value head size).
+            cache: the cache that is written.
+            params: the layer's scales.
+
+        """
 
     def run_rotated(
         self,
@@ -229,12 +355,23 @@ class StoreBackend(ABC):
         params: LayerParams,
         keep: bool,
     ) -> Prepared:
-        """Add the bias, rotate, and write the keys and values of `new`, whose tensors stay as they are.
+        """Add the bias, rotate, and write the keys and values. Never waits for the device.
 
-        Returns the query, (num_tokens, num_heads, size) in its dtype, and where `keep` says so the keys
-        and values alike, for an attention that takes them beside the cache; else None may stand for
-        them. `rotation` None: only the bias is added. Never waits for the device. Here: core's torch
-        operators, then `run`. A store that does it itself, in one launch, claims `rotates`.
+        The default uses core's torch operators, then `run`. A store that does it in one launch claims
+        `rotates`.
+
+        Args:
+            plan: the return value of `plan`.
+            rotation: the tokens' angles; None: only the bias is added.
+            new: query, key, value and their biases; they stay as they are.
+            cache: the cache that is written.
+            params: the layer's scales.
+            keep: whether the attention takes keys and values beside the cache.
+
+        Returns:
+            The query (num_tokens, num_heads, size) in its dtype; with `keep` keys and values too, else
+            each may be None.
+
         """
         assert new.key is not None and new.value is not None
         dtype = new.query.dtype
@@ -244,7 +381,25 @@ class StoreBackend(ABC):
 
 
 class MergeBackend(ABC):
-    """Combines attention states in place: the one operator behind every decomposition."""
+    """Combines attention states in place: the one operator behind every decomposition.
+
+    Args:
+        spec: the layer.
+        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
+        device: where it runs.
+
+    Raises:
+        Nothing: a selected backend can serve the spec.
+
+    Examples:
+        >>> class MyMerge(MergeBackend):
+        ...     def run(self, total, total_lse, part, part_lse) -> None:
+        ...         lse = torch.logaddexp(total_lse, part_lse)  # rows that saw no key aside
+        ...         total.mul_((total_lse - lse).exp()[..., None])
+        ...         total.add_(part * (part_lse - lse).exp()[..., None])
+        ...         total_lse.copy_(lse)
+
+    """
 
     name: ClassVar[str] = ""
 
@@ -253,7 +408,12 @@ class MergeBackend(ABC):
 
     @abstractmethod
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a part into the total: outputs (num_tokens, num_heads, size), LSEs float32.
+        """Merge a part into the total, in place.
 
-        `total` is float32, so that many parts round once. LSE -inf says that no key was seen.
+        Args:
+            total: float32 (num_tokens, num_heads, size), so that many parts round once.
+            total_lse: float32 (num_tokens, num_heads); -inf where no key was seen.
+            part: the part's output, in the layer's dtype.
+            part_lse: its LSE.
+
         """

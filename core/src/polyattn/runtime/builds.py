@@ -1,4 +1,4 @@
-"""When is a backend built? Those that serve every step before the group returns, others in a thread."""
+"""When is a backend built? Before the group returns if it serves every step, others in a thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Phases = dict[Backend, tuple[str, ...]]
 class Builds:
     """What a group's backends compile before they run.
 
-    `waiting`: candidates that aren't built yet, with their phases; `failed`: those that couldn't be.
-    `done` counts the candidates that left `waiting`.
+    `waiting` has the candidates that aren't built yet, with their phases, and `failed` those whose
+    build failed. `done` counts the candidates that left `waiting`.
     """
 
     def __init__(self, subject: str):
@@ -102,6 +102,6 @@ class Builds:
 
 
 def finish_all() -> None:
-    """Wait for every thread that builds: what one does on a device ends a capture in another."""
+    """Wait for every thread that builds, because work on a device would end another thread's capture."""
     for thread in list(_running):
         thread.join()

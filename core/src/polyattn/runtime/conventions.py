@@ -1,4 +1,4 @@
-"""What an adapter of a library needs again and again: windows, padding rows, the LSE's conventions."""
+"""What do adapters of libraries have in common? Windows, padding rows, and the LSE's conventions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,70 @@ from polyattn.spec.layer import LayerSpec
 
 
 def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
-    """Return the same for one query token, to whose right nothing lies.
+    """Return `window_sizes` of one query token, which has no keys to its right.
 
-    A bound there, though it bounds nothing, keeps flash-attn 2 from packing the heads of a group:
-    it would read each key once a head.
+    The right bound is -1 where nothing else bounds the keys: even a bound without an effect keeps
+    flash-attn 2 from packing the heads of a group, and then it reads each key once a head.
+
+    Args:
+        spec: the layer.
+
+    Returns:
+        (left, right), in tokens; -1 means no bound.
+
+    Raises:
+        Nothing: as `window_sizes`.
+
+    Examples:
+        >>> decode_window_sizes(LayerSpec(num_heads=1, head_size=64))
+        (-1, -1)
+
     """
     left, right = window_sizes(spec)
     return (left, -1) if left == -1 else (left, right)
 
 
 def cumulative(lens: Tensor) -> Tensor:
-    """Return where sequences of these lengths start: int32 (num_seqs + 1,)."""
+    """Return where sequences of these lengths start, and where the last one ends.
+
+    Args:
+        lens: integers (num_seqs,), in tokens.
+
+    Returns:
+        int32 (num_seqs + 1,), on the lengths' device.
+
+    Raises:
+        Nothing: the lengths aren't looked at.
+
+    Examples:
+        >>> cumulative(torch.tensor([5, 1]))
+        tensor([0, 5, 6], dtype=torch.int32)
+
+    """
     return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
-    """Return which tokens see no key, bool (num_tokens,), or None for none.
+    """Return which tokens see no key.
 
-    Those of sequences without keys, and under a causal mask those that stand before the first key.
+    Those are the tokens of sequences without keys. Under a causal mask they are also the tokens before
+    the first key, in a sequence with more queries than keys.
+
+    Args:
+        batch: the step; its lengths are on the host.
+        causal: whether the mask is causal.
+
+    Returns:
+        bool (num_tokens,) on the batch's device, or None if every token sees a key.
+
+    Raises:
+        Nothing: the batch was checked before.
+
+    Examples:
+        >>> batch = Batch.from_lens([2, 1], [0, 3])
+        >>> empty_rows(batch)
+        tensor([ True,  True, False])
+
     """
     counts = zip(batch.query_lens, batch.lens, strict=True)
     blind = [q if not n else max(q - n, 0) if causal else 0 for q, n in counts]
@@ -41,7 +87,23 @@ def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
 
 
 def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
-    """Write what a token without keys gets: output 0, LSE -inf; libraries differ there."""
+    """Write the results of tokens that see no key: output 0 and LSE -inf. Libraries differ there.
+
+    Args:
+        rows: bool (num_tokens,), as `empty_rows` returns it; None: there are none.
+        out: (num_tokens, heads, size), written.
+        lse: float32 (num_tokens, heads), written, or None.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> out, lse = torch.ones(2, 1, 1), torch.zeros(2, 1)
+        >>> blank(torch.tensor([True, False]), out, lse)
+        >>> out.flatten().tolist(), lse.flatten().tolist()
+        ([0.0, 1.0], [-inf, 0.0])
+
+    """
     if rows is not None:
         out.masked_fill_(rows[:, None, None], 0.0)
         if lse is not None:
@@ -49,16 +111,50 @@ def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
 
 
 def store_lse(lse: Tensor | None, found: Tensor) -> None:
-    """Copy a library's (heads, tokens) LSE; where it says +inf for a row without keys, say -inf."""
+    """Copy a library's LSE to the call's, and its +inf as -inf, for rows without keys.
+
+    Args:
+        lse: float32 (num_tokens, heads), written; None: nothing is asked for.
+        found: what the library returned, (heads, num_tokens), natural logarithm.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> lse = torch.zeros(2, 1)
+        >>> store_lse(lse, torch.tensor([[0.5, torch.inf]]))
+        >>> lse.flatten().tolist()
+        [0.5, -inf]
+
+    """
     if lse is not None:
         lse.copy_(found.T)
         lse.masked_fill_(lse == torch.inf, -torch.inf)
 
 
 def at_least(buffer: Tensor, size: int, outgrown: list[Tensor]) -> Tensor:
-    """Return a flat buffer of `size` elements or more: this one, or a larger one in its place.
+    """Return a flat buffer of at least `size` elements: this one, or a larger one in its place.
 
-    One that is outgrown is put in the list and lives on: a captured graph goes on writing to it.
+    A replaced buffer is appended to `outgrown` and stays alive, because a captured graph may still write
+    to it.
+
+    Args:
+        buffer: (elements,), of any dtype.
+        size: elements that are needed.
+        outgrown: the list of replaced buffers.
+
+    Returns:
+        The buffer. A new one has at least twice the elements of the old one, uninitialised.
+
+    Raises:
+        Nothing: but memory may run out, as torch says.
+
+    Examples:
+        >>> old: list[torch.Tensor] = []
+        >>> buffer = at_least(torch.empty(4), 5, old)
+        >>> buffer.numel(), len(old)
+        (8, 1)
+
     """
     if buffer.numel() >= size:
         return buffer

@@ -1,20 +1,23 @@
-"""How is a step taken apart? By phase: short rows to decode, wherever they stand, the rest to prefill."""
+"""How is a step split? By phase: short rows to decode, wherever they are, the rest to prefill."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from polyattn.runtime.plan import Rows
+from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.block_tables import expand, with_a_column
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a step's sequences as a batch of their own, and where their tokens are in the step."""
+    """Some of a step's sequences as a batch, and the indices of their tokens in the step."""
 
     batch: Batch
     rows: Rows
@@ -22,17 +25,35 @@ class Part:
 
 @dataclass(frozen=True)
 class Phases:
-    """A step by phase; None where a phase has nothing to do."""
+    """A step by phase; None for a phase without rows."""
 
     decode: Part | None
     prefill: Part | None
 
 
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
-    """Give rows of 1 to `longest_decode` tokens to decode, longer ones to prefill.
+    """Split a step into decodes and prefills.
 
-    A sequence without query tokens has nothing to be computed: it goes where its neighbours go. Where
-    `batch.num_contexts` says which rows are prompts, all others go to decode.
+    A decode is a row of 1 to `longest_decode` query tokens; a prefill is longer.
+
+    A row without query tokens goes where its neighbours go. If `batch.num_contexts` says how many rows
+    are prompts, all others are decodes.
+
+    Args:
+        batch: the step.
+        longest_decode: the most query tokens of a decode.
+
+    Returns:
+        The two parts, each None if it has no rows: a batch, and which of the step's tokens are its own.
+
+    Raises:
+        Nothing: the batch was checked before.
+
+    Examples:
+        >>> phases = by_phase(Batch.from_lens([5, 1], [5, 40]))
+        >>> phases.prefill.batch.query_lens, phases.decode.rows
+        ([5], slice(5, 6, None))
+
     """
     if batch.num_contexts is not None:
         return _captured(batch, batch.num_contexts)
@@ -52,12 +73,12 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
 
 
 def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
-    """Take the whole prompts that see more than their window out of a step of a `dense_context` layer.
+    """Split a step of a `dense_context` layer by whole prompts that see more than their window.
 
-    Returns them and the rest; None twice where there are none.
+    Returns these and the rest; None twice if there are no such prompts.
     """
     within = spec.sliding_window or 0
-    if not spec.dense_context or batch.max_query_len <= within:
+    if batch.max_query_len <= within:
         return None, None
     lens = zip(batch.query_lens, batch.lens, strict=True)
     prompts = [i for i, (query, length) in enumerate(lens) if query == length > within]
@@ -70,7 +91,7 @@ def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | No
 
 
 def rows_within(outer: Part, inner: Part) -> Rows:
-    """Return where the tokens of a part of a part lie in the step."""
+    """Return the indices in the step of the tokens of a part of a part."""
     rows, within = outer.rows, inner.rows
     if within is None or rows is None:
         return rows if within is None else within
@@ -95,7 +116,7 @@ def _captured(batch: Batch, prompts: int) -> Phases:
 
 
 def part_of(batch: Batch, seqs: list[int]) -> Part:
-    """Return some of the sequences: neighbours become views; others' rows are gathered."""
+    """Return some of the sequences; views of neighbours, else gathered rows."""
     first, last = seqs[0], seqs[-1] + 1
     if last - first == len(seqs):
         rows: Rows = slice(batch.starts[first], batch.starts[last])
@@ -107,3 +128,29 @@ def part_of(batch: Batch, seqs: list[int]) -> Part:
         tokens = [token for start, stop in runs for token in range(start, stop)]
         rows = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
     return Part(batch.part(seqs), rows)
+
+
+def planned_call(
+    cache: CacheFormat | None,
+    phase: str,
+    name: str,
+    backend: Any,
+    part: Part,
+    earlier: Call | None = None,
+) -> Call:
+    """Return a backend's call for a part of a step.
+
+    `cache` is the group's, or None if the backend walks no blocks of it. `earlier` is the captured
+    call, whose plan and block table then hold this step.
+    """
+    batch, size = part.batch, None
+    if batch.shared_prefix is not None:  # a shared prefix must be requested
+        batch = batch.with_shared_prefix(None)
+    if batch.block_table is not None and not batch.block_table.shape[1]:
+        batch = with_a_column(batch)
+    if cache is not None and backend.cache.block_size != cache.block_size:
+        size = backend.cache.block_size
+        into = None if earlier is None else earlier.plan.batch.block_table
+        batch = expand(batch, cache, size, into)
+    plan = backend.plan(batch, None if earlier is None else earlier.plan)
+    return Call(phase, name, backend, plan, part.rows, size)

@@ -1,4 +1,4 @@
-"""How does one function become a backend? Its parameters' names say what it is handed."""
+"""How does a function become a backend? The names of its parameters say what it gets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import PluginError, nearest, shown
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, one_of
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.sizes import ANY_SIZE, Sizes, one_of
-from polyattn.runtime.backend import AttentionBackend, LayerParams
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Frame, LayerParams, Plan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.features import FEATURES
 from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
@@ -47,6 +45,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "v_head_size": (),
     "deterministic": (),
     "batch_invariant": (),
+    "step_invariant": (),
+    "call_invariant": (),
     "sliding_window": ("window", "mask"),
     "window_right": ("window", "mask"),
     "chunked": ("chunk_size", "mask"),
@@ -115,7 +115,7 @@ class _Call:
 
 
 class FunctionBackend(AttentionBackend):
-    """A backend made of one function; also the plugin that declares it. `backend` derives it."""
+    """A backend that calls one function. `backend` derives it, and it is also its own plugin."""
 
     function: ClassVar[Callable[..., Any]]
     parameters: ClassVar[tuple[str, ...]]
@@ -146,21 +146,17 @@ class FunctionBackend(AttentionBackend):
             batch, torch.from_numpy(blind).to(batch.device) if blind.any() else None
         )
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: FunctionPlan, frame: Frame) -> None:
         """Call the function, once for each sequence or for all of them."""
-        assert isinstance(plan, FunctionPlan)
+        cache = frame.cache
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        given = {"query": query, "key": key, "value": value, "out": out, "lse": lse}
+        given = {
+            "query": frame.query,
+            "key": frame.key,
+            "value": frame.value,
+            "out": frame.out,
+            "lse": frame.lse,
+        }
         if cache is not None:
             given |= {"key": cache.key, "value": cache.value}
         if self.form == "sequence":
@@ -170,15 +166,15 @@ class FunctionBackend(AttentionBackend):
                     keys = slice(batch.key_starts[index], batch.key_starts[index] + length)
                     part = {"query": rows, "out": rows, "lse": rows, "key": keys, "value": keys}
                     own = {name: None if x is None else x[part[name]] for name, x in given.items()}
-                    self._call(_Call(spec, batch, index, params, own))
+                    self._call(_Call(spec, batch, index, frame.params, own))
         elif batch.num_tokens and any(batch.lens):
             if self.form == "packed":
                 given |= {name: packed(batch, given[name]) for name in ("key", "value")}
                 given["key_start_loc"] = torch.nn.functional.pad(
                     batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
                 )
-            self._call(_Call(spec, batch, -1, params, given))
-        blank(plan.blind, out, lse)
+            self._call(_Call(spec, batch, -1, frame.params, given))
+        blank(plan.blind, frame.out, frame.lse)
 
     def _call(self, call: _Call) -> None:
         answer = type(self).function(**{name: call.value(name) for name in self.parameters})
@@ -220,7 +216,7 @@ def _ranges(spec: LayerSpec, batch: Batch, index: int) -> tuple[KeyRanges, int, 
 
 
 def packed(batch: Batch, tensor: Tensor | None) -> Tensor | None:
-    """Return keys or values one sequence after another; themselves where they lie so."""
+    """Return keys or values with sequences one after another; without a copy if they lie so."""
     if tensor is None or batch.keys_packed:
         return tensor
     spans = zip(batch.key_starts, batch.lens, strict=True)
@@ -253,7 +249,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     Raises:
         PluginError: a parameter or a claim is unknown, or a claim has no parameter to read.
 
-    Example:
+    Examples:
         >>> @backend("MINE", platforms="cpu", dtypes="float32", head_sizes=64, features="causal")
         ... def mine(query, key, value, mask, scale):
         ...     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -277,7 +273,7 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
 def declared(
     function: Callable[..., Any], name: str, claims: Mapping[str, Any]
 ) -> type[FunctionBackend]:
-    """Return the backend that a function is, with these claims. Raises `PluginError`."""
+    """Return the backend of a function with these claims. Raises `PluginError`."""
     names = parameters_of(function)
     form = form_of(names)
     _check_parameters(name, names, form)
@@ -303,7 +299,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def form_of(names: Iterable[str]) -> str:
-    """Return `"pages"`, `"packed"` or `"sequence"`, as a function's parameters say."""
+    """Return `"pages"`, `"packed"` or `"sequence"`, from a function's parameters."""
     names = set(names)
     return (
         "pages"
@@ -344,7 +340,9 @@ def _capabilities(
     pages = ("block_sizes",) if form == "pages" else ()
     for claim in ("platforms", "dtypes", "head_sizes", "features", *pages):
         if claim not in said:
-            raise PluginError(f"backend {name}: {claim}= is missing; say what the function can do")
+            raise PluginError(
+                f"backend {name}: {claim}= is missing; state what the function can do"
+            )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
     given = {claim: _typed(known[claim], value) for claim, value in said.items()}
     for feature in sorted(given["features"] & set(FEATURES)):

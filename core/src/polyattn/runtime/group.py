@@ -1,12 +1,21 @@
-"""What shares kernels, plans and workspaces? `LayerGroup`: the loaded backends of one selection."""
+"""What shares kernels, plans and workspaces? `LayerGroup`: the loaded backends of one selection.
+
+A step's plan is a program, which each of the group's layers runs: `StepPlan`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import time
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
@@ -18,16 +27,26 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.inputs import check_is_real, same_device
+from polyattn.runtime.plan_checks import PlanChecks
+from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import blocks_of_table
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
+from polyattn.settings import current
 from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
+log = logging.getLogger("polyattn")
+
+
+UNKNOWN = 1 << 32
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
 
 
 class StepPlanner(ABC):
@@ -59,23 +78,116 @@ class StepPlanner(ABC):
         return None
 
 
+class StepPlan:
+    """A step of one group: planned once, run by each of its layers. Any number may be alive at once.
+
+    Attributes:
+        group: whose step it is.
+        batch: the step's sequences.
+        ops: what it runs, in order.
+        handle: int64 () on the CPU: the number by which a compiled graph finds the plan. It is a
+            tensor, so another step doesn't recompile the graph.
+
+    Examples:
+        >>> group = LayerGroup(LayerSpec(num_heads=4, head_size=64, dtype="float32", cached=False))
+        >>> group.plan(Batch.from_lens([5, 1], [5, 40])).batch.num_tokens
+        6
+
+    """
+
+    def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
+        self.group, self.batch, self.ops = group, batch, tuple(ops)
+        # Looked up once a step: a layer's call pays for each attribute.
+        self._program = tuple((op.rows, op.run) for op in self.ops)
+        number = next(_numbers)
+        _alive[number] = self
+        self.handle = torch.tensor(number)
+        # The cache must have as many blocks; a table that only the device has isn't read.
+        table = batch.block_table
+        on_host = table is not None and table.device.type == "cpu"
+        # A captured step's plan is refilled with other steps than its batch says.
+        refilled = group.spec.graph_capture or group.spec.length_bounds
+        self._num_blocks = UNKNOWN if on_host and not refilled else 0
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The backends' parts, in the order in which they run."""
+        return tuple(call for op in self.ops for call in op.calls)
+
+    def run(self, frame: Any) -> None:
+        """Run the step for a layer.
+
+        Args:
+            frame: the layer's tensors, checked already. The entries of a block table on the host are read
+                once a step.
+
+        Raises:
+            BatchError: the table names a block that the cache lacks.
+
+        """
+        cache = frame.cache
+        if cache is not None and self._num_blocks > cache.num_blocks:
+            self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
+        for rows, run in self._program:
+            if rows is None:
+                run(frame)
+                continue
+            part = frame.part(rows)
+            run(part)
+            if isinstance(rows, Tensor):
+                frame.put(rows, part)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
+
+    def explain(self) -> str:
+        """Return which backend runs which of the step's sequences, a line each.
+
+        Of decodes it says which shared prefixes are read once, or why none is.
+        """
+        lines = []
+        for call in self.calls:
+            batch, detail = call.plan.batch, call.plan.detail
+            lines.append(
+                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
+                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
+                f"{self.group.planner.note(self, call)}"
+            )
+        return "\n".join(lines)
+
+
+def plan_of(handle: Tensor) -> StepPlan | None:
+    """Return the plan behind a handle, None where it is gone."""
+    return _alive.get(int(handle))
+
+
 class LayerGroup:
-    """The loaded backends of one selection: what layers that compute the same share.
+    """The loaded backends of one selection, which layers that compute the same share.
 
     It remembers no step: `plan(batch)` returns a value, and any number of plans are alive at once.
-    Layers of one group run one after another, on one stream; what runs on another stream at the same
-    time is a group of its own.
+    Layers of one group run one after another, on one stream; use another group on another stream.
 
-    The selection's own backends are built (compiled) before the group returns; candidates that may be
-    faster for some steps are built in a thread, and serve steps that are planned after that. A spec
-    with `graph_capture`, `deterministic` or `batch_invariant` has its first plan wait for all.
+    The selection's own backends are built (compiled) before the constructor returns. Candidates that
+    may be faster for some steps are built in a thread, and serve steps that are planned afterwards. A
+    spec with `graph_capture`, `deterministic` or `batch_invariant` waits for all of them at its first
+    plan.
 
-    - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
-    - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
-      the selection's. It must agree with the selection in all but how blocks lie in memory.
-    - `workspaces`: another group's, where both run one after another on one stream; default: its own.
+    Args:
+        selection: what `select` returned, or a `LayerSpec` to select for on this machine.
+        cache_format: `cache.format` of an engine's own cache; default: the selection's. It agrees with
+            the selection in all but how blocks lie in memory.
+        workspaces: another group's, if both run one after another on one stream; default: its own.
 
-    Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
+    Raises:
+        PluginError: a backend can't be loaded.
+        CacheError: the format isn't the selection's.
+        SpecError, SelectionError: as `select`.
+
+    Examples:
+        >>> group = LayerGroup(LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32"))
+        >>> group.allocate_cache(num_blocks=8).num_blocks
+        8
+
     """
 
     def __init__(
@@ -106,11 +218,14 @@ class LayerGroup:
         # Where kernels must not change from one step to the next, the first waits for all.
         spec = self.spec
         self._waits = bool(spec.graph_capture or spec.deterministic or spec.batch_invariant)
+        # With POLYATTN_CHECKS=1 plans are checked key by key, in a share of the time that they take.
+        self.plan_checks = PlanChecks() if current().checks else None
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
         self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
+        record_decision(selection.decision)
 
     @cached_property
     def torch_device(self) -> torch.device:
@@ -118,30 +233,52 @@ class LayerGroup:
         return torch.device(str(self.device.torch_device))
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
-        """Prepare one step for every layer of the group. Raises `BatchError`.
+        """Prepare one step for every layer of the group.
 
-        `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
+        Args:
+            batch: the step's sequences.
+            reuse: the plan that a captured graph reads; the new plan then holds this step in its
+                buffers.
+
+        Returns:
+            The plan, a value that any of the group's layers runs.
+
+        Raises:
+            BatchError: the batch doesn't fit the group's layers.
+
         """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
-        if not same_device(batch.device, self.torch_device):
+        device = self.torch_device
+        # Such as FakeTensorMode, in which a plan's tensors would be fake.
+        if torch._C._len_torch_dispatch_stack():
+            check_is_real("batch", batch.seq_lens)
+        if batch.device != device and not same_device(batch.device, device):
             raise BatchError(
-                f"the batch is on {batch.device}, the group on {self.torch_device}; make its tensors "
-                "there, and without any say device="
+                f"the batch is on {batch.device}, the group on {device}; create its "
+                f"tensors there, or pass device= to a batch without tensors"
             )
         if not batch.causal:
             raise BatchError(
-                "the batch is over_context(), a part of a step; whether a layer is causal says its spec"
+                "the batch comes from over_context() and is part of a step; plan the whole batch, "
+                "and set causal in the spec"
             )
         if batch.first_positions is not None and self.spec.cached:
             raise BatchError(
-                "first_positions are of keys that are given whole; a cache's first key stands at 0"
+                "first_positions are for keys that are passed whole; a cache's first key has "
+                "position 0, so leave them out"
             )
         if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
-            raise BatchError("reuse= is a plan of another group; give the one that was captured")
+            raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
         if self._waits:
             self.finish_builds()
-        return self.planner.plan(batch, reuse)
+        if self.plan_checks is None:
+            return self.planner.plan(batch, reuse)
+        began = time.perf_counter()
+        step = self.planner.plan(batch, reuse)
+        seconds = time.perf_counter() - began
+        self.plan_checks(step, reuse, seconds)
+        return step
 
     def finish_builds(self) -> None:
         """Wait until all candidates are built, so that the kernels of a step no longer change."""
@@ -149,13 +286,23 @@ class LayerGroup:
         self._waits = False
 
     def plan_for(self, plan: StepPlan | Batch | None) -> StepPlan:
-        """Return the plan that a layer was given, or the one that its batch has with this group."""
+        """Return a layer's plan, or the one that its batch has with this group.
+
+        Args:
+            plan: the plan or the batch that the layer's caller passed.
+
+        Raises:
+            BatchError: it is neither, or another group's plan.
+
+        """
         if isinstance(plan, Batch):
             found = plan.plans.get(self)
             if found is None:
                 # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
                 # on the device) waited for the collector of circles.
-                found = plan.plans[self] = self.plan(plan.copy())
+                step = plan.copy()
+                found = plan.plans[self] = self.plan(step)
+                plan.__dict__["host_block_table"] = step.host_block_table  # read back once for all
             return found
         if not isinstance(plan, StepPlan):
             raise BatchError(
@@ -176,9 +323,17 @@ class LayerGroup:
         spec: LayerSpec | None = None,
         cache: CacheFormat | None = None,
     ) -> BackendT:
-        """Return the loaded backend for `phase`: one object for each spec and cache format.
+        """Return the loaded backend for a phase: one object for each backend, spec and cache format.
 
-        One backend that serves several phases is one object. Raises `PluginError`.
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+            base: the class that it must be of.
+            spec: None: the layer's.
+            cache: the form of the cache that it walks.
+
+        Raises:
+            PluginError: it can't be loaded.
+
         """
         info = self.selection.backend(phase)
         assert info is not None, f"{self.spec} has no phase {phase}"
@@ -193,11 +348,22 @@ class LayerGroup:
         cache: CacheFormat | None = None,
         later: bool = False,
     ) -> BackendT:
-        """Return this backend for `phase`, loaded once for each spec and cache format.
+        """Return a backend, loaded once for each spec and cache format.
 
-        `later`: it may be built in the background; until `builds.ready` says so it runs no step.
-        It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
-        transforms.
+        The backend sees no transforms, and no rotary embedding that runs before it (a store gets that in
+        its call).
+
+        Args:
+            phase: `"prefill"`, `"decode"` or a service's name.
+            info: the backend.
+            base: the class that it must be of.
+            spec: None: the layer's.
+            cache: the form of the cache that it walks.
+            later: whether it may be built in the background; no step runs it before `builds.ready`.
+
+        Raises:
+            PluginError: it can't be loaded.
+
         """
         spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
@@ -212,26 +378,80 @@ class LayerGroup:
                 self.builds.add(info.name, found, phase, later)
         return found
 
+    def candidate(
+        self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
+    ) -> BackendT | None:
+        """Return a backend that competes for steps; None, with a warning, if it can't be loaded.
+
+        Args:
+            phase: `"prefill"` or `"decode"`.
+            info: the backend.
+            base: the class that it must be of.
+            later: whether it may be built in the background.
+
+        """
+        try:
+            return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
+        except PluginError as error:
+            log.warning("%s does not compete for %s: %s", info.name, self.spec, error)
+            return None
+
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
-        """Return the cache as a backend's kernel walks it; None where there is no cache."""
+        """Return the cache's form as a backend's kernel walks it; None if there is no cache.
+
+        Args:
+            info: the backend.
+
+        """
         if self.cache_format is None or info is None:
             return None
         sizes = dict(self.selection.decision.kernel_block_sizes)
         return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
-        """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""
+        """Return an uninitialised cache of one layer on the group's device.
+
+        Args:
+            num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the layers keep no cache, or the number isn't positive.
+
+        """
         if self.cache_format is None:
             remedy = "allocate_states(n)" if self.spec.kind.is_recurrent else "pass cache=None"
             raise CacheError(f"{self.spec} keeps no keys and values; {remedy}")
         return KVCache.allocate(self.cache_format, num_blocks, self.torch_device)
 
     def allocate_states(self, num_slots: int) -> StateCache:
-        """Return a recurrent layer's uninitialised states. Raises `CacheError`."""
+        """Return the uninitialised states of one recurrent layer on the group's device.
+
+        Args:
+            num_slots: states, most often one for each sequence.
+
+        Returns:
+            The states.
+
+        Raises:
+            CacheError: the layers keep no state, or the number isn't positive.
+
+        """
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
     def check_cache(self, given: Any) -> None:
-        """Check a cache's form, and where it lies. Raises `CacheError`, `BatchError`."""
+        """Check a cache's form and device.
+
+        Args:
+            given: the object that the caller passed as a cache.
+
+        Raises:
+            BatchError: it isn't a cache, or is on another device.
+            CacheError: it has another form.
+
+        """
         if not isinstance(given, KVCache):
             raise BatchError(f"cache is a {type(given).__name__}; it must be a KVCache")
         self.check_format(given.format)
@@ -242,7 +462,15 @@ class LayerGroup:
             )
 
     def check_format(self, given: CacheFormat) -> None:
-        """Check that a cache is of the form that the backends were chosen for. Raises `CacheError`."""
+        """Check that a cache has the form that the backends were chosen for.
+
+        Args:
+            given: the cache's form.
+
+        Raises:
+            CacheError: it has another form, or the layer keeps no cache.
+
+        """
         wanted = self.cache_format
         if wanted is None:
             raise CacheError(f"{self.spec} keeps no cache; pass cache=None")
@@ -261,8 +489,8 @@ class LayerGroup:
         walked = set(dict(self.selection.decision.kernel_block_sizes).values())
         if given.interleaved != wanted.interleaved and walked - {wanted.block_size}:
             raise CacheError(
-                "K's and V's blocks lie in turn in this cache and not in the group's (or the other "
-                "way round), and a kernel walks smaller blocks: LayerGroup(selection, "
+                "this cache interleaves K and V and the group's doesn't (or the reverse), and a "
+                "kernel walks smaller blocks; use LayerGroup(selection, "
                 "cache_format=cache.format)"
             )
 
@@ -297,7 +525,10 @@ def load_backend(
     try:
         found = load_object(info.path)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+            raise PluginError(
+                f"backend {info.name}: {info.path} is no {base.__name__}; keep the class, or what the "
+                "decorator returns, under this name"
+            )
         build: Any = found
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
@@ -305,5 +536,5 @@ def load_backend(
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"backend {info.name} can't be loaded from {info.path}: {describe(error)}; until its plugin "
-            "is mended, POLYATTN_BACKEND or backend= may name another"
+            "is fixed, POLYATTN_BACKEND or backend= may name another"
         ) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from polyattn.errors import BatchError, PolyattnError, describe, shown
 
@@ -51,6 +52,24 @@ def check_is_tensor(
     raise error(f"{name}{found} must be a tensor{where}{remedy}")
 
 
+def check_is_real(name: str, tensor: Tensor) -> None:
+    """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
+    if tensor.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
+        raise BatchError(
+            f"{name} is on the meta device and holds no numbers; move it to a real device"
+        )
+    if isinstance(tensor, FakeTensor):
+        raise BatchError(
+            f"{name} is a FakeTensor and holds no numbers; leave FakeTensorMode, or use torch.compile"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise BatchError(
+            f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"
+        )
+
+
 def as_tensor(name: str, given: Any, error: type[PolyattnError] = BatchError) -> Tensor:
     """Return a tensor, of numbers too. Raises `BatchError`, or the `error` given."""
     if isinstance(given, Tensor):
@@ -69,6 +88,7 @@ def check_tensor(name: str, given: Any, device: torch.device) -> None:
     check_is_tensor(name, given, f" on {device}")
     if not same_device(given.device, device):
         raise BatchError(f"{name} is on {given.device}, the layer on {device}; move it there")
+    check_is_real(name, given)
 
 
 def check_slots(slot_mapping: Any, device: torch.device) -> None:
@@ -89,7 +109,19 @@ def check_aligned(**tensors: Tensor | None) -> None:
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """Refuse what asks for a gradient: no backend has a backward. Raises `BatchError`."""
+    """Refuse tensors that require a gradient: no backend has a backward pass.
+
+    Args:
+        tensors: the call's tensors by name, or None.
+
+    Raises:
+        BatchError: one requires a gradient while gradients are recorded.
+
+    Examples:
+        >>> with torch.no_grad():
+        ...     refuse_gradients(query=torch.zeros(1, requires_grad=True))
+
+    """
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -101,9 +133,21 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 
 
 def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> None:
-    """Refuse what a host passes that changes a result and has no counterpart here: by its name.
+    """Refuse, by name, arguments of a host that change a result and have no counterpart here.
 
-    None, False and 0 pass. Raises `PolyattnError`.
+    Args:
+        remedy: what the caller can do, as the message ends.
+        given: the arguments by name; None, False and 0 pass.
+
+    Raises:
+        PolyattnError: one has another value.
+
+    Examples:
+        >>> refuse(dropout_p=0.0)
+        >>> refuse("use 0", dropout_p=0.1)
+        Traceback (most recent call last):
+        polyattn.errors.PolyattnError: dropout_p is given, which polyattn doesn't serve here; use 0
+
     """
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
@@ -111,12 +155,43 @@ def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> 
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether a graph is being recorded: then nothing can be copied to the host."""
+    """Return whether a CUDA graph is being captured, during which nothing can be copied to the host.
+
+    Args:
+        tensor: any tensor of the call.
+
+    Returns:
+        Whether its device's current stream is capturing.
+
+    Raises:
+        Nothing: on other devices no graph is captured.
+
+    Examples:
+        >>> capturing(torch.zeros(1))
+        False
+
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def own_precision(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast doesn't lower what a layer computes."""
+    """Return a context in which autocast leaves the dtypes of a layer's computation alone.
+
+    Args:
+        device_type: torch's type of device ("cuda").
+
+    Returns:
+        The context manager.
+
+    Raises:
+        Nothing: without autocast the context does nothing.
+
+    Examples:
+        >>> with torch.autocast("cpu"), own_precision("cpu"):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.float32
+
+    """
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return _AS_IT_IS

@@ -6,17 +6,18 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from polyattn.errors import SpecError
+from polyattn.errors import SpecError, flag
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
-from polyattn.spec.checks import flag
 from polyattn.spec.layer import LayerSpec
 
-NAMES = {"attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent"}
+NAMES = {
+    "attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent",
+    "sparse": "SparseAttention",
+}  # fmt: skip
 """The layer of each family."""
 
 
@@ -43,7 +44,15 @@ class Layer(nn.Module):
         self._handle = torch_compile.handle(self)
 
     def plan(self, batch: Batch) -> StepPlan:
-        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
+        """Return a step's plan for all layers of the group: what `forward` takes as `plan`.
+
+        Args:
+            batch: the step's sequences.
+
+        Raises:
+            BatchError: the batch doesn't fit the group's layers.
+
+        """
         return self.group.plan(batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,5 +60,5 @@ class Layer(nn.Module):
         self._handle = torch_compile.handle(self)
 
     def extra_repr(self) -> str:
-        """Describe the layer in `print(model)`."""
+        """Return the layer's description for `print(model)`."""
         return f"{self.spec}; {self.group.selection.decision.summary()}"

@@ -1,4 +1,4 @@
-"""What was served for a host, by whom, and what was not? Counted by call; a fallback is warned of."""
+"""Which calls of a host were served, by which backends, and which were not? A fallback warns once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from polyattn.runtime.group import LayerGroup
+from polyattn.selection.running import record_fallback
 
 
 @dataclass(frozen=True)
 class Report:
-    """Calls of attention since the last `reset()`: what they asked for, and how many there were."""
+    """The calls of attention since the last `reset()`.
+
+    Attributes:
+        served: for each layer and its backends the number of calls.
+        fallbacks: for each reason the number of calls that the host served itself.
+
+    Examples:
+        >>> print(Report(served={}, fallbacks={"dropout": 2}))
+        fell back for 2 calls: dropout
+
+    """
 
     served: dict[str, int]
     fallbacks: dict[str, int]
@@ -24,15 +35,26 @@ class Report:
 
 
 class Ledger:
-    """The calls of one integration, known by its `host`'s name; compiled graphs find it by that.
+    """The calls of one integration. Compiled graphs find it in `Ledger.known` by the host's name.
 
-    `own`: what the host does instead, where polyattn can't serve.
+    Args:
+        host: the host's name.
+        own: what serves a call that polyattn can't, for messages.
+
+    Raises:
+        Nothing: a second ledger of a host replaces the first.
+
+    Examples:
+        >>> ledger = Ledger("my_engine", "the engine's own attention")
+        >>> str(ledger.report())
+        'no calls of attention'
+
     """
 
     known: ClassVar[dict[str, Ledger]] = {}
 
     def __init__(self, host: str, own: str):
-        self.own = own
+        self.host, self.own = host, own
         self.known[host] = self
         self._served: Counter[LayerGroup] = Counter()
         self._fallbacks: Counter[str] = Counter()
@@ -50,12 +72,24 @@ class Ledger:
         self._fallbacks.clear()
 
     def count(self, group: LayerGroup) -> None:
-        """Count a call that was served."""
+        """Count a call that was served.
+
+        Args:
+            group: the layers that served it.
+
+        """
         self._served[group] += 1
 
     def count_fallback(self, who: str, why: str) -> None:
-        """Count a call that fell back, and warn of the first."""
+        """Count a call that fell back, and warn of the first.
+
+        Args:
+            who: the module that called; `""` for none.
+            why: the reason, as the warning tells it.
+
+        """
         line = f"{who}: {why}" if who else why
         self._fallbacks[line] += 1
         if self._fallbacks[line] == 1:
+            record_fallback(f"{self.host}: {self.own} for {line}")
             warnings.warn(f"polyattn falls back to {self.own} for {line}", stacklevel=3)

@@ -12,14 +12,24 @@ from torch import Tensor
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.inputs import bad_input, check_is_tensor
+from polyattn.runtime.program import Call, Frame, Op, Rows
 
 
 @dataclass(frozen=True)
 class AttentionState:
     """Attention over a part of the keys.
 
-    `output` (num_tokens, num_heads, v_head_size); `lse` float32 (num_tokens, num_heads), natural
-    logarithm. A row that saw no key is output 0, LSE -inf, which is the identity of `merge`.
+    Attributes:
+        output: (num_tokens, num_heads, v_head_size).
+        lse: float32 (num_tokens, num_heads), natural logarithm. A row that saw no key has output 0 and
+            LSE -inf, the identity of `merge`.
+
+    Examples:
+        >>> nothing = AttentionState(torch.zeros(1, 2, 4), torch.full((1, 2), -torch.inf))
+        >>> part = AttentionState(torch.ones(1, 2, 4), torch.zeros(1, 2))
+        >>> bool((part.merge(nothing).output == part.output).all())
+        True
+
     """
 
     output: Tensor
@@ -27,11 +37,21 @@ class AttentionState:
 
     @classmethod
     def identity(cls, like: AttentionState) -> AttentionState:
-        """Return the state over no keys at all."""
+        """Return the state over no keys: outputs 0, LSE -inf.
+
+        Args:
+            like: a state whose shapes, dtypes and device it has.
+
+        """
         return cls(torch.zeros_like(like.output), torch.full_like(like.lse, -torch.inf))
 
     def merge(self, other: AttentionState) -> AttentionState:
-        """Return the state over both parts' keys; associative and commutative."""
+        """Return the state over both parts' keys; associative and commutative.
+
+        Args:
+            other: the state of the same queries over other keys.
+
+        """
         return merge_states([self, other])
 
 
@@ -39,6 +59,22 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     """Return the state over all parts' keys.
 
     Outputs are averaged with the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
+
+    Args:
+        states: one or more, over the same queries and different keys.
+
+    Returns:
+        The output in the first state's dtype, and the LSE in float32.
+
+    Raises:
+        BatchError: the list is empty, or shapes, dtypes or devices differ.
+
+    Examples:
+        >>> one = AttentionState(torch.ones(1, 1, 4), torch.zeros(1, 1))
+        >>> two = AttentionState(torch.zeros(1, 1, 4), torch.zeros(1, 1))
+        >>> merge_states([one, two]).output
+        tensor([[[0.5000, 0.5000, 0.5000, 0.5000]]])
+
     """
     _check(states)
     lses = torch.stack([state.lse for state in states])
@@ -73,9 +109,15 @@ def _check(states: list[AttentionState]) -> None:
 
 
 class MergeBuffers:
-    """Where states meet: a total in float32 and the next part, kept from step to step.
+    """Buffers in which attention states are merged: a total and the next part, reused from step to step.
 
-    float64 queries keep float64. Buffers are of the last shape that was asked for.
+    They have the shape of the last call. Totals are float32, or float64 for float64 queries.
+
+    Examples:
+        >>> total, total_lse, part, part_lse = MergeBuffers().take(torch.zeros(3, 4, 64).half(), 128)
+        >>> total.shape, total.dtype, part.dtype
+        (torch.Size([3, 4, 128]), torch.float32, torch.float16)
+
     """
 
     def __init__(self) -> None:
@@ -85,9 +127,13 @@ class MergeBuffers:
     def take(
         self, query: Tensor, v_head_size: int, several: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (total, its LSE, part, its LSE) for queries (num_tokens, num_heads, head size).
+        """Return buffers (total, its LSE, part, its LSE); the same ones for the same shape.
 
-        One part alone (`several` false) needs no total, which is empty then.
+        Args:
+            query: (num_tokens, num_heads, head size).
+            v_head_size: of the outputs.
+            several: False: one part alone, whose total is empty.
+
         """
         rows = query.shape[:2]
         shape = (*rows, v_head_size)
@@ -101,6 +147,50 @@ class MergeBuffers:
                 query.new_empty(rows, dtype=precise),
             )  # fmt: skip
         return self._kept
+
+
+class Merged(Op):
+    """Attention to parts of the keys for the same queries, merged in float32.
+
+    `parts` are ops, each with the queries that it is for; the first is for all of them. `rows` are the
+    step's.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Rows, Op]],
+        merge: MergeBackend,
+        buffers: MergeBuffers,
+        rows: Rows = None,
+    ):
+        self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for _, op in self.parts for call in op.calls)
+
+    def run(self, frame: Frame) -> None:
+        """Run the parts one after another. Writes the merged output and LSE."""
+        query, out = frame.query, frame.out
+        several = len(self.parts) > 1
+        total, total_lse, part, part_lse = self.buffers.take(query, out.shape[2], several)
+        (_, first), *others = self.parts
+        first.run(frame.but(out=part, lse=total_lse))
+        if several:
+            total.copy_(part)
+        for rows, op in others:
+            if rows is None:
+                op.run(frame.but(out=part, lse=part_lse))
+                self.merge.run(total, total_lse, part, part_lse)
+                continue
+            some, some_lse = total[rows], total_lse[rows]
+            found, found_lse = part[: len(some)], part_lse[: len(some)]
+            op.run(frame.but(query=query[rows], out=found, lse=found_lse))
+            self.merge.run(some, some_lse, found, found_lse)
+            total[rows], total_lse[rows] = some, some_lse
+        out.copy_(total if several else part)
+        if frame.lse is not None:
+            frame.lse.copy_(total_lse)
 
 
 class TorchMerge(MergeBackend):

@@ -12,11 +12,11 @@ from polyattn.spec.layer import LayerSpec
 
 
 class Weight:
-    """A tensor of the model's, in the form that kernels read: their dtype, their device.
+    """A tensor of the model in the form that kernels read: their dtype, their device.
 
-    It is kept by reference: where it is of that form already it is what they read, else a copy is,
-    refreshed whenever the tensor has changed. So values count that are loaded after the layer was built,
-    copied, pickled or moved, or built on the meta device. A parameter that was replaced by another
+    It is referenced. If it has that form already, kernels read it; otherwise they read a copy, which is
+    refreshed whenever the tensor has changed. So values that are loaded after the layer was built,
+    copied, pickled, moved, or built on the meta device count. A parameter that was replaced
     (`load_state_dict(assign=True)`) is another tensor: assign it to `given`.
     """
 

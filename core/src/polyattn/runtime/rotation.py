@@ -1,4 +1,4 @@
-"""How are a step's queries and keys rotated? `Rotation`: what a plan holds of it, and torch's form."""
+"""How are a step's queries and keys rotated? `Rotation`: its tensors in a plan, and torch's form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """Each token's turn: computed once for a step, applied by every layer of the group.
+    """The rotation of a step's tokens (Su et al., 2021).
 
-    - `turns` (num_tokens, size), float32 (float64 in a float64 layer): the cosines of a token's
-      size / 2 angles, then their sines, all times the rope's attention factor.
-    - `query_scale` (num_tokens,) of the same dtype: what the whole query is multiplied by, None for 1.
-    - `pairing`: pair i is elements i and i + size / 2 (`"neox"`), or 2 i and 2 i + 1 (`"gptj"`), of
-      the part of a head that is rotated. Element a and its partner b become a cos - b sin and
-      b cos + a sin.
-    - `size`: the part's elements: the first of each head, or where `last` says so the last ones (an
-      MLA layer's rope part); the rest passes. 0: nothing is rotated.
+    It is computed once, and every layer of the group applies it.
+
+    Attributes:
+        turns: (num_tokens, size), float32 (float64 in a float64 layer): the cosines of a token's size /
+            2 angles, then their sines, all times the rope's attention factor.
+        query_scale: (num_tokens,) of the same dtype, which multiplies the whole query; None for 1.
+        pairing: pair i is elements i and i + size / 2 (`"neox"`), or 2 i and 2 i + 1 (`"gptj"`), of the
+            rotated part. Its elements a and b become a cos - b sin and b cos + a sin.
+        size: elements of the rotated part; 0: nothing is rotated.
+        last: the part is the last elements of each head (an MLA layer's rope part), not the first.
+
+    Examples:
+        >>> quarter = torch.tensor([[0.0, 1.0]])  # cosine and sine of 90 degrees
+        >>> Rotation(quarter, None, "neox", 2).applied(torch.tensor([[[1.0, 2.0]]]))
+        tensor([[[-2.,  1.]]])
+
     """
 
     turns: Tensor
@@ -30,11 +38,21 @@ class Rotation:
     last: bool = False
 
     def offset(self, width: int) -> int:
-        """Return the first rotated element of a head of `width`."""
+        """Return the first rotated element of a head.
+
+        Args:
+            width: the head's size, in elements.
+
+        """
         return width - self.size if self.last else 0
 
     def applied(self, x: Tensor) -> Tensor:
-        """Return `x` (num_tokens, heads, width) rotated, in at least float32; `x` stays as it is."""
+        """Return a rotated copy, in float32 or more.
+
+        Args:
+            x: (num_tokens, heads, width).
+
+        """
         x = x.to(self.turns.dtype, copy=True)
         if not self.size:
             return x
@@ -51,7 +69,12 @@ class Rotation:
         return x
 
     def applied_to_query(self, query: Tensor) -> Tensor:
-        """Return the query rotated and multiplied by its temperature."""
+        """Return the query rotated and multiplied by its temperature, in float32 or more.
+
+        Args:
+            query: (num_tokens, heads, width).
+
+        """
         query = self.applied(query)
         return query if self.query_scale is None else query * self.query_scale[:, None, None]
 
@@ -64,7 +87,12 @@ class Rotation:
         return self.turns.new_empty(self.turns.shape[0], pairs, dtype=torch.float64)
 
     def refilled(self, other: Rotation) -> Rotation:
-        """Put another step's turns into these tensors, which a captured graph reads."""
+        """Return this rotation with another step's angles, copied into the tensors that a graph reads.
+
+        Args:
+            other: the rotation of as many tokens.
+
+        """
         self.turns.copy_(other.turns)
         if self.query_scale is not None and other.query_scale is not None:
             self.query_scale.copy_(other.query_scale)
@@ -73,10 +101,19 @@ class Rotation:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a step brings, (num_tokens, heads, size) each, strided as views of a fused QKV are.
+    """The tensors that a step brings, which may be strided as views of a fused QKV.
 
-    `bias` is added first: (num_heads * size + num_kv_heads * size + num_kv_heads * v_size,) in the
-    order of query, key and value, float32 (float64 in a float64 layer).
+    Attributes:
+        query: (num_tokens, num_heads, size).
+        key: (num_tokens, num_kv_heads, size), or None.
+        value: (num_tokens, num_kv_heads, v_size), or None.
+        bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_size,), added first, in the
+            order of query, key and value: float32 (float64 in a float64 layer); or None.
+
+    Examples:
+        >>> NewTokens(torch.zeros(3, 4, 64), None, None).biases() is None
+        True
+
     """
 
     query: Tensor
@@ -98,10 +135,25 @@ class NewTokens:
 def prepared(
     new: NewTokens, rotation: Rotation | None, of_keys: Rotation | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return query, key and value with the bias added and rotated, by torch's operators.
+    """Return a step's query, key and value with the bias added, then rotated, by torch's operators.
 
-    `of_keys`: the keys' rotation where it isn't the queries'. In at least float32, but for what nothing
-    is done to.
+    Args:
+        new: the step's tensors, (num_tokens, heads, size) each; they stay as they are.
+        rotation: the queries' rotation; None: nothing is rotated.
+        of_keys: the keys' rotation, where it isn't the queries'.
+
+    Returns:
+        Query, key and value: computed in at least float32. A tensor that nothing is done to is returned
+        as it is.
+
+    Raises:
+        Nothing: shapes were checked before.
+
+    Examples:
+        >>> query, key, value = prepared(NewTokens(torch.ones(1, 1, 4), None, None), None)
+        >>> query.shape, key
+        (torch.Size([1, 1, 4]), None)
+
     """
     query, key, value = new.query, new.key, new.value
     biases = new.biases()

@@ -1,4 +1,4 @@
-"""Modules that stand in for a library's in this process: when asked, never over the real one."""
+"""Modules that stand in for a library's in this process, on demand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,30 @@ from polyattn.registry.requirements import HIDDEN
 
 
 class StandIns:
-    """Modules by the names under which hosts import them, and whose public names each has.
+    """Modules that stand in for a library's in this process, on demand.
 
-    `names`: a module's name and the module whose `__all__` it offers, None for a package that holds
-    others; parents come before what they hold. `versions`: of each root, the library's version whose
-    signatures the functions have. `distributions`: what brings the real modules. While hidden it serves
-    no backend: a kernel's import would find the stand-in, which calls the backend.
+    They cover an installed library only if `install` is told to. While they stand in, the library's
+    distributions serve no backend, because a kernel's import would find the stand-in, which calls the
+    backend.
+
+    Args:
+        names: for each module's name the module whose `__all__` it offers, None for a package that only
+            holds others; parents come before their children.
+        versions: for each root the version of the library whose signatures the functions have.
+        distributions: the distributions of the real modules.
+
+    Raises:
+        Nothing: `install` raises `ImportError` if a root is installed.
+
+    Examples:
+        >>> import json
+        >>> stand_ins = StandIns({"no_such_library": json}, {"no_such_library": "1.0"}, ())
+        >>> stand_ins.install()
+        >>> import no_such_library
+        >>> no_such_library.loads("[1]")
+        [1]
+        >>> stand_ins.uninstall()
+
     """
 
     def __init__(
@@ -31,16 +49,21 @@ class StandIns:
         self._installed: dict[str, ModuleType] = {}
 
     def install(self, *, replace: bool = False) -> None:
-        """Let imports of these names find the stand-ins in this process.
+        """Let imports of these names resolve to the stand-ins in this process.
 
-        Raises `ImportError` where a root is really there, unless `replace`.
+        Args:
+            replace: hide a real package of the same name.
+
+        Raises:
+            ImportError: a root is really installed, and `replace` is False.
+
         """
         if self._installed:
             return
         for root in self.versions:
             if not replace and (root in sys.modules or find_spec(root) is not None):
                 raise ImportError(
-                    f"{root} is installed here; uninstall it, or say install(replace=True) to hide it "
+                    f"{root} is installed here; uninstall it, or call install(replace=True) to hide it "
                     "in this process"
                 )
         for name, source in self.names.items():

@@ -1,4 +1,4 @@
-"""Who serves a caller that keeps nothing between calls? A group for each way of calling."""
+"""Which group serves a caller that keeps nothing between calls? One for each way of calling."""
 
 from __future__ import annotations
 
@@ -18,19 +18,36 @@ from polyattn.spec.layer import LayerSpec
 
 
 def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
-    """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
+    """Return the group that serves a layer, for a caller that keeps nothing between calls.
 
-    It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
-    CUDA each stream, has its own groups, which share workspaces. Raises what `select` raises.
+    The same arguments get the same group. Each thread, and on CUDA each stream, has groups of its own,
+    which share workspaces.
+
+    Args:
+        device: where the tensors are.
+        backend: the backend that must serve, by name; None: the selection decides.
+        fields: the fields of `LayerSpec`; `dtype` is torch's.
+
+    Returns:
+        The group.
+
+    Raises:
+        SpecError, SelectionError: as `select`.
+
+    Examples:
+        >>> group = group_for(torch.device("cpu"), num_heads=4, head_size=64, dtype=torch.float32)
+        >>> group is group_for(torch.device("cpu"), num_heads=4, head_size=64, dtype=torch.float32)
+        True
+
     """
     return _group(current(), generation(), place_of(device), device, backend, **fields)
 
 
 def place_of(device: torch.device) -> Any:
-    """Return what may share workspaces here: a thread, and on CUDA its stream.
+    """Return the key of what may share workspaces: a thread, and on CUDA its stream.
 
-    What is captured shares those of the thread's last call before: a graph's own memory is written
-    when it is replayed, too late for what a kernel expects to find there.
+    A capture shares those of the thread's last call before, because a graph's own memory is written
+    only when it is replayed, too late for what a kernel expects to find there.
     """
     thread = threading.get_ident()
     if device.type != "cuda":

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from polyattn.registry.capabilities import rotates
-from polyattn.runtime.backend import LayerParams, StoreBackend
-from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
-from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.backend import StoreBackend
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
+from polyattn.runtime.cache.scales import dequantized
+from polyattn.runtime.program import Frame, LayerParams, Op, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
     from polyattn.runtime.backend import Prepared
@@ -31,9 +35,11 @@ class TorchStore(StoreBackend):
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        scatter(cache.key, quantize(key, cache.key.dtype, params.k_scale), plan.slots)
+        stored = cache.key.dtype
+        of_key, of_value = cache.format.rows or (None, None)
+        scatter(cache.key, quantize(key, stored, params.k_scale, of_key), plan.slots)
         if not cache.value_in_key:
-            scatter(cache.value, quantize(value, cache.value.dtype, params.v_scale), plan.slots)
+            scatter(cache.value, quantize(value, stored, params.v_scale, of_value), plan.slots)
 
     def run_rotated(
         self,
@@ -52,6 +58,86 @@ class TorchStore(StoreBackend):
         # A quantised cache takes what was rotated as it is: rounded once.
         self.run(plan, key, value, cache, params)
         return query.to(dtype), key.to(dtype) if keep else None, value.to(dtype) if keep else None
+
+
+class Store(Op):
+    """The work before a step's calls: bias, rotation, and storing new keys and values in the cache.
+
+    `backend` stores; None if nothing is stored. `rotation` rotates the step's tokens in a layer that
+    rotates, and `key_rotation` the keys of a layer without a cache. `keeps`: calls take rotated keys
+    beside the cache.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        batch: Batch,
+        backend: StoreBackend | None,
+        rotated_by: RunRotated | None,
+        rotation: Rotation | None,
+        key_rotation: Rotation | None = None,
+        keeps: bool = False,
+    ):
+        self.spec, self.batch, self.backend, self.rotated_by = spec, batch, backend, rotated_by
+        self.rotation, self.key_rotation, self.keeps = rotation, key_rotation, keeps
+        self.plan: StorePlan | None = None
+        if backend is not None and batch.slot_mapping is not None:
+            self.plan = backend.plan(batch.slot_mapping)
+        # Of keys that are given whole, as many as the sequences reach must be there.
+        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
+        self.keys_reach = max(ends, default=0)
+
+    def run(self, frame: Frame) -> None:
+        params = frame.params
+        if params.rotate or params.qkv_bias is not None:
+            self._prepare(frame)
+        elif self.plan is not None and frame.key is not None:
+            assert frame.value is not None and frame.cache is not None and self.backend is not None
+            self.backend.run(self.plan, frame.key, frame.value, frame.cache, params)
+
+    def _prepare(self, frame: Frame) -> None:
+        """Add the bias, rotate and store; the frame holds what attention takes then."""
+        query, key, value, params = frame.query, frame.key, frame.value, frame.params
+        rotation = self.rotation if params.rotate else None
+        if query.dtype.itemsize == 1:
+            query, key, value = self._dequantized(query, key, value, params)
+        new = NewTokens(query, key, value, params.qkv_bias)
+        if self.plan is not None and key is not None:
+            assert frame.cache is not None and self.rotated_by is not None
+            frame.query, frame.key, frame.value = self.rotated_by(
+                self.plan, rotation, new, frame.cache, params, self.keeps_keys
+            )
+            return
+        dtype, cached = query.dtype, self.spec.cached
+        if not cached:
+            assert key is not None and value is not None
+            # Behind the last sequence's keys lies what nobody reads.
+            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
+        query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
+        frame.query, frame.key, frame.value = query.to(dtype), None, None
+        if not cached:  # else nothing is stored: the cache holds the keys already
+            assert key is not None and value is not None
+            frame.key, frame.value = key.to(dtype), value.to(dtype)
+
+    def _dequantized(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return in the layer's dtype what came quantised: rotations and biases are added to that."""
+        dtype = STORAGE_DTYPES[self.spec.dtype]
+        query = dequantized(query, params.q_scale, dtype)
+        if key is None or value is None:
+            return query, None, None
+        return (
+            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
+        )  # fmt: skip
+
+    @cached_property
+    def keeps_keys(self) -> bool:
+        """Whether a call can take rotated keys beside the cache: of whole prompts, stored unrounded."""
+        if not self.keeps or self.spec.stored_dtype != self.spec.dtype:
+            return False
+        lens = zip(self.batch.query_lens, self.batch.lens, strict=True)
+        return any(1 < query == length for query, length in lens)
 
 
 def claimed_rotation(group: LayerGroup, store: StoreBackend) -> RunRotated:

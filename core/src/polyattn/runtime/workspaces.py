@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Workspaces:
-    """The scratch memory of what runs on one stream: a group's backends share it.
+    """The scratch memory of one stream, which a group's backends share.
 
-    Nothing is allocated before a backend asks. A buffer lives as long as this object, since captured
-    graphs go on writing to it.
+    Nothing is allocated before a backend requests it. A buffer lives as long as this object, because
+    captured graphs continue to write to it.
     """
 
     def __init__(self) -> None:

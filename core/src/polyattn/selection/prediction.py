@@ -4,8 +4,8 @@ A time is modelled by six terms, each a cost that one can name: a launch, work i
 queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
 row, products. These three add up, or where a kernel hides them behind one another, the largest
 counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. The
-coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is right, only
-who runs.
+coefficients are fitted to measured times (`polyattn tune`); they choose
+among right backends only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TALL = 128
 
 
 class StepShape(NamedTuple):
-    """What a prediction knows of a call: sums over its rows, and its longest one.
+    """The shape of a call: sums over its rows, and its longest row.
 
-    `pairs`: of a query token and a key that it sees; where all rows are short ones, of whole tiles.
-    `tiles`: of `TALL` rows of (token, head of a group), over all KV heads.
+    `pairs` counts pairs of a query token and a key that it sees; if all rows are short, those of whole
+    tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV heads.
     """
 
     rows: int
@@ -104,7 +104,7 @@ by before it is compared (`TimingModel.margin`), and `TimingModel.whole`."""
 
 
 class Predictor:
-    """Predicted microseconds for layers of one spec: each candidate's, by the kind of call."""
+    """Predicts the microseconds of each candidate for layers of one spec, by the kind of call."""
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec = spec
@@ -167,7 +167,7 @@ class Predictor:
 
 
 def kind_of_step(queries: Ints, lens: Ints) -> str:
-    """Return which kind of call rows of so many tokens and keys are."""
+    """Return the kind of a call over rows of so many tokens and keys."""
     if not len(queries):
         return "decode"
     q = np.asarray(queries)

@@ -1,4 +1,4 @@
-"""Who should run a step? Each candidate's predicted time for it, and the fastest. Pure."""
+"""Which backend should run a step? Each candidate's predicted time, and the fastest. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 @dataclass(frozen=True)
 class CallChoice:
-    """One call of a step: which rows, in which phase, by whom, and what was predicted of whom.
+    """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are microseconds of every candidate that has a model for this `kind` of call; where the
-    selection's own choice has none, it stays.
+    `times` are microseconds of every candidate that has a model for this `kind` of call. If the
+    selection's own choice has no model, it stays.
     """
 
     phase: str
@@ -40,10 +40,10 @@ class CallChoice:
 
 
 class StepChoice:
-    """Chooses for layers of one spec among the candidates of each phase.
+    """Chooses among the candidates of each phase, for layers of one spec.
 
-    `phases`: by phase the candidates by name; `chosen`: by phase the selection's, who serves what no
-    model speaks of.
+    `phases` has the candidates of each phase by name. `chosen` has the selection's backend of each
+    phase, which serves the calls that no model covers.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class StepChoice:
         self.spec, self.phases, self.chosen = spec, phases, chosen
         self.predictor = Predictor(spec, models)
         decode, prefill = phases["decode"], phases["prefill"]
-        # Who was named for one phase keeps it: one call for all is for who may serve both.
+        # A backend named for one phase keeps it: one call for all needs one that may serve both.
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
         if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
-            self._decoding = []  # without its own time nobody outruns the selection's choice
+            self._decoding = []  # without its own time the selection's choice stays
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
-        """Return who runs a step of single-token rows of so many keys. A few microseconds.
+        """Return the backend for a step of single-token rows of so many keys. A few microseconds.
 
         `longest`: the largest of `lens`, where it is known.
         """
@@ -82,7 +82,7 @@ class StepChoice:
             return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
         if kind == "mixed":
             some = q > 0
-            if not some.all():  # who has no token takes no time
+            if not some.all():  # a row without tokens takes no time
                 q, n = q[some], n[some]
         whole = shape_of_step(self.spec, q, n)
         ones = q == 1
@@ -107,7 +107,7 @@ class StepChoice:
         return (CallChoice("prefill", "mixed", ALL, whole, fastest, times),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
-        """Rows of a few tokens: decode's business where somebody takes them as decodes."""
+        """Rows of a few tokens: decodes, if a backend takes them as such."""
         takes = [
             n
             for n, info in self.phases["decode"].items()
@@ -122,7 +122,7 @@ class StepChoice:
     def _call(
         self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str] | None = None
     ) -> CallChoice:
-        """Weigh the candidates; without a time of the selection's own choice nobody outruns it."""
+        """Weigh the candidates; without a time of the selection's own choice, that one stays."""
         candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
         times = self.predictor.evaluate(candidates, shape)
         name = self.chosen[phase]
@@ -137,7 +137,7 @@ def _mixes(info: BackendInfo) -> bool:
 
 
 def step_choice(selection: Selection) -> StepChoice | None:
-    """Return the choice of a selection's steps as it stands, nothing loaded; None without times."""
+    """Return how a selection chooses for each step, without loading anything; None without times."""
     if not selection.timings:
         return None
     known = {model.backend for model in selection.timings}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
@@ -11,12 +11,11 @@ from polyattn.registry.capabilities import ANY_PLATFORM, SERVICES, Rejection, ch
 from polyattn.registry.catalogue import install_advice
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.names import backend_named, not_a_backend
-from polyattn.selection.cache_format import format_of
-from polyattn.selection.decision import Decision, Step, Verdict
-from polyattn.selection.shared_cache import SharedCache, share_cache, walks
+from polyattn.selection.cache_format import SharedCache, format_of, share_cache, walks
+from polyattn.selection.selection import Decision, Step, Verdict
 from polyattn.settings import Override, Settings
-from polyattn.spec.decompose import questions
-from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.decompose import asked_phase, questions, sparse_blocks
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LayerSpec
 
 Availability = Callable[[BackendInfo], str | None]
@@ -25,32 +24,33 @@ Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the tree may know beside the question.
+    """All facts that the tree needs beside the question.
 
-    `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `refuses(info, spec)` why a backend can't serve the layer's variant, `failed` which backends were
-    found wrong by verification, `rank` lets policy plugins re-rank,
-    `running(info)` says what of a backend runs here.
+    `unavailable(info)` returns why a backend can't run on this machine (always None for a profile);
+    `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info)` what of a
+    backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
+    plugins change the order.
     """
 
     backends: Mapping[str, BackendInfo]
     unavailable: Availability
     rank: Rank
     failed: Mapping[str, str]
-    problems: tuple[str, ...] = ()
+    problems: Callable[[], Sequence[str]] = tuple
     running: Callable[[BackendInfo], str] = lambda info: ""
-    refuses: Callable[[BackendInfo, LayerSpec], str | None] = lambda info, spec: None
+    refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
-    """Return the phases that a layer has: which roles somebody must fill."""
-    if spec.kind.is_recurrent:
+    """Return the phases of a layer, each of which needs a backend."""
+    if spec.recurrent is not None:
         return ("prefill", "decode")
-    return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
+    index = ("index",) if spec.indexer is not None else ()
+    return ("prefill", "decode", "store", "merge", *index) if spec.cached else ("prefill",)
 
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
-    """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
+    """Walk the decision tree. Raises `SelectionError` with every rejection, and `SettingsError`."""
     settings = _by_own_names(device, facts, settings)
     try:
         return _decide(spec, device, facts, settings)
@@ -90,13 +90,47 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         ranking[phase] = _ranked(judged, phase, facts)
         if override and not ranking[phase]:
             raise SelectionError(_named_failure(override, spec, device, phase, judged[0], facts))
-    trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
+    if _needs_one_backend(spec):
+        ranking = _by_one(ranking)
+    if spec.batch_invariant >= Invariance.CALLS and not spec.cached and ranking["prefill"]:
+        ranking["prefill"] = _by_the_cached(spec, device, ranking["prefill"], facts, settings)
+    trace = (*steps, Step("Which backends can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
-        raise SelectionError(_nobody(spec, device, trace, facts))
-    if spec.kind.is_recurrent or not spec.cached:  # any two backends share a state, or nothing
+        raise SelectionError(_none_can(spec, device, trace, facts))
+    if spec.recurrent is not None or not spec.cached:  # any two backends share a state, or nothing
         chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
         return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
     return _over_one_cache(spec, device, trace, ranking, settings, named, tuple(notes))
+
+
+def _needs_one_backend(spec: LayerSpec) -> bool:
+    """Whether other rows of a step can decide if a row is prefill's or decode's.
+
+    They can where steps are planned by bounds, which gather no rows, and where a captured step's first
+    rows are prompts of any length.
+    """
+    if spec.batch_invariant >= Invariance.STEPS:
+        return True
+    any_rows = spec.length_bounds or spec.graph_capture is GraphCapture.ANY
+    return bool(spec.batch_invariant) and any_rows
+
+
+def _by_one(ranking: Mapping[str, list[BackendInfo]]) -> dict[str, list[BackendInfo]]:
+    """Return the rankings without backends that serve one of prefill and decode alone."""
+    phases = [phase for phase in ("prefill", "decode") if phase in ranking]
+    both = set.intersection(*({b.name for b in ranking[phase]} for phase in phases))
+    order = [b for b in ranking[phases[-1]] if b.name in both]
+    return {**ranking, **dict.fromkeys(phases, order)}
+
+
+def _by_the_cached(
+    spec: LayerSpec, device: Device, ranking: list[BackendInfo], facts: Facts, settings: Settings
+) -> list[BackendInfo]:
+    """Return the backend that serves the same layer over a cache: a layer without one has its bits."""
+    if spec.role is not Role.DECODER or not spec.causal:
+        return ranking
+    prefill = dict(_decide(spec.replace(cached=True), device, facts, settings).chosen)["prefill"]
+    return [b for b in ranking if b.name == prefill]
 
 
 def _over_one_cache(
@@ -114,7 +148,11 @@ def _over_one_cache(
         for phase, infos in ranking.items()
     }
     # An MLA prefill works on keys and values that it makes for itself: it never sees the cache.
-    walking = ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    walking: tuple[str, ...] = (
+        ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    )
+    if spec.sparse is not None:  # its pages are views of the cache, whatever its blocks are
+        walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
         for phase in walking
@@ -130,7 +168,7 @@ def _over_one_cache(
         ("prefill", prefill.name),
         ("decode", decode.name),
         ("store", fitting["store"][0].name),
-        ("merge", ranking["merge"][0].name),
+        *((phase, ranking[phase][0].name) for phase in ("merge", "index") if phase in ranking),
     )
     cache = format_of(spec, device, shared.layout, shared.block_size)
     return Decision(
@@ -140,7 +178,9 @@ def _over_one_cache(
 
 def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -> bool:
     """Whether a backend can work on the cache that was settled."""
-    if phase == "merge" or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+    if phase in ("merge", "index") or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+        return True
+    if spec.sparse is not None and phase != "store":
         return True
     return walks(info, shared.layout, shared.block_size) is not None
 
@@ -167,7 +207,7 @@ def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
         what = not_a_backend(override.backend, facts.backends, device.platform)
         text = f"{override.source}: backend {override.backend!r} {what}"
         if not override.optional:
-            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems))
+            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems()))
         settings = settings.without_optional().noting(f"{text}; the selector chooses instead")
     return settings.renamed(names)
 
@@ -179,7 +219,7 @@ def _named(
     if override is None:
         return None
     if phase in SERVICES and phase not in override.scope:
-        return None  # a name for the attention says nothing of who stores and merges
+        return None  # a name for the attention says nothing of stores and merges
     kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"
@@ -227,8 +267,24 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         latent = f"yes: {spec.kind.value}; absorbed, MQA over a latent of {spec.latent.size}"
         if spec.kind is AttentionKind.MLA:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
-    recurrent = f"yes: {spec.kind.value}" if spec.kind.is_recurrent else "no"
-    return [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
+    recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
+    steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
+    if spec.sparse is not None:
+        size = sparse_blocks(spec)[1]
+        answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
+        steps.append(Step("Does each call choose the keys?", answer))
+    if spec.chooses:
+        steps.append(Step("Who chooses the keys?", _chooser(spec)))
+    return steps
+
+
+def _chooser(spec: LayerSpec) -> str:
+    """Return who chooses, and what a token of context costs its index."""
+    if spec.indexer is None:
+        return "another layer's indexer, or the caller"
+    size, m = spec.indexer.key_bytes(spec.dtype), spec.indexer.tokens_per_entry
+    each = f"{m} tokens" if m > 1 else "token"
+    return f"its indexer, {spec.indexer}; {size} bytes of index key for each {each} of context"
 
 
 def _judge(
@@ -240,26 +296,32 @@ def _judge(
 ) -> list[Verdict]:
     judged = []
     for info in candidates:
-        asked = questions(spec, phase)
-        rejections = tuple(
-            dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, phase))
-        )
-        if not rejections and spec.variant is not None and phase not in SERVICES:
-            reason = facts.refuses(info, spec)
-            if reason:
-                wanted = f"the functions of {spec.variant}"
-                rejections = (Rejection("variant", wanted, "others", reason),)
+        rejections = _rejections(info, spec, device, phase)
+        if not rejections and phase not in SERVICES:
+            rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        priority = info.priority(asked[0], device, phase)
+        asked = questions(spec, phase, device.is_accelerator)[0]
+        priority = info.priority(asked, device, asked_phase(spec, phase))
         runs = facts.running(info) if device.is_real and not rejections else ""
-        proof = info.proof_on(device, runs).value
+        proof, record = info.proven(device.arch, device.platform, runs)
         judged.append(
             Verdict(
-                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs
+                info.name, phase, priority.score, rejections, priority.why, proof.value, info.build, runs,
+                "" if record is None else f"{record.text} in {record.path}",
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
+
+
+def _rejections(
+    info: BackendInfo, spec: LayerSpec, device: Device, phase: str
+) -> tuple[Rejection, ...]:
+    """Return all that a backend's claims have against a phase of the layer, each once."""
+    asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
+    return tuple(
+        dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
+    )
 
 
 def _machine_rejections(info: BackendInfo, facts: Facts) -> tuple[Rejection, ...]:
@@ -312,8 +374,7 @@ def _best_pair(
 
 def _answer(ranking: Mapping[str, list[BackendInfo]]) -> str:
     return "; ".join(
-        f"{phase}: {', '.join(b.name for b in infos) or 'nobody'}"
-        for phase, infos in ranking.items()
+        f"{phase}: {', '.join(b.name for b in infos) or 'none'}" for phase, infos in ranking.items()
     )
 
 
@@ -334,15 +395,14 @@ def _named_failure(
 
 
 def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> list[str]:
-    """Return who, where named, serves every phase that nobody else does; nobody where one is left."""
+    """Return the by-name-only backends that serve the phases no other does; [] if a phase is left."""
     served = {v.phase for step in trace for v in step.verdicts if v.accepted}
     found: list[str] = []
     for phase in (p for p in phases_of(spec) if p not in served):
         able = [
             info.name
             for info in _family(spec, (phase,), facts)
-            if info.by_name_only
-            and not any(check(info.capabilities, q, device, phase) for q in questions(spec, phase))
+            if info.by_name_only and not _rejections(info, spec, device, phase)
         ]
         if not able:
             return []
@@ -350,7 +410,7 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
     return found
 
 
-def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
+def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
     for verdict in verdicts:
@@ -366,4 +426,46 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
         if not here:
             text += f"; {install_advice(device.platform)}"
-    return text + "".join(f"\n  note: {problem}" for problem in facts.problems)
+    return text + "".join(f"\n  note: {problem}" for problem in facts.problems())
+
+
+def as_built(
+    backends: Mapping[str, BackendInfo],
+    spec: LayerSpec,
+    device: Device,
+    unavailable: Callable[[BackendInfo], str | None],
+) -> dict[str, BackendInfo]:
+    """Return the backends; one of several builds becomes the build that counts for `spec` on `device`.
+
+    That is the first installed build that claims the device's platform and can serve the layer, else
+    the first of them. If none is installed, the backend stays as declared, with the preferred build's
+    claims. The only build of a platform has no name.
+    """
+    return {
+        name: _build(info, spec, device, unavailable) if info.variants else info
+        for name, info in backends.items()
+    }
+
+
+def _build(
+    info: BackendInfo,
+    spec: LayerSpec,
+    device: Device,
+    unavailable: Callable[[BackendInfo], str | None],
+) -> BackendInfo:
+    there, preferred = info.builds_on(device.platform), info.builds[0]
+    chosen = preferred
+    if device.is_real and there:
+        here = [build for build in there if unavailable(build) is None]
+        able = [build for build in here if _serves(build, spec, device)]
+        absent = info if len(there) > 1 else preferred
+        chosen = (able or here or [absent])[0]
+    return replace(chosen, build="") if len(there) == 1 else chosen
+
+
+def _serves(build: BackendInfo, spec: LayerSpec, device: Device) -> bool:
+    """Whether a build can serve some phase of the layer."""
+    return any(
+        not _rejections(build, spec, device, phase)
+        for phase in build.capabilities.phases & {"prefill", "decode"}
+    )

@@ -1,0 +1,1 @@
+"""What does a layer compute? `LayerSpec`: a value, without torch."""

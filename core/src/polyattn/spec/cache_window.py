@@ -12,19 +12,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from polyattn.errors import SpecError
-from polyattn.spec.checks import LONGEST, integer
+from polyattn.errors import SpecError, integer
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
 class CacheWindow:
-    """What a layer keeps of a sequence in a cache of `block_size` tokens a block.
+    """The tokens of a sequence that a layer's cache keeps.
 
-    `window`: a query sees itself and the `window - 1` tokens before it; `sinks`: the first tokens,
-    which stay; `chunk`: a query sees its own chunk of as many tokens alone. Blocks leave `step` at a
-    time, so that chunks begin where they did. Raises `SpecError`.
+    Blocks leave the cache `step` at a time, so that chunks begin at a block.
+
+    Attributes:
+        block_size: tokens of a block.
+        window: a query sees itself and the `window - 1` tokens before it; None: all.
+        sinks: first tokens that stay.
+        chunk: a query sees its own chunk of so many tokens alone; None: no chunks.
+
+    Raises:
+        SpecError: a number isn't one of a window.
+
+    Examples:
+        >>> CacheWindow(block_size=16, window=1024, sinks=4).step
+        1
+
     """
 
     block_size: int
@@ -42,16 +54,26 @@ class CacheWindow:
                 )
         if self.window is None and self.chunk is None:
             raise SpecError(
-                "CacheWindow.window=None without a chunk keeps everything; give one of both"
+                "CacheWindow.window=None without a chunk keeps everything; set window, chunk or both"
             )
 
     @classmethod
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
-        """Return what a layer keeps, None for everything.
+        """Return what a layer's cache may drop.
 
-        Everything is kept, too, where what has left would change what stays: sink tokens under
-        ALiBi or chunks, whose places count; rotations that go by a sequence's whole length.
-        Raises `SpecError`.
+        A cache keeps everything if what has left would change what stays: sink tokens under ALiBi or
+        chunks, whose places count, and rotations that depend on a sequence's whole length.
+
+        Args:
+            spec: the layer.
+            block_size: tokens of a block.
+
+        Returns:
+            The window, or None if the cache keeps everything.
+
+        Raises:
+            SpecError: the spec has no such cache.
+
         """
         integer("block_size", block_size, 1)
         window, chunk = (
@@ -63,7 +85,7 @@ class CacheWindow:
         if spec.sink_tokens and (spec.alibi or chunk is not None):
             return None
         rope = spec.rope
-        by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
+        by_length = rope is not None and rope.by_length
         if rope is not None and rope.positions == "absolute" and by_length:
             return None
         return cls(block_size, window, spec.sink_tokens if window is not None else 0, chunk)
@@ -79,7 +101,18 @@ class CacheWindow:
         return lcm(self.block_size, self.chunk or 1) // self.block_size
 
     def gone(self, position: int) -> range:
-        """Return the blocks that no query at `position` (0, 1, …) or later sees."""
+        """Return the blocks that no query at a position or later sees.
+
+        Args:
+            position: the position, 0 or more, in tokens.
+
+        Returns:
+            The blocks' numbers in their sequence.
+
+        Raises:
+            Nothing: at every position some blocks are seen.
+
+        """
         first = 0 if self.window is None else max(0, position - self.window + 1)
         if self.chunk is not None:
             first = max(first, position // self.chunk * self.chunk)
@@ -87,7 +120,18 @@ class CacheWindow:
         return range(self.head, self.head + max(0, count - count % self.step))
 
     def most_blocks(self, queries: int = 1) -> int:
-        """Return how many blocks a sequence holds at most in a step of `queries` tokens of it."""
+        """Return the most blocks that a sequence holds in a step.
+
+        Args:
+            queries: the sequence's query tokens in the step.
+
+        Returns:
+            The number of blocks.
+
+        Raises:
+            Nothing: every window has a bound.
+
+        """
         seen = min(n for n in (self.window, self.chunk) if n is not None)
         spread = -(-(seen + queries - 2) // self.block_size) + 1
         return self.head + spread + self.step - 1

@@ -1,13 +1,15 @@
-"""Which questions does a layer ask? Some layers are two computations, or ask of a phase apart."""
+"""Which backends does a layer need? Some layers are two computations, or differ by phase."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 
 from polyattn.errors import SpecError
 from polyattn.spec.kinds import AttentionKind, Role
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 
 
 @cache
@@ -36,9 +38,29 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
 
 @cache
 def expanded(spec: LayerSpec) -> LayerSpec:
-    """Return an MLA layer's prefill as what it is: MHA over keys and values made from latents.
+    """Return the attention layer that an MLA layer's prefill computes.
 
-    What is made doesn't outlive the step, so it is no cache.
+    It is multi-head attention over keys and values that the step makes from latents (DeepSeek-V2, 2024,
+    section 2.1). These keys don't outlive the step, so the layer has no cache.
+
+    Args:
+        spec: an MLA layer's spec.
+
+    Returns:
+        The spec of that layer, with `cached=False`; it asks for the LSE, since its context is a part
+        apart.
+
+    Raises:
+        Nothing: every MLA layer has one.
+
+    Examples:
+        >>> from polyattn import LatentSpec
+        >>> latent = LatentSpec(rank=512, rope_head_size=64)
+        >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)
+        >>> layer = expanded(mla)
+        >>> layer.num_kv_heads, layer.head_size, layer.cached
+        (16, 192, False)
+
     """
     return LayerSpec(
         num_heads=spec.num_heads,
@@ -54,22 +76,44 @@ def expanded(spec: LayerSpec) -> LayerSpec:
 
 @cache
 def over_context(spec: LayerSpec) -> LayerSpec:
-    """Return the layer over keys that all lie before its queries: a causal mask hides none of them.
+    """Return the layer for keys that all come before its queries, where a causal mask hides nothing.
 
-    Of layers whose keys count alike wherever they lie: without windows, chunks, ALiBi.
+    Only for layers to which a key's position doesn't matter: without windows, chunks and ALiBi.
     """
     return spec.replace(causal=False) if spec.causal else spec
 
 
 @cache
 def expanded_context(spec: LayerSpec) -> LayerSpec:
-    """Return the other part of an MLA layer's chunked prefill: every cached token is seen."""
+    """Return the other part of an MLA layer's chunked prefill: queries see every cached token."""
     return over_context(expanded(spec)).replace(role=Role.CROSS)
 
 
 @cache
 def absorbed(spec: LayerSpec) -> LayerSpec:
-    """Return an MLA layer's decode as what it is: MQA whose one key is latent and rope key."""
+    """Return the attention layer that an MLA layer's decode computes.
+
+    It is multi-query attention: the one key of a token is its latent beside its rope key, and the value
+    is the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query).
+
+    Args:
+        spec: an MLA layer's spec.
+
+    Returns:
+        The spec of that layer, over the same cache.
+
+    Raises:
+        AssertionError: the spec has no `latent`.
+
+    Examples:
+        >>> from polyattn import LatentSpec
+        >>> latent = LatentSpec(rank=512, rope_head_size=64)
+        >>> mla = LayerSpec(kind="mla", num_heads=16, head_size=192, v_head_size=128, latent=latent)
+        >>> layer = absorbed(mla)
+        >>> layer.num_kv_heads, layer.head_size, layer.v_head_size
+        (1, 576, 512)
+
+    """
     assert spec.latent is not None
     return LayerSpec(
         num_heads=spec.num_heads,
@@ -86,17 +130,63 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
 
 @cache
 def unrotated(spec: LayerSpec) -> LayerSpec:
-    """Return the layer that attends to queries and keys which are rotated already.
+    """Return the layer for queries and keys that are already rotated.
 
-    What rotates by positions within the cache stays: there attention itself rotates.
+    A rope with positions within the cache stays, because attention itself applies it.
     """
     if spec.rope is None or spec.rope.positions == "cache":
         return spec
     return spec.replace(rope=None)
 
 
-def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
-    """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to."""
+DEFAULT_BLOCK = 64
+"""Tokens in a block of a sparse layer's cache, where neither the spec nor its granularity says more."""
+
+
+def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:
+    """Return a sparse layer's block size, and the fewest consecutive entries that a choice names."""
+    assert spec.sparse is not None
+    size = spec.block_size or max(DEFAULT_BLOCK, spec.sparse.granularity)
+    return size, math.gcd(size, spec.sparse.granularity)
+
+
+@cache
+def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
+    """Return the attention layer that a sparse layer runs as.
+
+    It is a decode of each token and KV head over pages of its own. A page is the consecutive entries
+    that an id names, of one KV head. `bounded`: only the device knows their number. Sinks are added
+    afterwards, because the rows of a call don't share them.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    heads = 1 if sparse.scope == "head" else spec.gqa_ratio
+    return LayerSpec(
+        num_heads=heads,
+        num_kv_heads=1,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        scale=spec.scale,
+        dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        fp8_compute=spec.fp8_compute,
+        block_size=sparse_blocks(spec)[1],
+        logit_soft_cap=spec.logit_soft_cap,
+        needs_lse=spec.needs_lse or spec.learned_sinks,
+        graph_capture=spec.graph_capture,
+        length_bounds=bounded or bool(spec.graph_capture) or spec.length_bounds,
+        deterministic=spec.deterministic,
+        batch_invariant=spec.batch_invariant,
+    )
+
+
+def questions(spec: LayerSpec, phase: str, accelerator: bool = False) -> tuple[LayerSpec, ...]:
+    """Return the specs that a backend for `phase` must serve: `spec`, or the layers that it runs as.
+
+    On an `accelerator` the host can't wait for a sparse layer's choice.
+    """
+    if spec.kind is AttentionKind.SPARSE and phase in ("prefill", "decode"):
+        return (paged(spec, accelerator),)
     if spec.kind is AttentionKind.MLA and phase == "prefill":
         return expanded(spec), expanded_context(spec)
     if spec.dense_context:
@@ -104,18 +194,23 @@ def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
     return (spec,)
 
 
+def asked_phase(spec: LayerSpec, phase: str) -> str:
+    """Return the phase that a backend must serve: every token of a sparse layer is a decode."""
+    return "decode" if spec.kind is AttentionKind.SPARSE and phase == "prefill" else phase
+
+
 def dense(spec: LayerSpec) -> LayerSpec:
-    """Return what a whole prompt of a layer with `dense_context` is: the layer without its window."""
+    """Return the layer that computes a whole prompt under `dense_context`: without its window."""
     return spec.replace(dense_context=False, sliding_window=None, sink_tokens=0)
 
 
 def windowed(spec: LayerSpec) -> LayerSpec:
-    """Return what every other row of a layer with `dense_context` is."""
+    """Return the layer that computes all other rows under `dense_context`."""
     return spec.replace(dense_context=False) if spec.dense_context else spec
 
 
 def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Return the layer and, before it, its short convolution where it has one."""
+    """Return the layer, after its short convolution if it has one."""
     before = convolution(spec)
     return (spec,) if before is None else (before, spec)
 
@@ -145,18 +240,21 @@ def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
     return groups
 
 
+def choice_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int | None, ...]:
+    """Return for each of `layers` the index of the layer whose indexer chooses for it; None: nobody's.
+
+    That is the layer itself, or the nearest one before it that has an indexer.
+    """
+    found: list[int | None] = []
+    for index in layers:
+        spec, source = specs[index], index
+        while source >= 0 and specs[source].indexer is None:
+            source -= 1
+        found.append(source if spec.chooses and source >= 0 else None)
+    return tuple(found)
+
+
 def kv_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int, ...]:
-    """Return for each of `layers` the index of the layer whose cache it reads: its own, or another."""
+    """Return for each of `layers` the index of the layer whose cache it reads."""
     sources = ((index, specs[index].kv_source) for index in layers)
     return tuple(index if source is None else source for index, source in sources)
-
-
-def ranges(indices: list[int]) -> str:
-    """Return the text `0-2, 5` for the layers 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

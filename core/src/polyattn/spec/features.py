@@ -1,11 +1,6 @@
-"""What can a layer ask for that a backend must claim? The names, and which a spec asks for."""
+"""Which features can a layer need that a backend must claim? `features(spec)` returns them."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from polyattn.spec.layer import LayerSpec
 
 FEATURES = {
     "causal": "a causal mask, aligned to the bottom right",
@@ -32,6 +27,8 @@ FEATURES = {
     "length_bounds": "steps planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
+    "step_invariant": "the same bits for a token however its sequence is divided into steps",
+    "call_invariant": "the same bits with a cache and without one",
     "gated": "Mamba's gate z",
     "grouped_channels": "Mamba-1's groups of B and C",
     "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",
@@ -43,41 +40,3 @@ RECURRENT = frozenset(
     {"gated", "grouped_channels", "bc_in_float32", "narrow_states", "wide_conv_states"}
 )
 """Those that only recurrent layers ask for."""
-
-
-def features(spec: LayerSpec) -> frozenset[str]:
-    """Return the names in `FEATURES` that `spec` asks for."""
-    form = spec.recurrent
-    rope = spec.rope if spec.rope is not None and spec.rope.positions == "cache" else None
-    wanted = {
-        "causal": spec.causal,
-        "non_causal": not spec.causal,
-        "gqa": spec.num_kv_heads != spec.num_heads,
-        "v_head_size": spec.v_head_size != spec.head_size,
-        "sliding_window": spec.sliding_window is not None,
-        "window_right": spec.window_right is not None,
-        "chunked": spec.chunk_size is not None,
-        "logit_soft_cap": spec.logit_soft_cap is not None,
-        "alibi": spec.alibi,
-        "learned_sinks": spec.learned_sinks,
-        "sink_tokens": spec.sink_tokens > 0,
-        "cache_positions": rope is not None,
-        "cache_positions_by_length": rope is not None and rope.scaling in ("dynamic", "longrope"),
-        "variant": spec.variant is not None,
-        "custom_mask": spec.mask == "custom",
-        "block_sparse": spec.mask == "block_sparse",
-        "tensor_scales": spec.scales == "tensor",
-        "head_scales": spec.scales == "head",
-        "fp8_inputs": spec.qkv_dtype != "auto",
-        "fp8_output": spec.out_dtype != "auto",
-        "lse": spec.needs_lse,
-        "length_bounds": spec.length_bounds,
-        "deterministic": spec.deterministic,
-        "batch_invariant": spec.batch_invariant,
-        "gated": form is not None and form.gated,
-        "grouped_channels": form is not None and form.channel_groups > 1,
-        "bc_in_float32": form is not None and form.bc_in_float32,
-        "narrow_states": form is not None and form.state_dtype != "auto",
-        "wide_conv_states": form is not None and form.draft_tokens > 0,
-    }
-    return frozenset(name for name, asked in wanted.items() if asked)

@@ -15,10 +15,21 @@ from polyattn.spec.layer import LayerSpec
 
 
 class KeyRanges(NamedTuple):
-    """Two ranges of keys, `[kept_start, kept_stop)` and `[near_start, near_stop)`.
+    """Two ranges of keys: the sink tokens and the window.
 
     Keys count from the sequence's first, 0. Either range may be empty (stop == start). The ranges don't
-    overlap, and the kept one lies left of the near one; they may touch.
+    overlap; the sink tokens are left of the window and may touch it.
+
+    Attributes:
+        kept_start: the first sink token: int, or int64 array or tensor.
+        kept_stop: the key after the last sink token.
+        near_start: the first key of the window.
+        near_stop: the key after the window.
+
+    Examples:
+        >>> KeyRanges(0, 2, 6, 10).near_stop
+        10
+
     """
 
     kept_start: Any
@@ -28,7 +39,24 @@ class KeyRanges(NamedTuple):
 
 
 def window_sizes(spec: LayerSpec) -> tuple[int, int]:
-    """Return flash-attn's (left, right): keys beside the query, itself not counted; -1 is none."""
+    """Return a layer's window as flash-attn names it: keys to the left and to the right of the query.
+
+    The query's own key isn't counted, and -1 means no bound.
+
+    Args:
+        spec: the layer; `causal`, `sliding_window` and `window_right` count.
+
+    Returns:
+        (left, right), in tokens.
+
+    Raises:
+        Nothing: every layer has a window, if only one without bounds.
+
+    Examples:
+        >>> window_sizes(LayerSpec(num_heads=1, head_size=64, sliding_window=128))
+        (127, 0)
+
+    """
     left = -1 if spec.sliding_window is None else spec.sliding_window - 1
     if spec.causal:
         return left, 0
@@ -46,8 +74,9 @@ def key_ranges(
 ) -> KeyRanges:
     """Return the keys that the queries at positions `first` to `last` see of `length` keys.
 
-    The union of what each query sees, exactly: every key in the ranges is seen by some query, and no
-    other is. `spec.dense_context` isn't considered: for a whole prompt pass the spec without its window.
+    It is the exact union over these queries: each key in the ranges is seen by at least one of them, and
+    no other key is. `spec.dense_context` doesn't count: for a whole prompt pass the spec without its
+    window. Windows are Mistral's, kept first tokens StreamingLLM's (Xiao et al., 2024), chunks Llama 4's.
 
     Args:
         spec: the layer; `causal`, `sliding_window`, `window_right`, `sink_tokens` and `chunk_size` count.
@@ -55,10 +84,16 @@ def key_ranges(
         last: position of the last query, at least `first`.
         length: number of keys.
         minimum: elementwise minimum; for arrays `numpy.minimum`, for tensors `torch.minimum`.
-        maximum: likewise.
+        maximum: elementwise maximum.
         floor_divide: division that rounds down, by a positive number; for where `//` isn't that.
 
-    Example:
+    Returns:
+        The two ranges, of the arguments' type.
+
+    Raises:
+        Nothing: every layer shows some keys, if only empty ranges.
+
+    Examples:
         >>> key_ranges(LayerSpec(num_heads=1, head_size=64, sliding_window=4, sink_tokens=2), 9, 9, 10)
         KeyRanges(kept_start=0, kept_stop=2, near_start=6, near_stop=10)
 

@@ -20,7 +20,7 @@ GATES = frozenset({"dt", "g", "beta", "w"})
 
 @dataclass(frozen=True)
 class Form:
-    """One recurrence: h is its state, one a sequence; `recurrence` is what a token does."""
+    """One recurrence. h is the state of a sequence, and `recurrence` says what a token does to it."""
 
     recurrence: str
     inputs: Mapping[str, Shape]
@@ -128,9 +128,9 @@ FORMS: dict[AttentionKind, Form] = {
 
 
 def form_of(spec: LayerSpec) -> Form:
-    """Return the form of a recurrent layer: its kind's, with what its options add.
+    """Return the form of a recurrent layer: its kind's, with the additions of its options.
 
-    A gate is one more input, z, of x's shape; groups of Mamba-1's channels are an axis of B and C.
+    A gate is one more input, z, of x's shape. Groups of Mamba-1's channels are an axis of B and C.
     """
     form, options = FORMS[spec.kind], spec.recurrent
     assert options is not None
@@ -143,7 +143,7 @@ def form_of(spec: LayerSpec) -> Form:
 
 
 def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
-    """Return the numbers behind a shape's letters."""
+    """Return the sizes that a shape's letters stand for."""
     recurrent = spec.recurrent
     assert recurrent is not None
     sizes = {

@@ -1,15 +1,14 @@
-"""How are queries and keys rotated? `RopeSpec` says everything that the rotation depends on."""
+"""How are queries and keys rotated? `RopeSpec` has everything that the rotation depends on."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.errors import SpecError, nearest, shown
-from polyattn.spec.checks import choice
+from polyattn.errors import SpecError, choice, shown
+from polyattn.spec.fields import as_fields, from_fields
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -20,25 +19,45 @@ POSITIONS = ("absolute", "cache")
 class RopeSpec:
     """A rotary position embedding (Su et al., 2021): frozen, hashable, no tensors.
 
-    Sizes are in elements, lengths in tokens. Raises `SpecError`.
+    Sizes are in elements, lengths in tokens.
 
-    - `pairing`: which elements turn together: i and i + rotary_size / 2 (`"neox"`), or 2 i and
-      2 i + 1 (`"gptj"`).
-    - `rotary_size`: the first elements of each head are rotated, the rest pass; in an MLA layer the
-      rope part is. 0: none, a layer that only has a `temperature`.
-    - `base`: theta; pair i turns by position * base ** (-2 i / rotary_size).
-    - `scaling`: what stretches the context: `"linear"` and `"dynamic"` (NTK) by `factor`;
-      `"llama3"` with `low_freq_factor` and `high_freq_factor`; `"yarn"` (Peng et al., 2023) with
-      `beta_fast`, `beta_slow` and `truncate`; `"longrope"` (Ding et al., 2024) with a factor per
-      pair, `short_factors` up to `original_length` tokens and `long_factors` beyond;
-      `"proportional"` pairs all `exponent_size` elements and turns `rotary_size` of them alone.
-    - `original_length`: what the model was trained for before it was stretched.
-    - `attention_factor`: what the rotated queries and keys are each multiplied by.
-    - `sections`: pairs per axis of a position with several (time, height, width: Qwen-VL); in turn
-      where `sections_interleaved`. Text has the same position in every axis.
-    - `positions`: `"absolute"`, or `"cache"`: a key's place within the cache (StreamingLLM).
-    - `temperature`, `temperature_length`, `temperature_offset`: the query at position p is
-      multiplied by 1 + temperature * ln(1 + floor((p + offset) / length)) (Llama 4).
+    Attributes:
+        pairing: elements i and i + rotary_size / 2 are a pair (`"neox"`), or 2 i and 2 i + 1
+            (`"gptj"`).
+        rotary_size: the first elements of each head that are rotated; in an MLA layer, of its rope
+            part. 0: none, for a layer that only has a `temperature`.
+        base: theta: pair i rotates by position * base ** (-2 i / rotary_size).
+        scaling: how the context is stretched: `"none"`, `"linear"`, `"dynamic"` (NTK), `"llama3"`,
+            `"yarn"` (Peng et al., 2023), `"longrope"` (Ding et al., 2024) or `"proportional"`.
+        factor: of `"linear"`, `"dynamic"` and the others' interpolation.
+        original_length: the longest sequence that the model was trained on before.
+        attention_factor: multiplies the rotated queries and the rotated keys, each.
+        low_freq_factor: of `"llama3"`.
+        high_freq_factor: of `"llama3"`.
+        beta_fast: of `"yarn"`, in rotations over the original length.
+        beta_slow: of `"yarn"`, alike.
+        truncate: of `"yarn"`: round the bounds of its ramp to whole pairs.
+        short_factors: of `"longrope"`, one for each pair, for up to `original_length` tokens.
+        long_factors: of `"longrope"`, one for each pair, for more tokens.
+        exponent_size: of `"proportional"`: pairs count over so many elements, of which `rotary_size`
+            rotate.
+        sections: pairs for each axis of a position (time, height, width: Qwen-VL). Text has the same
+            position in every axis.
+        sections_interleaved: pairs take axes in turn.
+        positions: `"absolute"`, or `"cache"`: a key's place within the cache (StreamingLLM).
+        temperature: the query at position p is multiplied by 1 + temperature * ln(1 + floor((p +
+            offset) / length)) (Llama 4).
+        temperature_length: the `length` of that formula.
+        temperature_offset: its `offset`.
+
+    Raises:
+        SpecError: a value or a combination describes no rotation.
+
+    Examples:
+        >>> rope = RopeSpec(rotary_size=128, base=500000.0)
+        >>> LayerSpec(num_heads=32, head_size=128, rope=rope).rope.pairing
+        'neox'
+
     """
 
     pairing: str = "neox"
@@ -82,27 +101,45 @@ class RopeSpec:
             return self.exponent_size
         return self.rotary_size
 
+    @property
+    def by_length(self) -> bool:
+        """Whether a token is turned by its sequence's length too."""
+        return self.scaling in ("dynamic", "longrope")
+
+    def check_span(self, name: str, part: int, whole: bool = False) -> None:
+        """Check that a part of a head holds the rotated elements.
+
+        Args:
+            name: the part's field, for errors.
+            part: its size, in elements.
+            whole: whether all of it rotates, or none.
+
+        Raises:
+            SpecError: the part is smaller than the rotation.
+
+        """
+        if self.span > part or (whole and self.span not in (0, part)):
+            raise SpecError(
+                f"rope.rotary_size={self.rotary_size} rotates {self.span} elements; with {name}={part} "
+                f"it must rotate {f'0 or {part}' if whole else f'{part} at most'}"
+            )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
-        """Build a rope from its fields. Raises `SpecError` on an unknown one."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise SpecError(f"RopeSpec has no field {name!r}{nearest(name, known)}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise SpecError(f"RopeSpec: {error}") from error
+        """Return a rope from its fields.
+
+        Args:
+            values: fields by name.
+
+        Raises:
+            SpecError: a field is unknown or its value isn't valid.
+
+        """
+        return from_fields("RopeSpec", cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value != defaults[name]
-        }
+        return as_fields(self, {})
 
 
 def _check_choices(rope: RopeSpec) -> None:
@@ -172,6 +209,8 @@ def _check_scaling(rope: RopeSpec) -> None:
             f"rotary_size={rope.rotary_size}"
         )
     if rope.scaling == "dynamic" and rope.rotary_size == 2:
-        raise SpecError("rope.scaling='dynamic' stretches by a power that rotary_size=2 has not")
+        raise SpecError(
+            "rope.scaling='dynamic' needs rotary_size above 2: its exponent is undefined there"
+        )
     if rope.temperature and rope.temperature_length is None:
         raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")

@@ -1,4 +1,4 @@
-"""What is measured of a backend? `TimingModel`: coefficients of terms that one can name."""
+"""What is measured of a backend? `TimingModel`: coefficients of terms with names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 
 TERMS = ("launch", "item", "byte", "longest", "product", "token")
 """What a coefficient multiplies, in microseconds: once a call; (row, KV head); byte of all keys and
@@ -28,7 +29,8 @@ class TimingModel:
     behind one another, so that the largest of the three counts; else they add up. `error`: the median
     relative error on points that it was not fitted to. `margin`: by how much it must be predicted to
     be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
-    predictions are off by changes no choice.
+    predictions are off by changes no choice. `level`: of `batch_invariant`, at which it was measured;
+    empty: none.
     """
 
     backend: str
@@ -39,6 +41,7 @@ class TimingModel:
     source: str = ""
     margin: float = 0.0
     whole: int = 0
+    level: str = ""
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""
@@ -46,12 +49,12 @@ class TimingModel:
 
 
 def units(spec: LayerSpec) -> tuple[float, ...]:
-    """Return how often each term counts for (1, one row, key, longest key, pair, query) of a layer."""
+    """Return the factor of each term for (1, one row, key, longest key, pair, query) of a layer."""
     if spec.latent is not None:  # absorbed: one latent a key, every head's query as wide
-        stored, kv_heads = spec.latent.size, 1
+        kv_heads, held = 1, row_widths(spec.stored_dtype, spec.latent.size, spec.latent.rank)[0]
         wide = spec.num_heads * (spec.latent.size + spec.latent.rank)
     else:
-        stored, kv_heads = spec.head_size + spec.v_head_size, spec.num_kv_heads
-        wide = spec.num_heads * stored
-    held = stored * ITEM_BYTES[spec.stored_dtype]
+        kv_heads = spec.num_kv_heads
+        held = sum(row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size))
+        wide = spec.num_heads * (spec.head_size + spec.v_head_size)
     return (1, kv_heads, kv_heads * held, held, wide, wide * ITEM_BYTES[spec.dtype])

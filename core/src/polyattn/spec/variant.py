@@ -1,8 +1,8 @@
-"""Which attention is it? `AttentionVariant`: pointwise functions of scores, by a name that specs carry.
+"""Which attention is it? `AttentionVariant`: pointwise functions of scores under a name for specs.
 
 The functions are FlexAttention's (Dong et al., 2024): `score_mod(score, b, h, q_idx, kv_idx)` and
-`mask_mod(b, h, q_idx, kv_idx)`, in plain torch operators. What FlashInfer calls an attention variant
-(Ye et al., 2025, section 3.2.3) beside them: other inputs by name, and weights without a softmax.
+`mask_mod(b, h, q_idx, kv_idx)`, in plain torch operators. As in FlashInfer's attention variants (Ye et
+al., 2025, section 3.2.3), they may read further inputs by name, and the softmax may be left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,34 @@ _INPUT = re.compile(r"(?P<dtype>[a-z0-9]+)(?:\[(?P<dims>[^\[\]]*)\])?")
 
 @dataclass(frozen=True)
 class VariantInput:
-    """A tensor that a variant's functions read: dtype and dimensions; none of them: one number."""
+    """A tensor that a variant's functions read.
+
+    Attributes:
+        dtype: `"float32"`, `"int32"`, `"int64"` or `"bool"`.
+        dims: its dimensions: numbers, `"num_heads"`, `"num_kv_heads"`, `"num_seqs"` or `"*"` for any;
+            none: it is one number.
+
+    Examples:
+        >>> str(VariantInput("float32", ("num_heads",)))
+        'float32[num_heads]'
+
+    """
 
     dtype: str
     dims: tuple[int | str, ...] = ()
 
     @classmethod
     def parse(cls, name: str, text: str) -> VariantInput:
-        """Read `"float32"`, `"float32[num_heads]"`, `"int32[num_seqs, *]"`. Raises `SpecError`."""
+        """Return an input from its declaration.
+
+        Args:
+            name: the input's, for errors.
+            text: `"float32"`, `"float32[num_heads]"` or `"int32[num_seqs, *]"`.
+
+        Raises:
+            SpecError: the text isn't such a declaration.
+
+        """
         match = _INPUT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match["dtype"] not in INPUT_DTYPES:
             raise SpecError(
@@ -59,7 +79,13 @@ class VariantInput:
         return cls(match["dtype"], tuple(dims))
 
     def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-        """Whether a tensor's shape is this one, `sizes` being what the words stand for here."""
+        """Return whether a tensor has this shape.
+
+        Args:
+            shape: the tensor's.
+            sizes: the numbers that names such as `num_heads` stand for.
+
+        """
         wanted = [sizes.get(d, "*") if isinstance(d, str) else d for d in self.dims]
         return len(shape) == len(wanted) and all(
             w in ("*", n) for w, n in zip(wanted, shape, strict=True)
@@ -71,28 +97,43 @@ class VariantInput:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
-    """Attention whose scores are changed, or hidden, by functions of plain torch.
+    """Attention changed by functions of plain torch: of scores, of elements, or of which keys are seen.
 
-    - `name`: what `LayerSpec.variant` says; letters, digits, `_`, `-` and `.`.
-    - `score_mod(score, b, h, q_idx, kv_idx)`: the new score, of the scaled (capped, biased) one. `b` is
-      the sequence's number in the batch, `h` the query head; `q_idx` and `kv_idx` are places in the
-      sequence, its first key's being 0. A function, or `"package.module:function"`.
-    - `mask_mod(b, h, q_idx, kv_idx)`: whether the query sees the key, beside the spec's own mask.
-    - `query_mod(query, b, h, q_idx, d)`, `key_mod(key, b, h, kv_idx, d)`, `value_mod(value, b, h,
-      kv_idx, d)`, `output_mod(output, b, h, q_idx, d)`: the new elements, in float32, of queries, keys
-      and values as the layer is given them, before they are biased, rotated or stored, and of outputs.
-      `h` is a key's or value's KV head, `d` the element's place in its head. `b` and the inputs are
-      those of the step, for cached keys of the step that stores them.
-    - `softmax`: False takes what `score_mod` returns as the weights (FlashSigmoid).
-    - `inputs`: tensors that the functions take as keyword arguments of these names: `"float32"` for a
-      number, `"float32[num_heads]"`, `"bool[num_seqs, *]"`. Each is given to the layer or with the batch.
-    - `sources`: for a language (`"triton"`, `"cuda"`, `"jax"`) what is written by hand in it, a text or
-      a `Path`: there `score_mod` and `mask_mod`, as far as the variant has them, under these names. It
-      takes the place of what would be generated of the functions, which stay what is right.
+    Functions are evaluated for all their arguments at once, as under `flex_attention`: no `if` on them.
+    `b` is the sequence's number in the batch, `h` the query head (of keys and values the KV head),
+    `q_idx` and `kv_idx` are positions, the first key's being 0, and `d` is an element's place in its
+    head. Each may be a path, `"package.module:function"`.
 
-    A function is evaluated for all its arguments at once, as under `flex_attention`: no `if` on them.
-    A function of elements may reduce over its last dimension, a head's elements: `.mean(-1,
-    keepdim=True)`. Other reductions couple requests; `register_variant` refuses them. Raises `SpecError`.
+    Functions of elements change queries, keys and values in float32 before bias, rotation and store.
+    They may reduce over a head's elements: `.mean(-1, keepdim=True)`. `register_variant` refuses other
+    reductions, because they couple requests. For cached keys, `b` and the inputs are those of the step
+    that stores them.
+
+    Attributes:
+        name: for `LayerSpec.variant`; letters, digits, `_`, `-` and `.`.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)`: the new score, from the scaled, capped and
+            biased one.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`: whether the query sees the key, beside the spec's
+            mask.
+        query_mod: `query_mod(query, b, h, q_idx, d)`: the new elements.
+        key_mod: `key_mod(key, b, h, kv_idx, d)`.
+        value_mod: `value_mod(value, b, h, kv_idx, d)`.
+        output_mod: `output_mod(output, b, h, q_idx, d)`.
+        softmax: False: the weights are what `score_mod` returns (FlashSigmoid).
+        inputs: tensors that the functions take as keyword arguments, by name: `"float32"` for a number,
+            `"float32[num_heads]"`, `"bool[num_seqs, *]"`. The layer or each batch brings them.
+        sources: hand-written source for a language (`"triton"`, `"cuda"`, `"jax"`), a text or a `Path`,
+            which defines `score_mod` and `mask_mod` as far as the variant has them. It replaces
+            generated code; the functions remain the definition.
+        summary: for people.
+
+    Raises:
+        SpecError: a name, a function, an input or a source isn't one.
+
+    Examples:
+        >>> AttentionVariant(name="every_other", mask_mod=lambda b, h, q, k: (q - k) % 2 == 0).softmax
+        True
+
     """
 
     name: str
@@ -124,7 +165,7 @@ class AttentionVariant:
         changes = any(getattr(self, name) is not None for name in FUNCTIONS)
         if not changes or (self.score_mod is None and not self.softmax):
             raise SpecError(
-                f"variant {self.name!r} changes nothing: give score_mod, mask_mod or a transform, and "
+                f"variant {self.name!r} changes nothing: set score_mod, mask_mod or a transform, and "
                 "score_mod where softmax=False"
             )
         if not isinstance(self.softmax, bool):
@@ -142,7 +183,16 @@ class AttentionVariant:
                 self.names_of(field_name, given)
 
     def names_of(self, which: str, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Return which inputs a function, `score_mod` say, takes by name. Raises `SpecError`."""
+        """Return the names of the inputs that a function takes as keyword arguments.
+
+        Args:
+            which: the function's field: `"score_mod"`.
+            function: the function.
+
+        Raises:
+            SpecError: the function takes other arguments, or an input that isn't declared.
+
+        """
         wanted: tuple[str, ...] = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
         if which in TRANSFORMS:
             place = "kv_idx" if which in ("key_mod", "value_mod") else "q_idx"
@@ -187,7 +237,15 @@ class AttentionVariant:
             )
 
     def source(self, language: str) -> str | None:
-        """Return what is written by hand in a language, None where nothing is. Raises `SpecError`."""
+        """Return the hand-written source for a language; None if there is none.
+
+        Args:
+            language: `"triton"`, `"cuda"` or `"jax"`.
+
+        Raises:
+            SpecError: the source's file can't be read.
+
+        """
         given = self.sources.get(language)
         if not isinstance(given, Path):
             return given

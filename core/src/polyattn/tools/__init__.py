@@ -1,0 +1,1 @@
+"""The commands, and the serving loop behind `polyattn run`."""

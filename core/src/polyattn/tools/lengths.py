@@ -80,14 +80,14 @@ def redrawn(rows: Sequence[tuple[int, int]], text: str, seed: int) -> list[tuple
     mean. Raises `SettingsError`, `TraceError`.
     """
     draw, source = lengths_named(text), random.Random(seed)
-    found: list[tuple[int, int]] = []
+    drawn: list[tuple[int, int]] = []
     for whole, group in groupby(sorted(rows, key=_is_prompt), key=_is_prompt):
         members = list(group)
         mean = max(1, sum(n for _, n in members) // len(members))
         lens = draw(len(members), mean, source)
         for (query, _), n in zip(members, lens, strict=True):
-            found.append((n, n) if whole else (query, max(query, n)))
-    return found
+            drawn.append((n, n) if whole else (query, max(query, n)))
+    return drawn
 
 
 def _is_prompt(row: tuple[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""What is one step of a layer? Its inputs, ready to run, what it must give, and what it costs.
+"""What is one step of a layer? Its inputs, ready to run, its right answer, and its cost.
 
 Verification, the conformance kit, `bench`, `tune` and the benchmarks run the same steps:
 
@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from polyattn.registry.info import load_object
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import spoiled, unchanged
 from polyattn.workload.steps import Lengths
+
+BATCH = ("block_table", "slot_mapping", "state_slots", "state_targets")
+"""A step's tensors that aren't written."""
 
 
 class Workload(ABC):
@@ -44,7 +46,7 @@ class Workload(ABC):
 
     names: ClassVar[tuple[str, ...]] = ()
     known: ClassVar[tuple[str, ...]] = ("plan", "expected", "held", "lse", "out")
-    """What is computed once, and anew for a changed copy."""
+    """Attributes that are computed once, and again for a changed copy."""
     layer: Any
     batch: Batch
     lengths: Lengths
@@ -157,9 +159,11 @@ class Workload(ABC):
 
         Raises `AssertionError`, which says what is wrong.
         """
-        before = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        batch = {name: getattr(self.batch, name) for name in BATCH}
+        read = self.tensors() | {n: t for n, t in batch.items() if t is not None}
+        before = {name: tensor.clone() for name, tensor in read.items()}
         self.remembered().run(plan)
-        for name, tensor in self.tensors().items():
+        for name, tensor in read.items():
             unchanged(name, tensor, before[name])
         self.check_memory()
         self.compare(self.out, self.__dict__.get("lse"), label)

@@ -27,8 +27,8 @@ class Clock:
     def us(self, call: Callable[[], object], budget_ms: float = 20.0) -> float:
         """Return microseconds of `call`, of 3 to 15 runs, of one where that is far over the budget.
 
-        GPU: the median of device times (`device_us`). CPU: the least, since whoever shares the
-        processor only ever adds.
+        GPU: the median of device times (`device_us`). CPU: the least, since other users of the
+        processor only add time.
         """
         self._once(call)  # compiles, where something is compiled
         first = self._once(call)

@@ -1,4 +1,4 @@
-"""How far apart are two results? The errors that tolerances speak of."""
+"""How far apart are two results? The errors that tolerances bound."""
 
 from __future__ import annotations
 

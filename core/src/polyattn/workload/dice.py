@@ -1,4 +1,4 @@
-"""Where do a workload's numbers come from? A source of its own: torch's generators are the user's."""
+"""Where do a workload's numbers come from? Its own generators: torch's belong to the user."""
 
 from __future__ import annotations
 
@@ -51,17 +51,24 @@ class Dice:
         return torch.randperm(count, generator=self.generator)
 
     def blocks(
-        self, lens: Sequence[int], size: int, spare: int = 1, within: int | None = None
+        self,
+        lens: Sequence[int],
+        size: int,
+        spare: int = 1,
+        within: int | None = None,
+        first: int = 1,
     ) -> tuple[Tensor, int]:
         """Return a block table, int32 (sequences, columns), and the number of blocks of its cache.
 
         Each sequence has blocks of its own, in no order. Entries past a length are block 0, which no
-        sequence has. `spare`: columns beyond the longest sequence's. `within`: the cache's blocks, where
-        it is larger than the sequences.
+        sequence has unless `first`, the first block that one may have, is 0. `spare`: columns beyond the
+        longest sequence's. `within`: the cache's blocks, where it is larger than the sequences.
         """
         needed = torch.tensor([-(-n // size) for n in lens], dtype=torch.int64)
         columns = torch.arange(max(int(needed.max()) if len(lens) else 0, 1) + spare)
         count = within or int(needed.sum()) + 3
         table = torch.zeros(len(lens), len(columns), dtype=torch.int32)
-        table[columns < needed[:, None]] = (self.order(count - 1)[: int(needed.sum())] + 1).int()
+        table[columns < needed[:, None]] = (
+            self.order(count - first)[: int(needed.sum())] + first
+        ).int()
         return table.to(self.device), count

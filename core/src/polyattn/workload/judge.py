@@ -1,4 +1,4 @@
-"""Is a result right, and if not, where is it wrong? For the messages of who wrote the kernel."""
+"""Is a result right, and if not, where is it wrong? Messages for a kernel's author."""
 
 from __future__ import annotations
 

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from polyattn.runtime.cache.kv_cache import KVCache, quantize
+from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.cache.scales import Scale
 
 PIECE = 32 << 20
 """Random elements that fill a cache, again and again."""
+ENCODED = 1 << 20
+"""Likewise, bytes of rows, which are encoded by torch's operators."""
 
 
 def poison(cache: KVCache) -> None:
-    """Fill a cache with NaN and Inf (int8: with its largest values)."""
+    """Fill a cache with NaN and Inf (int8: with its largest values; rows: with set bits)."""
     for stored in (cache.key, cache.value):
-        if stored.dtype == torch.int8:
+        if stored.dtype == torch.uint8:  # NaN where a scale is a float
+            stored.fill_(0xFF)
+        elif stored.dtype == torch.int8:
             stored.fill_(127)
         elif stored.dtype.itemsize == 1:  # 0x7F is NaN in both OCP formats, 0x80 in FNUZ
             fnuz = stored.dtype == torch.float8_e4m3fnuz
@@ -32,10 +37,17 @@ def fill(cache: KVCache, generator: torch.Generator | None = None) -> None:
 
     Without a generator, the device draws them.
     """
-    for stored in (cache.key, cache.value):
+    form = cache.format
+    pair = (form.head_size, form.v_head_size)
+    for index, stored in enumerate((cache.key, cache.value)):
         piece = stored[: max(1, PIECE // max(stored[0].numel(), 1))]
-        if stored.dtype == torch.uint8:  # any 4-bit numbers, block scales up to 4
-            numbers = torch.randint(0, 0x48, piece.shape, generator=generator, dtype=torch.uint8)
+        if form.rows is not None:
+            few = piece[: max(1, ENCODED // max(stored[0].numel(), 1))]
+            size = pair[0] if cache.value_in_key else pair[index]
+            numbers = encoded(
+                torch.randn(*few.shape[:3], size, generator=generator), form.rows[index]
+            )
+            piece = few
         else:
             device = stored.device if generator is None else "cpu"
             numbers = torch.randn(piece.shape, generator=generator, device=device)
@@ -50,18 +62,19 @@ def copied(cache: KVCache) -> KVCache:
     """Return what a cache holds, in memory of its own."""
     key = cache.key.clone()
     value = key[..., : cache.value.shape[3]] if cache.value_in_key else cache.value.clone()
-    return KVCache(key, value)
+    return KVCache(key, value, cache.format if cache.format.rows else None)
 
 
 def put(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor, scales: Sequence[Scale]) -> None:
     """Write rows to their slots; -1 skips. A store in which no backend's has a part."""
     stored_rows = slots >= 0
     at = slots[stored_rows] // cache.block_size, slots[stored_rows] % cache.block_size
-    pairs = [(cache.key, key, scales[0])]
+    formats = cache.format.rows or (None, None)
+    pairs = [(cache.key, key, scales[0], formats[0])]
     if not cache.value_in_key:
-        pairs.append((cache.value, value, scales[1]))
-    for stored, new, scale in pairs:
-        rows = quantize(new[stored_rows], stored.dtype, scale)
+        pairs.append((cache.value, value, scales[1], formats[1]))
+    for stored, new, scale, format in pairs:
+        rows = quantize(new[stored_rows], stored.dtype, scale, format)
         if stored.dtype.itemsize == 1:
             stored.view(torch.uint8)[at] = rows.view(torch.uint8)
         else:
@@ -73,7 +86,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: Tensor) -> Tensor:
     """Return a tensor's bits as integers: a NaN equals itself."""
-    return tensor.contiguous().view(_SAME_SIZE[tensor.dtype.itemsize])
+    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
 
 
 def unchanged(what: str, now: Tensor | None, before: Tensor | None) -> None:
@@ -89,8 +102,9 @@ def same_cache(now: KVCache, held: KVCache, slots: Tensor | None) -> None:
         written.view(-1)[slots[slots >= 0]] = True
     for name in ("key", "value"):
         actual, right = getattr(now, name), getattr(held, name)
-        equal = bits(actual) == bits(right)
-        wrong = ~equal & ~written[..., None, None]
+        if torch.equal(bits(actual), bits(right)):
+            continue
+        wrong = (bits(actual) != bits(right)) & ~written[..., None, None]
         assert not wrong.any(), (
             f"the cache's {name}s changed where the step stores nothing, or wrong"
         )

@@ -1,4 +1,4 @@
-"""Which steps are worth a look? Tables of (query length, sequence length) by name."""
+"""Which steps are worth testing? Tables of (query length, sequence length) by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import StepMask
 from polyattn.spec.layer import LayerSpec
 
-USUAL, LATER, PAGES = "usual", "later", "pages"
+USUAL, LATER, PAGES, AT_CAP = "usual", "later", "pages", "at the cap"
 """How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
-blocks are the cache's. A family knows others."""
+blocks are the cache's; logits lie near the layer's soft cap. A family knows others."""
 Lengths = Sequence[tuple[int, int]]
 """(query length, sequence length) of each sequence."""
 
@@ -56,23 +56,39 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
         "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
         "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
+        "choices": [
+            (1, 1),
+            (1, 0),
+            (3, block + 2),
+            (0, 5),
+            (5, 5),
+            (1, 3 * block),
+            (7, 4 * block + 5),
+        ],
         "tiny": [(1, 3), (1, block + 2), (1, 7)],
-        "long context": [(1, 4099), (2, 8200), (1, 5000), (130, 4500)],
-        "long prompts": [(600, 600), (1, 3), (520, 700)],
-        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(140)],
-        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3)],
+        "long context": [(1, 4099), (2, 8200), (1, 33_000), (130, 4500)],
+        "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
+        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
+        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (1, 4500)],
+        "powers of two": [
+            *((1, 1 << n) for n in range(5, 13)),
+            *((1 << n, 1 << n) for n in range(5, 9)),
+            (64, 1024),
+        ],
         "all full": [(1, 4 * block), (block, 4 * block), (3, 4 * block)],
     }[name]
 
 
 def reaching(spec: LayerSpec, block: int) -> list[tuple[int, int]]:
     """Return a step beyond a layer's window, chunk and kept tokens, some of it in several tiles."""
-    rows = [(1, 1), (1, 300), (37, 50), (70, 70)]
+    rows = [(1, 1), (1, 300), (37, 50), (133, 133)]
     seen = (spec.sliding_window or 0) + spec.sink_tokens
     far = max(seen, spec.chunk_size or 0)
     if far:
         rows += [
             (1, far + block + 3),
+            (1, far),
+            (1, far + 1),
             (5, far + 9),
             (min(far + 9, 300 if far < 300 else 65), far + 9),
         ]
@@ -84,8 +100,8 @@ RECURRENT = {
         (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (4, 0), (129, 140), (3, 80), (1, 2),
     ],
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
-    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
-    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
+    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4), (7, 70_002)],
+    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096), (1, 40_009), (1, (1 << 24) + 3)],
     "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
     "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
     "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from polyattn.runtime.cache.kv_cache import storage_dtype
+from polyattn.runtime.cache.rows import exact_in
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import is_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,29 @@ def fp8_compute(spec: LayerSpec) -> Tolerance:
     return Tolerance(output, plain.lse + moved * logits)
 
 
+ROUNDED = {"bfloat16": 1.66e-3, "float16": 2.07e-4, "float32": 2.5e-8}
+"""By how much of itself rounding to a dtype moves a number, in the root mean square, as `E4M3` is
+reckoned: half a unit in the last place of a power of two, times `sqrt(1 / (8 ln 2))`."""
+
+
+def of_rows(spec: LayerSpec) -> tuple[float, float]:
+    """Return what output and LSE may be off by beside, where the layer's dtype can't hold cached rows.
+
+    A kernel rounds what `decode` returns to the dtype that it multiplies in: keys move logits, and values
+    the output, as queries and weights do in `fp8_compute`. Whether the dtype holds them is tried.
+    """
+    sizes = (spec.head_size, spec.v_head_size)
+    if spec.latent is not None:
+        sizes = (spec.latent.size, spec.latent.size)
+    formats = rows_of(spec.kv_cache_dtype)
+    dtype = storage_dtype(spec.dtype)
+    if all(exact_in(each, size, dtype) for each, size in zip(formats, sizes, strict=True)):
+        return 0.0, 0.0
+    moved = SIGMAS * ROUNDED.get(spec.dtype, 0.0)
+    logits = spec.scale * math.sqrt(spec.head_size)
+    return moved / math.sqrt(2) * math.hypot(1.0, logits), moved * logits
+
+
 LATENT = 2.0
 """What MLA's tolerances are multiplied by: an absorbed query, `W_UK q`, is rounded to the layer's dtype
 once more than an expanded one. In float64 with that one rounding alone, 300 random layers of 16 heads
@@ -73,6 +99,12 @@ was off by 0.0044 and the worst by 0.0072 (fp16 0.0006, 0.0012), where 0.004 (0.
 
 FP8_OUTPUT = 6.25e-2
 """What an output in e4m3 may be off by beside: half a unit in its last place, of every element."""
+
+
+TANH = 2.0**-11
+"""By how much of itself a tanh may be off: the most that PTX states for `tanh.approx.f32`, which caps
+logits (docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-tanh). On Turing all
+float32 are within 1.2e-5 (forums.developer.nvidia.com/t/hardware-accelerated-tanh-on-turing/173291)."""
 
 
 def of_sum(spec: LayerSpec, offset: float) -> float:
@@ -95,7 +127,7 @@ def tolerance_of(spec: LayerSpec, offset: float = 0.0) -> Tolerance:
     found = _of_layer(spec)
     if not offset or spec.dtype == "float64":
         return found
-    moved = SIGMAS * of_sum(spec, offset)
+    moved = SIGMAS * of_sum(spec, offset) + (spec.logit_soft_cap or 0.0) * TANH
     return Tolerance(found.output + moved / math.sqrt(2), found.lse + moved)
 
 
@@ -109,6 +141,9 @@ def _of_layer(spec: LayerSpec) -> Tolerance:
     if spec.rope is not None and spec.rope.positions == "cache" and spec.dtype in TURNED:
         turned = TURNED[spec.dtype] * spec.scale * math.sqrt(spec.rope.rotary_size)
         found = Tolerance(found.output, max(found.lse, turned))
+    if is_rows(spec.kv_cache_dtype):
+        output, lse = of_rows(spec)
+        found = Tolerance(found.output + output, found.lse + lse)
     if spec.fp8_compute or spec.latent is None:
         return found
     logits = spec.scale * math.sqrt(spec.head_size)

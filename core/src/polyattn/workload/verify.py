@@ -13,7 +13,7 @@ from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import workload
-from polyattn.workload.steps import Lengths
+from polyattn.workload.steps import AT_CAP, Lengths
 
 MOST = 1 << 24
 """Elements of one sequence's keys, over all query heads: 4,096 keys of 32 heads of 128. The reference
@@ -23,9 +23,9 @@ MOST_SCORES = 1 << 22
 
 
 def verify_decision(selection: Selection) -> dict[str, str]:
-    """Return, for each backend that may run and fails or is wrong here, what happened.
+    """Return what went wrong with each backend that may run here and fails or is wrong.
 
-    Who may run are the chosen ones, and where times were measured every candidate that has some.
+    Those are the chosen backends, and with measured times every candidate that has some.
     """
     wrong: dict[str, str] = {}
     chosen, candidates = dict(selection.backends), dict(selection.candidates)
@@ -49,7 +49,8 @@ def _problem(selection: Selection, phase: str) -> str | None:
             block = 16 if group.cache_format is None else group.cache_format.block_size
             # Its own seed: torch's generators are the user's.
             seed = random.SystemRandom().randrange(2**31)
-            work = workload(group, steps(spec, phase, block), seed, checks=False)
+            how = {"numbers": AT_CAP} if spec.logit_soft_cap else {}
+            work = workload(group, steps(spec, phase, block), seed, step=how, checks=False)
             work.remembered().run()
             wrong = (each for each in work.errors() if not each[1] <= each[2])
             return next((said(*each) for each in wrong), None)
@@ -60,7 +61,7 @@ def _problem(selection: Selection, phase: str) -> str | None:
 
 
 def said(what: str, error: float, allowed: float) -> str:
-    """Say by how much something is wrong."""
+    """Return how far something is off, in words."""
     return f"its {what} is wrong: error {error:.2g}, allowed {allowed:g}"
 
 

@@ -13,13 +13,11 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
 )
 from polyattn_cpu.sdpa import TorchSDPA
-from torch import Tensor
 
 
 class LoopbackAttention(AttentionBackend):
@@ -35,16 +33,6 @@ class LoopbackAttention(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         return self.inner.plan(batch, reuse)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         LoopbackAttention.runs += 1
-        self.inner.run(plan, query, key, value, cache, params, out, lse)
+        self.inner.run(plan, frame)

@@ -52,10 +52,10 @@ class Layout:
         counts = []
         for row, (length, query) in enumerate(zip(batch.lens, batch.query_lens, strict=True)):
             context = max(length - query, 0) if new else length
-            found = [c for c in range(-(-context // per)) if c not in gone[row]]
-            rows += [row] * len(found)
-            columns += found
-            counts.append((len(found), -(-length // per) - len(gone[row])))
+            present = [c for c in range(-(-context // per)) if c not in gone[row]]
+            rows += [row] * len(present)
+            columns += present
+            counts.append((len(present), -(-length // per) - len(gone[row])))
             lens.append(length - len(gone[row]) * per)
         at = torch.tensor([rows, columns], dtype=torch.int64).to(batch.device)
         fetched = batch.block_table[at[0], at[1]].long()
@@ -108,7 +108,9 @@ class CollectedStep(ContextStep):
     ):  # fmt: skip
         self.room, self.context, self.own, self.by_heads = room, context, own, by_heads
         if batch.block_table is None:
-            raise BatchError(f"{group.spec} attends over a cache; the batch has no block_table")
+            raise BatchError(
+                f"{group.spec} attends over a cache; the batch has no block_table: pass one"
+            )
         contexts = [max(n - q, 0) for n, q in zip(batch.lens, batch.query_lens, strict=True)]
         window = CacheWindow.of(group.spec, blocks.engine_block)
         gone = [range(0) if window is None else window.gone(first) for first in contexts]
@@ -145,8 +147,8 @@ class CollectedStep(ContextStep):
         layer.store(key, value, room, self.layout.slots)
         if self.slots is not None:
             layer.store(key, value, cache, self.slots)
-        taken = query if self.own else query[self.mine]
-        out, lse = layer(taken, None, None, room, self.plan)
+        rows = query if self.own else query[self.mine]
+        out, lse = layer(rows, None, None, room, self.plan)
         if self.own:
             return out, lse
         out, lse = self._everyones(out), self._everyones(lse)

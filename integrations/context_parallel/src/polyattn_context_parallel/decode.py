@@ -58,7 +58,7 @@ class CopiedTogether(LocalState):
         assert batch.block_table is not None
         self.room, size = room, blocks.block_size
         places = [_seen_places(spec, length, blocks) for length in batch.lens]
-        lens = [len(seen) for seen in places]
+        lens = [len(visible) for visible in places]
         table, self.num_blocks = side_by_side(lens, size, batch.device)
         rows = np.repeat(np.arange(len(lens)), lens)
         at = [rows, np.concatenate(places), np.concatenate([np.arange(n) for n in lens])]
@@ -112,14 +112,14 @@ class BlockByBlock(LocalState):
         slopes = layer.params.alibi_slopes
         assert slopes is not None
         each = query.repeat_interleave(self.columns, 0)
-        found = each.new_empty(len(each), *out.shape[1:])
-        found_lse = lse.new_empty(len(each), lse.shape[1])
-        attend(layer, self.plan, each, cache, found, found_lse)
-        lses = found_lse.view(self.rows, self.columns, -1)
+        partial = each.new_empty(len(each), *out.shape[1:])
+        partial_lse = lse.new_empty(len(each), lse.shape[1])
+        attend(layer, self.plan, each, cache, partial, partial_lse)
+        lses = partial_lse.view(self.rows, self.columns, -1)
         lses = lses + self.behind[..., None].to(lses.dtype) * slopes.to(lses.dtype)
         torch.logsumexp(lses, 1, out=lse)
         weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0)[:, None])
-        parts = found.view(self.rows, self.columns, *out.shape[1:]).to(lses.dtype)
+        parts = partial.view(self.rows, self.columns, *out.shape[1:]).to(lses.dtype)
         out.copy_(torch.einsum("rch,rchd->rhd", weights, parts))
 
 

@@ -74,8 +74,8 @@ class ContextGroup:
         try:
             self._check()
             self._load()
-        except Exception as found:
-            error = found
+        except Exception as failure:
+            error = failure
         note = f"{self.spec.to_json()} {group.cache_format} {keys} {prefill} {merge}"
         digest = hashlib.sha256(note.encode()).hexdigest()[:8]
         words = f"{self.spec}, keys={keys!r}, prefill={prefill!r}, merge={merge!r}, {digest}"
@@ -96,15 +96,15 @@ class ContextGroup:
         place, by_heads = order_matters(spec), self.keys == "heads"
         whole = "use prefill='all_gather'"
         refusals = {
-            "it has no keys that could be shared out by sequence; run it whole on every rank":
+            "it has no keys to shard by sequence; run it whole on every rank":
                 spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
-            "only a decoder's causal layer over a cache is shared out":
+            "only a decoder's causal layer over a cache can be sharded":
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
                 (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
-            "its functions of scores, or a step's mask, speak of whole sequences and all heads":
+            "its functions of scores, or a step's mask, refer to whole sequences and all heads":
                 spec.variant is not None or spec.mask is not None,
-            "its keys turn by their places within one cache":
+            "its keys are rotated by their places in one cache":
                 spec.rope is not None and spec.rope.positions == "cache",
             "states can't merge without their LSE; use spec.replace(needs_lse=True)":
                 not by_heads and not spec.needs_lse,
@@ -149,8 +149,8 @@ class ContextGroup:
 
     def tokens(self, batch: Batch) -> Tensor:
         """Return which of the step's tokens this rank has with `queries="own"`, int64, in order."""
-        found = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
-        return torch.from_numpy(found).to(batch.device)
+        positions = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
+        return torch.from_numpy(positions).to(batch.device)
 
     def plan(self, batch: Batch, queries: Queries = "all") -> ContextPlan:
         """Prepare one step for every layer, on every rank at the same time.
@@ -172,24 +172,25 @@ class ContextGroup:
 
     def _together(self, what: str, note: str, make: Callable[[], T]) -> T:
         """Return what this rank makes, where every rank could make it and means the same."""
-        context, made, error = self.context, None, None
+        context, result, error = self.context, None, None
         try:
-            made = make()
-        except Exception as found:
-            error = found
+            result = make()
+        except Exception as failure:
+            error = failure
         if context.checks:
             context.agree(what, note, error)
         elif error is not None:
             context.break_off(error)
             raise error
-        return cast(T, made)
+        return cast(T, result)
 
     def _check_batch(self, batch: Batch, queries: str) -> None:
         if queries not in get_args(Queries):
             raise BatchError(f"queries={queries!r} is unknown{nearest(queries, get_args(Queries))}")
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
-            raise BatchError("placed keys with queries='own' are Star Attention's first phase; give "
-                             "ContextGroup prefill='star'")  # fmt: skip
+            raise BatchError(
+                "placed keys with queries='own' are Star Attention's first phase; "
+                "pass prefill='star' to ContextGroup")  # fmt: skip
         check_paged_batch(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:

@@ -29,9 +29,9 @@ def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:
     even = spec.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
     if not even:
         raise SpecError(
-            f"num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads} can't be shared out among "
+            f"num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads} can't be sharded over "
             f"{size} ranks: num_heads must be a multiple, num_kv_heads a multiple or a divisor; "
-            "share keys out by block instead (keys='blocks')"
+            "shard keys by block instead (keys='blocks')"
         )
     heads = spec.num_heads // size
     return spec.replace(num_heads=heads, num_kv_heads=heads if spec.latent else max(kv // size, 1))
@@ -70,19 +70,19 @@ class HeadsStep(ContextStep):
         self, layer: Layer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache
     ) -> Found:
         latent = layer.spec.latent is not None
-        given = [query, key, value]
-        for index, tensor in enumerate(given):
+        tensors = [query, key, value]
+        for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             if index and latent:
-                given[index] = self._all_tokens(tensor) if self.own else tensor
+                tensors[index] = self._all_tokens(tensor) if self.own else tensor
             elif self.own:
-                given[index] = self._swap(tensor)
+                tensors[index] = self._swap(tensor)
             else:
                 mine = own_heads(tensor.shape[1], self.context.rank, self.context.size)
-                given[index] = tensor[:, mine].contiguous()
-        found: Any = layer(*given, cache, self.plan)
-        out, lse = found if isinstance(found, tuple) else (found, None)
+                tensors[index] = tensor[:, mine].contiguous()
+        result: Any = layer(*tensors, cache, self.plan)
+        out, lse = result if isinstance(result, tuple) else (result, None)
         if self.by_heads:
             return out, lse
         if self.own:

@@ -26,7 +26,7 @@ class ContextAttention(nn.Module):
         super().__init__()
         if layer.group is not shared.group:
             raise SpecError(
-                "the layer is of another LayerGroup than the ContextGroup; give both one"
+                "the layer has another LayerGroup than the ContextGroup; build both with the same one"
             )
         if layer.params.rotate or layer.params.qkv_bias is not None:
             raise SpecError(
@@ -88,14 +88,14 @@ class ContextAttention(nn.Module):
     def _run(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache, plan: Any
     ) -> Found:
-        layer, found = self.layer, list[tuple[Rows, Found]]()
+        layer, results = self.layer, list[tuple[Rows, Found]]()
         for rows, step in plan.parts:
-            given = (_rows(query, rows), _rows(key, rows), _rows(value, rows))
-            found.append((rows, step.run(layer, *given, cache)))
-        if len(found) == 1 and found[0][0] is None:
-            return found[0][1]
+            tensors = (_rows(query, rows), _rows(key, rows), _rows(value, rows))
+            results.append((rows, step.run(layer, *tensors, cache)))
+        if len(results) == 1 and results[0][0] is None:
+            return results[0][1]
         out, lse = self._empty(query, cache)
-        for rows, (some, some_lse) in found:
+        for rows, (some, some_lse) in results:
             at = slice(None) if rows is None else rows
             assert some_lse is not None, "only a step by heads does without"
             out[at], lse[at] = some, some_lse

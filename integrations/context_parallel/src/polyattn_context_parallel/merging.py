@@ -37,13 +37,13 @@ class Merging:
         `like`: the query, whose rows, heads, dtype and device they have.
         """
         key = (*like.shape[:2], width, like.dtype, like.device)
-        found = self._kept.get(key)
-        if found is None:
+        buffers = self._kept.get(key)
+        if buffers is None:
             self._kept.clear()  # buffers of the last shape, not of every one there ever was
             heads = like.shape[1] // (self.context.size if self.by_heads else 1)
-            found = self._kept[key] = _Buffers(like, width, heads, self.context.size)
-        self._now = found
-        return found.out, found.lse
+            buffers = self._kept[key] = _Buffers(like, width, heads, self.context.size)
+        self._now = buffers
+        return buffers.out, buffers.lse
 
     def merged(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Merge what `take` gave, written by now, with the other ranks'.

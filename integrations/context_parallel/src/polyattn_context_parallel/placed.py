@@ -111,17 +111,17 @@ class AnchoredStep(ContextStep):
         layer.store(key, value, room, self.own_slots)
         if self.slots is not None:
             layer.store(key, value, cache, self.slots)
-        found: Found = layer(query, None, None, room, self.plan)
-        return found
+        result: Found = layer(query, None, None, room, self.plan)
+        return result
 
     def _anchor(self, tensor: Tensor) -> Tensor:
         """Return the first rank's keys or values, (anchors, heads, size)."""
-        found = tensor.new_empty(self.anchors, *tensor.shape[1:])
+        anchor = tensor.new_empty(self.anchors, *tensor.shape[1:])
         if self.context.rank == 0:
-            found.copy_(tensor)
-        if found.numel():
-            self.context.broadcast(raw_bytes(found))
-        return found
+            anchor.copy_(tensor)
+        if anchor.numel():
+            self.context.broadcast(raw_bytes(anchor))
+        return anchor
 
 
 def check_one_stores(context: ContextParallel, batch: Batch) -> None:

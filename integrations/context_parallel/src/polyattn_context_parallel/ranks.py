@@ -1,4 +1,4 @@
-"""Who talks to whom, and for how long? `ContextParallel`: the ranks that share sequences.
+"""Which ranks exchange data, and for how long? `ContextParallel`: the ranks that share sequences.
 
 Everything that moves goes through `torch.distributed`, over a process group of its own: so no other
 traffic of the model's comes between, and what waits for a rank waits no longer than `timeout`.
@@ -30,7 +30,8 @@ WATCH = 1.25
 
 LETTING_GO = 0.05
 """Seconds that an ending process leaves to gloo's threads, which let go of a collective's tensors after
-it has returned: where the interpreter is gone by then, the process aborts (torch 2.13)."""
+it has returned: where the interpreter is gone by then, the process aborts (torch 2.13,
+pytorch/pytorch#179291)."""
 
 # The later name, where torch has it (2.13); the earlier one warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -123,9 +124,9 @@ class ContextParallel:
 
     def longest(self, seconds: float) -> float:
         """Return the largest of the ranks' numbers, the same on all of them."""
-        found = torch.tensor([seconds], dtype=torch.float32, device=self.device)
-        self._do(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group))
-        return float(found)
+        longest = torch.tensor([seconds], dtype=torch.float32, device=self.device)
+        self._do(lambda: dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group))
+        return float(longest)
 
     def numbers(self, own: list[int]) -> list[list[int]]:
         """Return every rank's list of as many integers."""
@@ -163,7 +164,9 @@ class ContextParallel:
                 raise ParallelError(f"rank {rank} can't take part in {what}: {said_by[rank]}")
         if len({row[:32] for row in rows}) > 1:
             each = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said_by))
-            raise ParallelError(f"the ranks disagree on {what}; give every rank the same. {each}")
+            raise ParallelError(
+                f"the ranks disagree on {what}; pass the same to every rank. {each}"
+            )
 
     def check(self) -> None:
         """Raise `ParallelError` if an earlier error has left the ranks at different places."""

@@ -55,7 +55,7 @@ class RingStep(ContextStep):
             if length > query:
                 raise BatchError(
                     f"seq_lens[{index}]={length} exceeds its query of {query} tokens; a ring takes whole "
-                    "prompts, so give ContextGroup prefill='all_gather' for those with cached tokens"
+                    "prompts, so pass prefill='all_gather' to ContextGroup for prompts with cached tokens"
                 )
         self.ring, self.context = ring, context
         self.zigzag = Zigzag.of(batch, context.size)
@@ -76,10 +76,10 @@ class RingStep(ContextStep):
         starts, lens = [0], []
         for length, queries, (first, second) in zip(batch.lens, mine, theirs, strict=True):
             if source == rank:
-                seen = [first, first + second]
+                visible = [first, first + second]
             else:
-                seen = [first, first] if source < rank else [0, first + second]
-            for query, count in zip(queries, seen, strict=True):
+                visible = [first, first] if source < rank else [0, first + second]
+            for query, count in zip(queries, visible, strict=True):
                 starts.append(starts[-1] + query)
                 lens.append(count if query and length else 0)  # a padding row has no key
         group = self.ring.own if source == rank else self.ring.others
@@ -99,11 +99,11 @@ class RingStep(ContextStep):
         for index, turn in enumerate(self.turns):
             last = index + 1 == len(self.turns)
             arrived = None if last else self.context.pass_on(later, now)
-            given = self._unpacked(now, layer, len(turn.places))
+            keys = self._unpacked(now, layer, len(turn.places))
             room = self.ring.room.take(turn.num_blocks)
-            layer.store(*given, room, turn.places)
+            layer.store(*keys, room, turn.places)
             if turn.slots is not None:
-                layer.store(*given, cache, turn.slots)
+                layer.store(*keys, cache, turn.slots)
             attend(layer, turn.plan, query, room, part, part_lse if index else total_lse)
             if index:
                 self.ring.merge.run(total, total_lse, part, part_lse)

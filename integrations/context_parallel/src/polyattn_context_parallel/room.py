@@ -48,5 +48,5 @@ def plain_group(group: LayerGroup, *, causal: bool = True, masked: bool = True) 
     names = ",".join(f"{phase}={info.name}" for phase, info in group.selection.backends)
     form = group.cache_format
     assert form is not None
-    asked = spec.replace(block_size=form.block_size)
-    return LayerGroup(select(asked, group.device, backend=names), cache_format=form)
+    plain = spec.replace(block_size=form.block_size)
+    return LayerGroup(select(plain, group.device, backend=names), cache_format=form)

@@ -94,8 +94,8 @@ class Zigzag:
 
     def places(self) -> Numbers:
         """Return where each of the step's tokens lies among all ranks' parts, padded, in rank order."""
-        found = np.empty(sum(self.query_lens), np.int64)
+        positions = np.empty(sum(self.query_lens), np.int64)
         for rank in range(self.size):
             tokens = self.tokens(rank)
-            found[tokens] = rank * self.longest + np.arange(len(tokens))
-        return found
+            positions[tokens] = rank * self.longest + np.arange(len(tokens))
+        return positions

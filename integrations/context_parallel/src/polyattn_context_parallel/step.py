@@ -30,7 +30,7 @@ class ContextStep(ABC):
 def width_of(layer: Layer, cache: KVCache) -> int:
     """Return the size of an output's head: an MLA layer without weights gives latents."""
     if isinstance(layer, LatentAttention) and layer.w_uk is None:
-        return cache.value.shape[3]
+        return cache.format.v_head_size
     return layer.spec.v_head_size
 
 

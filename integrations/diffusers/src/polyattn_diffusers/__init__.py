@@ -2,7 +2,7 @@
 
     import polyattn_diffusers                       # registers the name
     pipe.transformer.set_attention_backend("polyattn")
-    print(polyattn_diffusers.report())              # who served, and what did not
+    print(polyattn_diffusers.report())              # what served, what fell back
 
 What can't be served falls back to diffusers' native backend: warned of once, counted, named.
 """

@@ -31,8 +31,8 @@ def unpad_input(
     Returns the tokens of (batch, seqlen, …), their indices, `cu_seqlens` int32 (batch + 1,), the longest
     length, and how many of each row `attention_mask` alone keeps.
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    indices, cu_seqlens, longest = _packed(kept != 0)
+    present = attention_mask if unused_mask is None else attention_mask + unused_mask
+    indices, cu_seqlens, longest = _packed(present != 0)
     used = attention_mask.sum(-1, dtype=torch.int32)
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, cu_seqlens, longest, used

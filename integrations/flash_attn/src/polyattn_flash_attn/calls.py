@@ -27,19 +27,19 @@ Window = tuple[int, int]
 Found = tuple[Tensor, Tensor | None]
 
 
-def asked_of(
+def options_of(
     scale: float | None, causal: bool, sides: Window, softcap: float, slopes: Tensor | None,
     needs_lse: bool, chunk: int = 0,
 ) -> CallOptions:  # fmt: skip
     """Return what a call asks for in polyattn's words. `sides`, a window's numbers, may be tensors."""
     left, right = sides
-    return _asked(
+    return _options(
         scale, causal, int(left), int(right), softcap, slopes is not None, needs_lse, chunk
     )
 
 
 @lru_cache(maxsize=1024)
-def _asked(
+def _options(
     scale: float | None, causal: bool, left: int, right: int, softcap: float, alibi: bool,
     needs_lse: bool, chunk: int,
 ) -> CallOptions:  # fmt: skip
@@ -54,14 +54,14 @@ def _asked(
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, asked: CallOptions, slopes: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, options: CallOptions, slopes: Tensor | None = None
 ) -> Found:
     """Attend for (batch, seqlen, heads, size). The LSE is (batch, heads, seqlen)."""
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if not training and (slopes is None or slopes.dim() == 1):
-        out, lse = attend_dense(query, key, value, asked, alibi_slopes=slopes)
+        out, lse = attend_dense(query, key, value, options, alibi_slopes=slopes)
         return out, None if lse is None else lse.transpose(1, 2)
-    out, lse = attend_rows(query, key, value, asked, alibi_slopes=slopes)
+    out, lse = attend_rows(query, key, value, options, alibi_slopes=slopes)
     return out, None if lse is None else lse.transpose(1, 2)
 
 
@@ -69,17 +69,17 @@ def varlen(
     query: Tensor,
     query_lens: Sequence[int],
     keys: PackedKeys,
-    asked: CallOptions,
+    options: CallOptions,
     slopes: Tensor | None = None,
 ) -> Found:
     """Attend for packed queries. The LSE is (heads, tokens)."""
-    out, lse = attend_packed(query, query_lens, keys, asked, alibi_slopes=slopes)
+    out, lse = attend_packed(query, query_lens, keys, options, alibi_slopes=slopes)
     return out, None if lse is None else lse.T
 
 
 def with_kvcache(
     query: Tensor, key: Tensor | None, value: Tensor | None, cache: CallerCache,
-    lens: int | Tensor | None, asked: CallOptions,
+    lens: int | Tensor | None, options: CallOptions,
     rotary: tuple[Tensor | None, Tensor | None, bool], slopes: Tensor | None = None,
     starts: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Found:  # fmt: skip
@@ -91,14 +91,16 @@ def with_kvcache(
     new = turns = None
     cos, sin, interleaved = rotary
     if (key is None) != (value is None) or (cos is None) != (sin is None):
-        raise PolyattnError("k and v, rotary_cos and rotary_sin: one of a pair is missing")
+        raise PolyattnError(
+            "k and v, rotary_cos and rotary_sin: one of a pair is missing; pass both"
+        )
     if key is not None and value is not None:
         new = NewKeys(_tokens(key, starts[1])[0], *_tokens(value, starts[1]))
     if cos is not None and sin is not None:
         turns = RotaryTables(cos, sin, "gptj" if interleaved else "neox")
     try:
         out, lse = attend_cached(
-            query, query_lens, cache, lens, asked, new=new, turns=turns, alibi_slopes=slopes
+            query, query_lens, cache, lens, options, new=new, turns=turns, alibi_slopes=slopes
         )
     except CacheError as error:
         raise RuntimeError(str(error)) from error

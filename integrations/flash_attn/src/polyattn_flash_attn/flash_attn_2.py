@@ -10,7 +10,7 @@ from typing import Any
 from polyattn.host import CallerCache, PackedKeys, lens_between, refuse
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
+from polyattn_flash_attn.calls import Found, Window, dense, options_of, varlen, with_kvcache
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
@@ -28,9 +28,11 @@ def flash_attn_func(
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE, None)."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    found = dense(q, k, v, asked, alibi_slopes)
-    return (*found, None) if return_attn_probs else found[0]
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    result = dense(q, k, v, options, alibi_slopes)
+    return (*result, None) if return_attn_probs else result[0]
 
 
 def flash_attn_varlen_func(
@@ -43,11 +45,13 @@ def flash_attn_varlen_func(
     """Attend for packed (total, heads, size), or over pages. Returns as `flash_attn_func`."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
     queries = lens_between(cu_seqlens_q)
     keys = queries if cu_seqlens_k is cu_seqlens_q else lens_between(cu_seqlens_k)
-    found = varlen(q, queries, PackedKeys(k, v, keys, None, block_table), asked, alibi_slopes)
-    return (*found, None) if return_attn_probs else found[0]
+    result = varlen(q, queries, PackedKeys(k, v, keys, None, block_table), options, alibi_slopes)
+    return (*result, None) if return_attn_probs else result[0]
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +91,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Found | Tensor:  # fmt: skip
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
-    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
+    )
     cache = CallerCache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
-    found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, alibi_slopes)
-    return found if return_softmax_lse else found[0]
+    result = with_kvcache(q, k, v, cache, cache_seqlens, options, rotary, alibi_slopes)
+    return result if return_softmax_lse else result[0]

@@ -12,7 +12,7 @@ from polyattn import AttentionState, PolyattnError, merge_states
 from polyattn.host import CallerCache, PackedKeys, lens_between, refuse, values_of
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
+from polyattn_flash_attn.calls import Found, Window, dense, options_of, varlen, with_kvcache
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -29,11 +29,11 @@ def flash_attn_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = asked_of(
+    options = options_of(
         softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
     )
-    found = dense(q, k, v, asked)
-    return found if return_attn_probs else found[0]
+    result = dense(q, k, v, options)
+    return result if return_attn_probs else result[0]
 
 
 def flash_attn_varlen_func(
@@ -47,7 +47,7 @@ def flash_attn_varlen_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for packed (total, heads, size). Queries beyond `seqused_q` give 0."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = asked_of(
+    options = options_of(
         softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
     )
     queries, starts = list(lens_between(cu_seqlens_q)), values_of(cu_seqlens_k)[:-1]
@@ -57,8 +57,8 @@ def flash_attn_varlen_func(
         queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]
         keys = [n for length in keys for n in (length, 0)]
         starts = [s for start in starts for s in (start, start)]
-    found = varlen(q, queries, PackedKeys(k, v, keys, starts), asked)
-    return found if return_attn_probs else found[0]
+    result = varlen(q, queries, PackedKeys(k, v, keys, starts), options)
+    return result if return_attn_probs else result[0]
 
 
 def flash_attn_qkvpacked_func(
@@ -70,7 +70,7 @@ def flash_attn_qkvpacked_func(
     else:
         if num_heads_q is None:
             raise PolyattnError(
-                f"qkv {tuple(qkv.shape)} has all heads side by side; give num_heads_q"
+                f"qkv {tuple(qkv.shape)} has all heads side by side; pass num_heads_q"
             )
         others = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, others, others], dim=2)
@@ -94,7 +94,7 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if rotary_cos is not None and rotary_seqlens is not cache_seqlens:
         refuse(rotary_seqlens=rotary_seqlens)
-    asked = asked_of(
+    options = options_of(
         softmax_scale, causal, window_size, softcap, None, return_softmax_lse, attention_chunk
     )
     if (
@@ -104,8 +104,8 @@ def flash_attn_with_kvcache(
     cache = CallerCache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     starts = cu_seqlens_q, cu_seqlens_k_new
-    found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, starts=starts)
-    return found if return_softmax_lse else found[0]
+    result = with_kvcache(q, k, v, cache, cache_seqlens, options, rotary, starts=starts)
+    return result if return_softmax_lse else result[0]
 
 
 def flash_attn_combine(
@@ -115,8 +115,8 @@ def flash_attn_combine(
     """Merge (splits, batch, seqlen, heads, size) with LSEs (splits, batch, seqlen, heads)."""
     parts = zip(out_partial.to(lse_partial.dtype), lse_partial, strict=True)
     merged = merge_states([AttentionState(part, lse) for part, lse in parts])
-    found = merged.output.to(out_dtype or out_partial.dtype)
-    return (found if out is None else out.copy_(found)), merged.lse
+    result = merged.output.to(out_dtype or out_partial.dtype)
+    return (result if out is None else out.copy_(result)), merged.lse
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:

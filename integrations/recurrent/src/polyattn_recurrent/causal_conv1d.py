@@ -58,11 +58,11 @@ def causal_conv1d_update(
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None]
         before = before.gather(2, _columns(turn, before))
     out, _ = _convolve(tokens, weight, bias, before[..., columns - width + 1 :], activation)
-    kept = torch.cat([before, tokens.to(before.dtype)], -1)[..., -columns:]
+    inputs = torch.cat([before, tokens.to(before.dtype)], -1)[..., -columns:]
     if cache_seqlens is not None:
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None] + tokens.shape[2]
-        kept = torch.empty_like(kept).scatter_(2, _columns(turn, kept), kept)
-    leave(conv_state, conv_state_indices, kept)
+        inputs = torch.empty_like(inputs).scatter_(2, _columns(turn, inputs), inputs)
+    leave(conv_state, conv_state_indices, inputs)
     out = blank_padding(out, conv_state_indices)
     return out[..., 0] if x.dim() == 2 else out
 

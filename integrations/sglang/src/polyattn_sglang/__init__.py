@@ -21,13 +21,20 @@ def register() -> None:
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
     )
     from sglang.srt.layers.attention.attention_registry import (
         register_attention_backend,
     )
 
     if "polyattn" not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices(["polyattn"])
+        for add in (
+            add_attention_backend_choices,
+            add_deterministic_attention_backend_choices,
+            add_radix_supported_deterministic_attention_backend_choices,
+        ):
+            add(["polyattn"])
     register_attention_backend("polyattn")(create)
 
 
@@ -36,6 +43,7 @@ def create(runner: Any) -> Any:
     from sglang.srt.layers.attention.base_attn_backend import (
         AttentionBackend,
     )
+    from sglang.srt.runtime_context import get_exec
 
     backend: Any = type("PolyattnAttnBackend", (ServedAttention, AttentionBackend), {})
-    return backend(runner)
+    return backend(runner, get_exec().deterministic.enable_deterministic_inference)

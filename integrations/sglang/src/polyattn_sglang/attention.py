@@ -21,7 +21,7 @@ class Step:
             mode.is_decode_or_idle() or mode.name in ("EXTEND", "MIXED")
         ):
             raise PolyattnError(
-                f"forward mode {mode.name}: speculative decoding has no form here yet; start SGLang "
+                f"forward mode {mode.name}: speculative decoding isn't served yet; start SGLang "
                 "without --speculative-algorithm, or with another --attention-backend"
             )
         lens = forward.seq_lens_cpu if forward.seq_lens_cpu is not None else forward.seq_lens
@@ -39,21 +39,25 @@ class Step:
 
     def batch(self, sliding: bool, store: bool) -> Batch:
         """Return the step over the pool of sliding layers, or the other; made once."""
-        found = self._batches.get((sliding, store))
-        if found is None:
+        batch = self._batches.get((sliding, store))
+        if batch is None:
             longest = max(self.lens, default=0)
             table, slots = self.table(longest, self.slots[: self.tokens], sliding)
-            found = self._batches[sliding, store] = Batch(
+            batch = self._batches[sliding, store] = Batch(
                 [0, *accumulate(self.query_lens)], self.lens, table, slots if store else None
             )
-        return found
+        return batch
 
 
 class ServedAttention:
-    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself."""
+    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself.
 
-    def __init__(self, runner: Any):
+    `deterministic`: a token has the same bits in any batch, and however its prompt was divided.
+    """
+
+    def __init__(self, runner: Any, deterministic: bool = False):
         super().__init__()
+        self.deterministic = deterministic
         if runner.use_mla_backend:
             raise PolyattnError(
                 "MLA models: this backend serves attention; use SGLang's own for them"
@@ -105,34 +109,36 @@ class ServedAttention:
         out = query.new_zeros(query.shape[0], heads * layer.v_head_dim)
         window = layer.sliding_window_size
         sliding = window is not None and window > -1
-        asked = CallOptions(
-            layer.attn_type.value == "decoder", float(layer.scaling),
-            window + 1 if sliding else None, logit_soft_cap=layer.logit_cap or None,
+        decoder = layer.attn_type.value == "decoder"
+        level: bool | str = self.deterministic and ("steps" if decoder else "batch")
+        options = CallOptions(
+            decoder, float(layer.scaling), window + 1 if sliding else None,
+            logit_soft_cap=layer.logit_cap or None, batch_invariant=level,
         )  # fmt: skip
         if k is not None and v is not None:
             k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]
             v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]
         cache = None
         if layer.attn_type.value == "encoder_only":
-            group = self._group(query, layer, asked, sinks, cached=False)
+            group = self._group(query, layer, options, sinks, cached=False)
             plan: Any = plan_lengths(group, tuple(step.query_lens), tuple(step.query_lens))
         else:
             cache = self._cache(layer, q)
-            group = self._group(query, layer, asked, sinks, block_size=self.page)
+            group = self._group(query, layer, options, sinks, block_size=self.page)
             group.check_format(cache.format)
             if not store:  # what shares another layer's cache attends to what that one stored
                 k = v = None
             plan = group.plan_for(step.batch(sliding, k is not None))
         LEDGER.count(plan.group)
-        found, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
-        out[:tokens] = found.flatten(1)
+        result, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
+        out[:tokens] = result.flatten(1)
         return out
 
     def _group(
-        self, query: Tensor, layer: Any, asked: CallOptions, sinks: Tensor | None, **more: Any
+        self, query: Tensor, layer: Any, options: CallOptions, sinks: Tensor | None, **more: Any
     ) -> LayerGroup:
         return group_for_call(
-            query, layer.tp_k_head_num, layer.v_head_dim, asked, sinks is not None, False, **more
+            query, layer.tp_k_head_num, layer.v_head_dim, options, sinks is not None, False, **more
         )
 
     def _cache(self, layer: Any, like: Tensor) -> KVCache:
@@ -142,7 +148,7 @@ class ServedAttention:
         if key.dtype != like.dtype or key.dim() != 3:
             raise PolyattnError(
                 f"the KV pool holds {key.dtype} of {key.dim()} sizes, the model {like.dtype}: quantised "
-                "and head-first pools have no form here yet; --kv-cache-dtype auto"
+                "and head-first pools aren't served yet; --kv-cache-dtype auto"
             )
         return KVCache(key.unflatten(0, (-1, self.page)), value.unflatten(0, (-1, self.page)))
 

@@ -68,9 +68,9 @@ class Operators:
         self, keys: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
         is_causal: bool = False, *, attn_mask: Tensor | None = None, scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        found = _served(query, key, value, dropout_p, is_causal, attn_mask, scale)
-        if found is not None:
-            return found
+        result = _served(query, key, value, dropout_p, is_causal, attn_mask, scale)
+        if result is not None:
+            return result
         return self.original["CPU"].call_boxed(  # type: ignore[no-any-return]
             keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
@@ -79,11 +79,11 @@ class Operators:
         self, keys: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
         is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        found = None
+        result = None
         if not return_debug_mask:
-            found = _served(query, key, value, dropout_p, is_causal, None, scale)
-        if found is not None:
-            return dense_results(query, key, *found)
+            result = _served(query, key, value, dropout_p, is_causal, None, scale)
+        if result is not None:
+            return dense_results(query, key, *result)
         return self.original["CUDA"].call_boxed(  # type: ignore[no-any-return]
             keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
         )
@@ -139,7 +139,11 @@ def varlen_forward(
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """`aten::_flash_attention_forward`: packed sequences, or dense (batch, seqlen, heads, size)."""
+    """`aten::_flash_attention_forward`: packed sequences, or dense (batch, seqlen, heads, size).
+
+    `num_splits`: 1 asks for the bits that a sequence has in any batch, as torch documents it; other
+    numbers ask for nothing here.
+    """
     if dropout_p or return_debug_mask:
         raise PolyattnError(
             f"dropout_p={dropout_p}, return_debug_mask={return_debug_mask}: leave both out"
@@ -160,13 +164,14 @@ def varlen_forward(
         elif cum_seq_k is not None:
             key_lens = lens_between(cum_seq_k, gap=True)
         else:
-            raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
-    asked = _asked(is_causal, scale, window_size_left, window_size_right)
+            raise PolyattnError("cum_seq_k is None; pass it, or seqused_k with a block_table")
+    options = _options(is_causal, scale, window_size_left, window_size_right)
+    options = options._replace(batch_invariant=num_splits == 1)
     keys = PackedKeys(
         key, value, key_lens, None if block_table is not None else starts, block_table
     )
     with torch.no_grad():
-        out, lse = attend_packed(query, lens, keys, asked, alibi_slopes=alibi_slopes)
+        out, lse = attend_packed(query, lens, keys, options, alibi_slopes=alibi_slopes)
     assert lse is not None
     # What flash-attn's backward reads where a query sees nothing.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -181,8 +186,8 @@ def varlen_forward(
 
 def varlen_forward_out(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`aten::_flash_attention_forward_no_dropout_inplace`: writes `out`, returns the LSE."""
-    found, lse = varlen_forward(*args, **kwargs)[:2]
-    out.copy_(found)
+    result, lse = varlen_forward(*args, **kwargs)[:2]
+    out.copy_(result)
     return lse  # type: ignore[no-any-return]
 
 
@@ -193,12 +198,12 @@ def varlen_backward(
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_backward` on the CPU, where torch has none: the formula's gradients."""
-    asked = _asked(is_causal, scale, window_size_left, window_size_right)
+    options = _options(is_causal, scale, window_size_left, window_size_right)
     keys = PackedKeys(key, value, lens_between(cum_seq_k))
-    return packed_gradients(grad_out, query, lens_between(cum_seq_q), keys, asked)
+    return packed_gradients(grad_out, query, lens_between(cum_seq_q), keys, options)
 
 
-def _asked(causal: bool, scale: float | None, left: int | None, right: int | None) -> CallOptions:
+def _options(causal: bool, scale: float | None, left: int | None, right: int | None) -> CallOptions:
     sides = (-1 if side is None else side for side in (left, right))
     causal, before, after = flash_window(causal, *sides)
     return CallOptions(causal, scale, before, after, needs_lse=True)

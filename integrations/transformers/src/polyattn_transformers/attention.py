@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.host import sdpa
+from polyattn.host import CallOptions, attend_dense, sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
@@ -25,17 +25,10 @@ Found = tuple[Tensor, Tensor | None]
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> Found:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    softcap: float | None = None, **kwargs: Any,
+) -> Found:  # fmt: skip
     """Attend as the model's eager attention does.
 
     `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size). Returns the
@@ -60,6 +53,9 @@ def attention(
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
+    if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
+        call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
+        return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None
     if why is None and torch.compiler.is_compiling():
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
@@ -84,6 +80,26 @@ def attention(
         options["softcap"] = softcap
     mask = _as_added(attention_mask, query, key, is_causal)
     return own(module, query, key, value, mask, **options, **kwargs)  # type: ignore[no-any-return]
+
+
+def _invariant(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    call_options: CallOptions, sinks: Tensor | None, why: str | None,
+) -> Tensor:  # fmt: skip
+    """Attend at the model's level of `batch_invariant`. Raises `PolyattnError` for all but whole rows."""
+    level: Any = module._polyattn_invariance
+    if why is None and (mask is not None or query.shape[2] != key.shape[2]):
+        why = "a mask, or keys of earlier steps"
+    if why is not None or torch.compiler.is_compiling():
+        raise PolyattnError(
+            f"batch_invariant={level!r}: {type(module).__name__} was called with "
+            f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
+            "continuous_batching_manager"
+        )
+    call_options = call_options._replace(batch_invariant=level)
+    return attend_dense(
+        query, key, value, call_options, heads_first=True, sinks=sinks, count=LEDGER.count
+    )[0]
 
 
 def _sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
@@ -134,15 +150,15 @@ def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int
         )
     chosen = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
     chosen.scatter_(-1, indices.long(), True)
-    seen = mask if mask.dtype is torch.bool else mask == 0
-    return seen & chosen[:, None]
+    visible = mask if mask.dtype is torch.bool else mask == 0
+    return visible & chosen[:, None]
 
 
 @lru_cache(maxsize=256)
 def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
     """Return the eager attention of a model's file, and those of its arguments that aren't served."""
-    found = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
-    return found, frozenset(inspect.signature(found).parameters) - SERVED
+    own = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
+    return own, frozenset(inspect.signature(own).parameters) - SERVED
 
 
 TRAINING = ("gradients are asked for", "dropout")

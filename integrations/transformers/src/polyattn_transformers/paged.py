@@ -14,20 +14,38 @@ from transformers import GenerationConfig, PreTrainedModel
 from polyattn_transformers.ledger import LEDGER
 
 
+def set_batch_invariant(model: PreTrainedModel, level: bool | str) -> None:
+    """Set what must not change a bit of the attention of a model on polyattn: a level of `LayerSpec`.
+
+    `"calls"` gives a whole sequence that is passed without a cache the bits that continuous batching
+    gives its tokens. Other calls without a paged cache are refused, but for those that ask for gradients,
+    which are torch's. The model's other operators are torch's as well.
+    """
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module._polyattn_invariance = level  # type: ignore[assignment]
+
+
 def continuous_batching_manager(
-    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    *,
+    batch_invariant: bool | str = False,
+    **kwargs: Any,
 ) -> Any:
     """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
-    one of those and the model's name set afterwards. Raises `PolyattnError` where CUDA graphs are asked
-    for, since a step's lengths are read on the host, and for a model that doesn't pass the cache on.
+    one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
+    Raises `PolyattnError` where CUDA
+    graphs are asked for, since a step's lengths are read on the host, and for a model that doesn't pass
+    the cache on.
     """
     config = kwargs.get("continuous_batching_config")
-    asked = getattr(config, "use_cuda_graph", None)
-    if any(asked) if isinstance(asked, tuple) else asked:
+    graphs = getattr(config, "use_cuda_graph", None)
+    if any(graphs) if isinstance(graphs, tuple) else graphs:
         raise PolyattnError(
-            f"use_cuda_graph={asked}: continuous batching here plans each step on the host; leave it out"
+            f"use_cuda_graph={graphs}: continuous batching here plans each step on the host; leave it out"
         )
     host: Any = model
     if not host._supports_attention_backend:
@@ -35,6 +53,7 @@ def continuous_batching_manager(
             f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
             "generate()"
         )
+    set_batch_invariant(model, batch_invariant)
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")
@@ -63,6 +82,7 @@ def attend(
         "num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": query.shape[3],
         "v_head_size": value.shape[3], "scale": float(scaling), "dtype": query.dtype,
         "logit_soft_cap": softcap, "learned_sinks": sinks is not None,
+        "batch_invariant": getattr(module, "_polyattn_invariance", False),
     }  # fmt: skip
     flat = query[0].transpose(0, 1)
     tokens = sum(lens[0])
@@ -76,11 +96,17 @@ def attend(
         batch = _batch(group, lens, read_index, kwargs["write_index"][allocator.index], pages)
         out = run_plan(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
     else:
+        level = fields["batch_invariant"]
+        if window is not None and level not in (False, True, "batch"):
+            raise PolyattnError(
+                f"batch_invariant={level!r}: layer {layer} has a window of {window}, whose keys "
+                "transformers moves from step to step; use batch_invariant='batch'"
+            )
         keys, values = cache.update(key, value, layer, dict(kwargs))
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
-        given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        out = run_plan(step, flat[:tokens], *given, sinks=sinks)[0]
+        whole = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        out = run_plan(step, flat[:tokens], *whole, sinks=sinks)[0]
     LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])

@@ -24,15 +24,16 @@ def register() -> None:
 
     register_backend(Names.CUSTOM, "polyattn_vllm.CUSTOM")
     if current_platform.is_cpu():
-        for name, path in ((Names.CPU_ATTN, ATTENTION), (Names.CPU_MLA, MLA), (Names.AMX_MLA, MLA)):
-            register_backend(name, path)
+        for name, path in (("CPU_ATTN", ATTENTION), ("CPU_MLA", MLA), ("AMX_MLA", MLA)):
+            if name in Names.__members__:  # AMX_MLA since vLLM 0.29
+                register_backend(Names[name], path)
 
 
 def _check_version() -> None:
     """Raise where vLLM is not of the versions that this distribution's metadata names."""
-    for found in integrations():
-        if found.distribution == "polyattn-vllm" and found.problem:
-            raise RuntimeError(f"{found.problem}; or leave it out: VLLM_PLUGINS= (empty)")
+    for integration in integrations():
+        if integration.distribution == "polyattn-vllm" and integration.problem:
+            raise RuntimeError(f"{integration.problem}; or leave it out: VLLM_PLUGINS= (empty)")
 
 
 def __getattr__(name: str) -> Any:

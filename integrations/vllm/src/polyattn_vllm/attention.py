@@ -10,7 +10,8 @@ from polyattn.host import refuse
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
-from polyattn_vllm.step import REMEDY, Builder, Step, layouts, pages_of
+from polyattn_vllm.layouts import Layouts
+from polyattn_vllm.step import REMEDY, Builder, Step, pages_of
 
 KINDS: dict[str, dict[str, Any]] = {
     AttentionType.DECODER: {},
@@ -20,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class PolyattnBackend(AttentionBackend):
+class PolyattnBackend(Layouts, AttentionBackend):
     """What vLLM asks before it builds a layer. Whether kernels are there, selecting says at start-up."""
 
     forward_includes_kv_cache_update = False
@@ -28,7 +29,6 @@ class PolyattnBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
     ]  # fmt: skip
-    supported_kv_cache_layouts = staticmethod(layouts)
 
     @staticmethod
     def get_name() -> str:
@@ -57,6 +57,10 @@ class PolyattnBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in KINDS
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # selecting refuses layers that nobody here gives it to
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

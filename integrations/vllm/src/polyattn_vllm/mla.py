@@ -38,7 +38,7 @@ class PolyattnMLABackend(PolyattnBackend):
 
 
 class PolyattnMLAImpl(MLAAttentionImpl[Step]):
-    """One MLA layer of vLLM's. All tokens come to `forward_mha`: who is absorbed, the plan says."""
+    """One MLA layer of vLLM's. `forward_mha` gets all tokens; the plan says which are absorbed."""
 
     supports_pcp = False
 
@@ -66,9 +66,10 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
-        kv_cache_dtype: str, k_scale: Tensor,
+        kv_cache_dtype: str, k_scale: Tensor, skip_scale: bool = False,
     ) -> None:  # fmt: skip
         """Store new latents (tokens, rank) and rope keys (tokens, 1, size); a slot of -1 skips."""
+        refuse(REMEDY, skip_scale=skip_scale)
         slots = slot_mapping.flatten()
         latent, rope_key = kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)
         self.ours.store(latent, rope_key, pages_of(self.ours, kv_cache), slots)

@@ -12,6 +12,7 @@ from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select
 from polyattn.errors import SelectionError
 from polyattn.host import current_settings, joined_pages, refuse
 from torch import Tensor
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,12 +23,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from polyattn_vllm.layouts import layout_of
 
 log = init_logger("vllm.polyattn")
 
 REMEDY = "choose another --attention-backend, or set VLLM_PLUGINS= (empty)"
-LAYOUTS = {"NHD": KVCacheLayout.LBNHC, "HND": KVCacheLayout.LBHNC}
 
 
 @dataclass
@@ -72,7 +73,9 @@ class Builder(AttentionMetadataBuilder[Step]):
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
         """Return what a graph may hold: steps of one token a request, where there are graphs."""
-        if current_platform.is_cpu() or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+        if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():
+            return AttentionCGSupport.NEVER
+        if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -107,19 +110,24 @@ class Builder(AttentionMetadataBuilder[Step]):
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
         fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
         fields |= layer.impl.fields
-        if fields.get("cached", True):
+        cached = fields.get("cached", True)
+        if (
+            envs.VLLM_BATCH_INVARIANT
+        ):  # the other requests decide how a prompt is divided into steps
+            fields["batch_invariant"] = "steps" if cached else "batch"
+        if cached:
             stored = layer.impl.kv_cache_dtype
             fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
             fields["block_size"] = self.kv_cache_spec.block_size
             mode = self.vllm_config.compilation_config.cudagraph_mode
-            if mode is not None and mode.decode_mode() == CUDAGraphMode.FULL:
+            full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+            if full and not envs.VLLM_BATCH_INVARIANT:
                 fields["graph_capture"] = "single_token_decode"
         return LayerSpec(**fields)
 
     def _group(self, spec: LayerSpec) -> LayerGroup:
         """Select for the layout that vLLM settled on; an accelerator's kernels are verified."""
-        resolved = self.vllm_config.cache_config.get_resolved_kv_cache_layout()
-        layout = next(name for name, theirs in LAYOUTS.items() if theirs is resolved)
+        layout = layout_of(self.vllm_config.cache_config)
         if spec.latent is not None:
             layout = "NHD"  # of one head, both are
         ours = replace(current_settings(), layout=layout)
@@ -143,9 +151,9 @@ class Builder(AttentionMetadataBuilder[Step]):
             self._attach()
         common = common_attn_metadata
         cpu = self.device.type == "cpu"
-        given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert given is not None
-        starts, lens = common.query_start_loc_cpu.tolist(), given.tolist()
+        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
+        assert seq_lens is not None
+        starts, lens = common.query_start_loc_cpu.tolist(), seq_lens.tolist()
         captured = self.captured.get(common.num_reqs, {}) if _one_each(common) else {}
         if captured:  # a graph runs what is padding, too: rows of one token, and no keys
             lens = [n if b > a else 0 for n, (a, b) in zip(lens, pairwise(starts), strict=True)]
@@ -190,21 +198,11 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
         raise NotImplementedError(
-            "polyattn plans by the host's lengths, and asynchronous scheduling with speculative decoding "
-            f"has bounds of them alone; pass --no-async-scheduling, {REMEDY}"
+            "polyattn plans by the host's lengths, and asynchronous scheduling with speculative "
+            "decoding has only their bounds; pass --no-async-scheduling, {REMEDY}"
         )
 
 
 def pages_of(layer: Any, storage: Tensor) -> KVCache:
     """View vLLM's cache of a layer: (blocks, heads, tokens, K and V), MLA's (blocks, tokens, latent)."""
     return joined_pages(storage, layer.group.cache_format, heads_first=True)
-
-
-def layouts() -> tuple[KVCacheLayout, ...]:
-    """Return the layouts that vLLM may choose from: a layer's blocks lie together in each.
-
-    Every GPU kernel takes NHD; a CPU reads a head's keys faster where they are neighbours.
-    """
-    wanted = current_settings().layout
-    names = ("HND", "NHD") if current_platform.is_cpu() else ("NHD", "HND")
-    return tuple(LAYOUTS[name] for name in names if wanted in (None, name))

@@ -1,1 +1,1 @@
-"""polyattn's CPU plugin: attention on torch alone, on the CPU and wherever else torch runs."""
+"""polyattn's CPU plugin: attention in plain torch, on the CPU and wherever torch runs, and in C++."""

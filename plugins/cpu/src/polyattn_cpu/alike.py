@@ -1,4 +1,4 @@
-"""Sequences of one length, given whole, in one call of torch's kernel: what a dense batch is."""
+"""Sequences of one length without a cache, a dense batch, in one call of torch's kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are keys rotated as they are read? At their places within the cache (StreamingLLM)."""
+"""How are keys rotated when they are read? At their places within the cache (StreamingLLM)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def turned_in_cache(
 
     `query` (queries, num_heads, size), the first one at place `first` of its sequence; `keys` (KV
     heads, keys, size). What the window has left between the kept first tokens and itself is gone from
-    the cache. Rotations know differences alone, so that only kept tokens are nearer than in the
-    sequence: for them the queries turn once more, and each key has zeros in the other half. What comes
+    the cache. Rotations depend on differences only, and only kept tokens are nearer than in
+    the sequence: for them the queries rotate again, and each key has zeros in the other half. What comes
     back is twice as wide then, in at least float32.
     """
     places = torch.arange(first, first + query.shape[0], device=query.device)

@@ -1,4 +1,4 @@
-"""What does TORCH_SDPA take for one sequence, beside its queries?"""
+"""What does TORCH_SDPA need for one sequence besides its queries?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyattn_cpu.pointwise import Places
 
 
 class Given:
-    """Keys and values that are at hand, (KV heads, keys, size)."""
+    """Keys and values of the call, (KV heads, keys, size)."""
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values = keys, values
@@ -45,7 +45,7 @@ Source = Given | Paged
 
 
 class Call:
-    """What one sequence's attention takes beside its queries."""
+    """The arguments of one sequence's attention beside its queries."""
 
     __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
 

@@ -15,6 +15,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -122,31 +123,21 @@ class FlexAttention(AttentionBackend):
 
         return change
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, FlexPlan)
-        if cache is not None:
-            key, value = self._gather(plan, cache)
+    def run(self, plan: FlexPlan, frame: Frame) -> None:
+        key, value, out = frame.key, frame.value, frame.out
+        if frame.cache is not None:
+            key, value = self._gather(plan, frame.cache)
         else:
             assert key is not None and value is not None
             given = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
             key, value = key[given], value[given]
         key, value, spoilt = _confined(plan, key, value)
         rows, keys = plan.block_mask.seq_lengths
-        inputs = (_row(query, rows), _row(key, keys), _row(value, keys))
+        inputs = (_row(frame.query, rows), _row(key, keys), _row(value, keys))
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
             result = compiled_flex()(
                 *inputs,
-                score_mod=self._score(plan, params),
+                score_mod=self._score(plan, frame.params),
                 block_mask=plan.block_mask,
                 scale=self.spec.scale,
                 enable_gqa=self.spec.gqa_ratio > 1,

@@ -1,4 +1,4 @@
-"""How does FLEX_ATTENTION call a variant's functions? In a packed batch rows are no sequence's places."""
+"""How does FLEX_ATTENTION call a variant's functions? A packed batch's rows aren't positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = 1 << 26
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant can't be served: `flex_attention` always takes a softmax."""
-    return None if variant.softmax else "torch's flex_attention has no way without a softmax"
+    return None if variant.softmax else "torch's flex_attention can't leave the softmax out"
 
 
 def kernel_options(pointwise: Pointwise | None, device_type: str) -> dict[str, int] | None:
@@ -37,8 +37,8 @@ class Places:
     """Each row's and each key's place in its sequence.
 
     `seq_q`, `position` int64 (rows,), `seq_k`, `at_k` int64 (keys without padding,). Functions are
-    evaluated for padding, and for pairs of strangers, too: a row of padding stands where the first
-    token does, and a stranger's key where the sequence's first.
+    evaluated for padding, and for pairs of different sequences, too: a row of padding has the first
+    token's place, and another sequence's key that of the sequence's first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def blocks_of(
 def changes(
     pointwise: Pointwise, places: Places, inputs: Mapping[str, Tensor], masked: bool
 ) -> Callable[..., Tensor] | None:
-    """Return what the functions do to a score of the packed batch, None where that is nothing.
+    """Return the function that changes a score of the packed batch, or None.
 
     `masked`: the block mask has their masks already.
     """

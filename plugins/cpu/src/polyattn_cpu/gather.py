@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, KVCache, LayerSpec, key_ranges, raw, unpacked
-from torch import Tensor, uint8
+from polyattn.kernel import Batch, KVCache, LayerSpec, decoded, key_ranges, raw
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a block of queries sees, and no other key: ranges of positions, one or two."""
+    """Exactly the keys that a block of queries sees: one or two ranges of positions."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -46,18 +46,21 @@ class PagedReader:
         """Return K and V of a span as (num_kv_heads, keys, size).
 
         Quantised values come as they are stored: every one of them is exact in bf16, so the scales
-        are left for the scores and the output, where they cost no rounding. So are 4-bit ones with
-        their blocks' scales.
+        are left for the scores and the output, where they cost no rounding. Rows of bytes come as
+        their format decodes them.
         """
-        size = cache.block_size
+        size, form = cache.block_size, cache.format
+        formats, sizes = form.rows, (form.head_size, form.v_head_size)
         found = []
-        for stored in (cache.key,) if cache.value_in_key else (cache.key, cache.value):
+        for at, stored in enumerate((cache.key, cache.value)[: 1 if cache.value_in_key else 2]):
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in span.ranges]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            found.append(unpacked(tokens, dtype) if tokens.dtype == uint8 else tokens.to(dtype))
+            if formats is not None:
+                tokens = decoded(tokens, formats[at], sizes[at])
+            found.append(tokens.to(dtype))
         if not cache.value_in_key:
             return found[0], found[1]
-        return found[0], found[0][..., : cache.value.shape[3]]
+        return found[0], found[0][..., : form.v_head_size]
 
     def _piece(
         self, stored: Tensor, index: int, start: int, stop: int, size: int, layout: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -11,14 +12,16 @@ from polyattn.plugin import (
     Proof,
     Role,
     hookimpl,
+    names,
     one_of,
 )
 
 from polyattn_cpu.profiles import PROFILES
 
-ALL_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+ALL_DTYPES = names("float64 float32 bfloat16 float16")
 ALL_ROLES = frozenset(Role)
-MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "sink_tokens"})
+QUANTISED = names("auto fp8_e4m3 fp8_e5m2 int8")
+MASKS = names("causal non_causal gqa sliding_window chunked sink_tokens")
 
 TORCH_SDPA = BackendInfo(
     name="TORCH_SDPA",
@@ -30,30 +33,17 @@ TORCH_SDPA = BackendInfo(
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
-        fp8_formats=frozenset({"ocp", "fnuz"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
+        fp8_formats=names("ocp fnuz"),
         layouts=("NHD", "HND", "contiguous"),
         padding_rows=True,
         features=MASKS
-        | {
-            "variant",
-            "custom_mask",
-            "block_sparse",
-            "window_right",
-            "cache_positions",
-            "cache_positions_by_length",
-            "v_head_size",
-            "logit_soft_cap",
-            "alibi",
-            "learned_sinks",
-            "tensor_scales",
-            "head_scales",
-            "fp8_inputs",
-            "fp8_output",
-            "lse",
-            "deterministic",
-            "batch_invariant",
-        },
+        | names(
+            "variant custom_mask block_sparse window_right cache_positions "
+            "cache_positions_by_length v_head_size logit_soft_cap alibi learned_sinks "
+            "tensor_scales head_scales fp8_inputs fp8_output lse deterministic "
+            "batch_invariant"
+        ),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
@@ -62,8 +52,7 @@ TORCH_SDPA = BackendInfo(
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
-QUANTISED = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
-NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+NATIVE_DTYPES = names("float32 bfloat16 float16")
 # Every instruction set of x86 has run its kits and tests on a processor that has it, those of Arm in an
 # emulator.
 PROOF = {"x86_64": Proof.MEASURED, "aarch64": Proof.EMULATED}
@@ -76,7 +65,7 @@ NATIVE_ATTN = BackendInfo(
     name="NATIVE_ATTN",
     aliases=("CPU_ATTN", "INTEL_AMX"),
     summary="paged attention in C++ for each instruction set, the whole batch in one call",
-    path="polyattn_cpu.native.backends:NativeAttention",
+    path="polyattn_cpu.native.attention:NativeAttention",
     probe="polyattn_cpu.native.library:why_not",
     runs="polyattn_cpu.native.library:runs",
     capabilities=Capabilities(
@@ -86,19 +75,20 @@ NATIVE_ATTN = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
         layouts=("NHD", "HND", "contiguous"),
-        phases=frozenset({"prefill", "decode", "mixed"}),
+        phases=names("prefill decode mixed"),
         by_address=True,
         padding_rows=True,
         features=MASKS
-        | {
-            "v_head_size",
-            "logit_soft_cap",
-            "alibi",
-            "learned_sinks",
-            "lse",
-            "deterministic",
-            "batch_invariant",
-        },
+        | names(
+            "v_head_size logit_soft_cap alibi learned_sinks lse deterministic batch_invariant "
+            "step_invariant call_invariant"
+        ),
+        excludes=(
+            (
+                frozenset({"step_invariant", "sink_tokens"}),
+                "kept first tokens and the window may share a tile of keys, or not, by the step",
+            ),
+        ),
     ),
     priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
     proof=PROOF,
@@ -108,7 +98,7 @@ NATIVE_ATTN = BackendInfo(
 NATIVE_MLA = BackendInfo(
     name="NATIVE_MLA",
     summary="absorbed MLA decode over the latent cache, in C++ for each instruction set",
-    path="polyattn_cpu.native.backends:NativeMLA",
+    path="polyattn_cpu.native.attention:NativeMLA",
     probe="polyattn_cpu.native.library:why_not",
     runs="polyattn_cpu.native.library:runs",
     capabilities=Capabilities(
@@ -116,8 +106,8 @@ NATIVE_MLA = BackendInfo(
         kinds=frozenset({AttentionKind.MLA}),
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
-        phases=frozenset({"decode"}),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"}),
+        phases=names("decode"),
+        features=names("causal v_head_size lse deterministic"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
     proof=PROOF,
@@ -127,7 +117,7 @@ NATIVE_MLA = BackendInfo(
 NATIVE_STORE = BackendInfo(
     name="NATIVE_STORE",
     summary="queries, keys and values rotated, quantised and scattered in one call",
-    path="polyattn_cpu.native.backends:NativeStore",
+    path="polyattn_cpu.native.store:NativeStore",
     probe="polyattn_cpu.native.library:why_not",
     runs="polyattn_cpu.native.library:runs",
     capabilities=Capabilities(
@@ -136,8 +126,8 @@ NATIVE_STORE = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
         layouts=("NHD", "HND", "contiguous"),
-        phases=frozenset({"store"}),
-        rotates=frozenset({"neox", "gptj"}),
+        phases=names("store"),
+        rotates=names("neox gptj"),
     ),
     priorities=(Priority(score=100, why="one call instead of eight operators"),),
     proof=PROOF,
@@ -165,16 +155,9 @@ NATIVE_SCAN = BackendInfo(
         ),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
-        features=frozenset(
-            {
-                "causal",
-                "gqa",
-                "v_head_size",
-                "deterministic",
-                "gated",
-                "bc_in_float32",
-                "wide_conv_states",
-            }
+        features=names(
+            "causal gqa v_head_size deterministic batch_invariant step_invariant gated bc_in_float32 "
+            "wide_conv_states"
         ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
@@ -193,11 +176,11 @@ FLEX_ATTENTION = BackendInfo(
         platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        dtypes=names("float32 bfloat16 float16"),
         head_sizes=one_of(16, 32, 64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
-        phases=frozenset({"prefill", "decode", "mixed"}),
-        features=MASKS | {"variant", "custom_mask", "block_sparse", "logit_soft_cap", "alibi"},
+        phases=names("prefill decode mixed"),
+        features=MASKS | names("variant custom_mask block_sparse logit_soft_cap alibi"),
     ),
     priorities=(
         Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),
@@ -214,10 +197,10 @@ TORCH_MLA = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset({AttentionKind.MLA}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
-        fp8_formats=frozenset({"ocp", "fnuz"}),
-        phases=frozenset({"decode"}),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
+        fp8_formats=names("ocp fnuz"),
+        phases=names("decode"),
+        features=names("causal v_head_size lse deterministic"),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
@@ -234,9 +217,9 @@ TORCH_MLA_SPARSE = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
-        fp8_formats=frozenset({"ocp", "fnuz"}),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
+        fp8_formats=names("ocp fnuz"),
+        features=names("causal v_head_size lse deterministic"),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each chosen latent once for all heads"),
@@ -253,18 +236,9 @@ TORCH_SCAN = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
         dtypes=ALL_DTYPES,
-        features=frozenset(
-            {
-                "causal",
-                "gqa",
-                "v_head_size",
-                "deterministic",
-                "gated",
-                "grouped_channels",
-                "bc_in_float32",
-                "narrow_states",
-                "wide_conv_states",
-            }
+        features=names(
+            "causal gqa v_head_size deterministic gated grouped_channels bc_in_float32 "
+            "narrow_states wide_conv_states"
         ),
     ),
     priorities=(

@@ -8,15 +8,14 @@ import torch
 from polyattn.kernel import (
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     SparseBackend,
     absorbed,
+    decoded,
     raw,
 )
-from torch import Tensor
 
 from polyattn_cpu.sdpa import TorchSDPA
 
@@ -38,31 +37,28 @@ class TorchSparseMLA(SparseBackend):
 
     name: ClassVar[str] = "TORCH_MLA_SPARSE"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        stored, rank = cache.key, cache.value.shape[3]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        query, cache, choice = frame.query, frame.cache, frame.choice
+        assert cache is not None and choice is not None
+        stored, form = cache.key, cache.format
+        rank, formats = form.v_head_size, form.rows
         compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scale = params.k_scale if stored.dtype.itemsize == 1 else 1.0
-        step = max(1, SPARSE_ELEMENTS // (slots.shape[1] * stored.shape[3]))
+        scale = frame.params.k_scale if stored.dtype.itemsize == 1 else 1.0
+        step = max(1, SPARSE_ELEMENTS // (choice.shape[1] * stored.shape[3]))
         for start in range(0, len(query), step):
             part = slice(start, start + step)
-            chosen = slots[part].long()
+            chosen = choice[part].long()
             unused = (chosen < 0)[:, :, None]
             chosen = chosen.clamp(min=0)
             rows = raw(stored)[chosen // cache.block_size, chosen % cache.block_size, 0]
-            rows = rows.view(stored.dtype).to(compute).masked_fill_(unused, 0.0)
+            rows = rows.view(stored.dtype)
+            if formats is not None:
+                rows = decoded(rows, formats[0], form.head_size)
+            rows = rows.to(compute).masked_fill(unused, 0.0)
             scores = query[part].to(compute) @ rows.transpose(1, 2) * (self.spec.scale * scale)
             scores = scores.masked_fill_(unused.transpose(1, 2), -torch.inf)
             total = torch.logsumexp(scores, dim=2)
             weights = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)[..., None])
-            out[part] = weights @ rows[..., :rank] * scale
-            if lse is not None:
-                lse[part] = total
+            frame.out[part] = weights @ rows[..., :rank] * scale
+            if frame.lse is not None:
+                frame.lse[part] = total

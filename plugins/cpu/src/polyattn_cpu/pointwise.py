@@ -1,4 +1,4 @@
-"""What do a variant's functions and a step's mask do to TORCH_SDPA? Their scores are made one by one."""
+"""How does TORCH_SDPA apply a variant's functions and a step's mask? It computes the scores itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyattn_cpu.gather import Span
 
 
 class Places:
-    """Where a block of one sequence's queries stands: what the functions are called with."""
+    """The positions of a block of one sequence's queries, which the functions take."""
 
     def __init__(
         self, spec: LayerSpec, batch: Batch, index: int, params: LayerParams, device: torch.device
@@ -30,7 +30,7 @@ class Places:
 def changed(
     pointwise: Pointwise, places: Places, scores: Tensor, visible: Tensor, span: Span, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the changed scores (heads, queries, keys) and who sees whom, which broadcasts to them."""
+    """Return the changed scores (heads, queries, keys), and a mask that broadcasts to them."""
     at = places.of(first, scores.shape[1], span)
     try:
         scores = pointwise.score(scores, at, places.inputs)
@@ -40,7 +40,7 @@ def changed(
             raise
         raise BatchError(
             f"variant {places.variant!r}: a function asks whether a tensor is true (if, and, or, not, "
-            "min, max), and it is given many pairs at once; use torch.where, &, |, ~, torch.minimum"
+            "min, max), and it gets many pairs at once; use torch.where, &, |, ~, torch.minimum"
         ) from error
     return scores, visible if seen is None else visible & seen
 

@@ -1,4 +1,4 @@
-"""What this machine has: its processor and, for torch.compile, a C++ compiler."""
+"""What does this machine have? Its processor and, for torch.compile, a C++ compiler."""
 
 from __future__ import annotations
 

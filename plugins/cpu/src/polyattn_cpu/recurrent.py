@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import AttentionKind, Batch, LayerSpec, Plan, RecurrentBackend
+from polyattn.kernel import AttentionKind, Batch, LayerSpec, Plan, RecurrentBackend, RecurrentFrame
 from torch import Tensor
 from torch.nn.functional import conv1d, elu, relu, silu, softplus
 
@@ -35,14 +35,11 @@ class TorchScan(RecurrentBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         return ScanPlan(batch)
 
-    def run(
-        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        assert isinstance(plan, ScanPlan)
+    def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         if plan.batch.all_decode:
-            self._tokens(plan, inputs, params, states, out)
+            self._tokens(plan, frame.inputs, frame.params, frame.states, frame.out)
         else:
-            self._sequences(plan, inputs, params, states, out)
+            self._sequences(plan, frame.inputs, frame.params, frame.states, frame.out)
 
     def _sequences(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
@@ -197,7 +194,7 @@ def _grouped_scan(
 
 
 def _rg_lru_terms(x: Tensors, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ln a, what enters the state, and what enters it with a sequence's first token."""
+    """Return ln a, the state's input, and its input at a sequence's first token."""
     log_a = -8.0 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"])
     gated = torch.sigmoid(x["input_gate"]) * x["x"]
     return log_a, torch.sqrt(-torch.expm1(2.0 * log_a)) * gated, gated

@@ -17,7 +17,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
+    Frame,
     LayerParams,
     LayerSpec,
     Plan,
@@ -66,21 +66,12 @@ class TorchSDPA(AttentionBackend):
         plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
         return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, SdpaPlan)
+    def run(self, plan: SdpaPlan, frame: Frame) -> None:
+        query, key, value = frame.query, frame.key, frame.value
+        cache, params, lse = frame.cache, frame.params, frame.lse
         spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(spec, query, key, value, params, out, lse)
+            plan.alike.run(spec, query, key, value, params, frame.out, lse)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
@@ -111,7 +102,7 @@ class TorchSDPA(AttentionBackend):
             if self.pointwise is not None:
                 places = Places(spec, batch, index, params, query.device)
             call = Call(spec, source, length, params, *scales, places)
-            self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
+            self._sequence(query[rows], call, frame.out[rows], None if lse is None else lse[rows])
 
     def _wide(self, scale: float | Tensor) -> float | Tensor:
         """Return a scale in the precision that it is multiplied in."""
@@ -245,7 +236,7 @@ class TorchSDPA(AttentionBackend):
     def _bias(
         self, query: Tensor, span: Span, first: int, call: Call
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
+        """Return the scores' bias, (1 or heads, queries, keys), and the queries that see nothing.
 
         None for nothing to add, and where every query sees something.
         """
@@ -271,7 +262,7 @@ class TorchSDPA(AttentionBackend):
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
-        """The same by hand, in at least float32, for what the fused kernel lacks."""
+        """The same in torch operators, in float32 or more, for features that the fused kernel lacks."""
         scores = self._scores(query, keys, call)
         if bias is not None:
             scores += bias

@@ -14,8 +14,7 @@ from polyattn.kernel import (
     AttentionState,
     Batch,
     CacheFormat,
-    KVCache,
-    LayerParams,
+    Frame,
     Plan,
     blank,
     empty_rows,
@@ -55,21 +54,11 @@ class CudnnAttention(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> CudnnPlan:
         return CudnnPlan(batch, self.cache, self.spec_of(batch).causal)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, CudnnPlan)
+    def run(self, plan: CudnnPlan, frame: Frame) -> None:
+        key, value, out, lse = frame.key, frame.value, frame.out, frame.lse
         batch, starts = plan.batch, plan.keys.starts
         causal = self.spec_of(batch).causal
-        key, value = plan.keys.read(key, value, cache)
+        key, value = plan.keys.read(key, value, frame.cache)
         for first, many, count, length in plan.runs:
             # Under a causal mask no more tokens see a key than there are keys.
             seeing = min(count, length) if causal else count
@@ -81,7 +70,7 @@ class CudnnAttention(AttentionBackend):
                 return tensor[rows].view(*shape, *tensor.shape[1:])[:, shape[1] - last :]
 
             dense = [t[keys].view(many, length, *t.shape[1:]) for t in (key, value)]
-            state = self._sequences(seen(query), dense[0], dense[1], causal)
+            state = self._sequences(seen(frame.query), dense[0], dense[1], causal)
             seen(out).copy_(state.output.view(many, seeing, *out.shape[1:]))
             if lse is not None:
                 seen(lse).copy_(state.lse.view(many, seeing, -1))

@@ -12,11 +12,12 @@ from polyattn.plugin import (
     Sizes,
     Variant,
     multiples,
+    names,
     one_of,
 )
 
 MLA, SPARSE = AttentionKind.MLA, AttentionKind.SPARSE_MLA
-FEATURES = frozenset({"causal", "v_head_size", "lse"})
+FEATURES = names("causal v_head_size lse")
 MEASURED = {"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE}
 SIGNATURE = {"cuda": Proof.SIGNATURE}
 
@@ -34,7 +35,7 @@ FLASHINFER_MLA = BackendInfo(
         latent_ranks=one_of(512),
         block_sizes=multiples(1, high=64),
         preferred_block_size=64,
-        phases=frozenset({"decode"}),
+        phases=names("decode"),
         decode_query_lens=16,
         features=FEATURES,
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
@@ -54,12 +55,12 @@ FLASHINFER_MLA_FP8 = BackendInfo(
         # Its planner takes e4m3 latents on this arch alone, beside queries in bf16.
         platforms={"cuda": ("sm_90",)},
         kinds=frozenset({MLA}),
-        dtypes=frozenset({"bfloat16"}),
-        kv_cache_dtypes=frozenset({"fp8_e4m3"}),
+        dtypes=names("bfloat16"),
+        kv_cache_dtypes=names("fp8_e4m3"),
         latent_ranks=one_of(512),
         block_sizes=multiples(1, high=64),
         preferred_block_size=64,
-        phases=frozenset({"decode"}),
+        phases=names("decode"),
         decode_query_lens=16,
         features=FEATURES,
     ),
@@ -76,11 +77,11 @@ FLASHINFER_MLA_SPARSE = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_100", "sm_103")},
         kinds=frozenset({SPARSE}),
-        dtypes=frozenset({"bfloat16"}),
+        dtypes=names("bfloat16"),
         latent_ranks=one_of(512),
         block_sizes=one_of(32, 64),
         preferred_block_size=64,
-        features=FEATURES - {"lse"},
+        features=FEATURES - names("lse"),
     ),
     priorities=(Priority(score=80, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
@@ -95,7 +96,7 @@ FLASHMLA_CLAIMS = Capabilities(
     latent_ranks=one_of(512),
     block_sizes=one_of(64),
     preferred_block_size=64,
-    phases=frozenset({"decode"}),
+    phases=names("decode"),
     decode_query_lens=16,
     features=FEATURES,
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
@@ -124,7 +125,7 @@ FLASHMLA = BackendInfo.of_variants(
 FLASHMLA_SPARSE_CLAIMS = Capabilities(
     platforms={"cuda": ("sm_90", "sm_100")},
     kinds=frozenset({SPARSE}),
-    dtypes=frozenset({"bfloat16"}),
+    dtypes=names("bfloat16"),
     latent_ranks=one_of(512),
     gqa_ratios=multiples(64, high=128),
     topks=multiples(128),
@@ -170,8 +171,8 @@ CUTLASS_MLA = BackendInfo(
         gqa_ratios=one_of(128),
         block_sizes=one_of(128),
         preferred_block_size=128,
-        phases=frozenset({"decode"}),
-        features=FEATURES - {"lse"},
+        phases=names("decode"),
+        features=FEATURES - names("lse"),
     ),
     priorities=(Priority(score=85, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
@@ -183,11 +184,11 @@ FLASH_ATTN_MLA_CLAIMS = Capabilities(
     # A page of 64 tokens is loaded whole, with the NaN behind a sequence's end.
     block_sizes=multiples(1, high=32),
     preferred_block_size=32,
-    phases=frozenset({"decode"}),
+    phases=names("decode"),
     decode_query_lens=16,
     features=FEATURES,
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
-    remedies={"fp8_e4m3": "FlashAttention-3 takes a second query for latents in 16 bits alone"},
+    remedies={"fp8_e4m3": "FlashAttention-3 takes a second query only for latents in 16 bits"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
     Variant(
@@ -222,7 +223,7 @@ FLA = BackendInfo(
         kinds=frozenset({AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN}),
         head_sizes=multiples(8, high=256),
         v_head_sizes=multiples(8, high=256),
-        features=frozenset({"causal", "gqa", "v_head_size"}),
+        features=names("causal gqa v_head_size"),
     ),
     priorities=(
         Priority(
@@ -244,7 +245,7 @@ FLA_CHANNELS = BackendInfo(
         kinds=frozenset({AttentionKind.KDA, AttentionKind.RWKV7}),
         head_sizes=multiples(8, high=256),
         v_head_sizes=multiples(8, high=256),
-        features=frozenset({"causal", "gqa", "v_head_size"}),
+        features=names("causal gqa v_head_size"),
     ),
     priorities=(
         Priority(score=75, phase="prefill", why="chunks of a prompt in parallel"),
@@ -262,7 +263,7 @@ MAMBA_SSM = BackendInfo(
         platforms={"cuda": ("sm_80+",)},
         kinds=frozenset({AttentionKind.MAMBA2}),
         head_sizes=multiples(8, high=256),
-        features=frozenset({"causal", "gqa"}),
+        features=names("causal gqa"),
     ),
     priorities=(Priority(score=65, why="the authors' kernels; states copied out and back"),),
     proof=MEASURED,
@@ -276,8 +277,8 @@ CAUSAL_CONV1D = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_80+",)},
         kinds=frozenset({AttentionKind.SHORT_CONV}),
-        dtypes=frozenset({"bfloat16", "float16", "float32"}),
-        features=frozenset({"causal"}),
+        dtypes=names("bfloat16 float16 float32"),
+        features=names("causal"),
     ),
     priorities=(Priority(score=60, why="one call for sequences of one length"),),
     proof=SIGNATURE,

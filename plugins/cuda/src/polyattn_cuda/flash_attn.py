@@ -12,6 +12,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -35,9 +36,9 @@ SHORT = 16
 class FlashPlan(Plan):
     """`short` rows over a cache, or varlen with `keys`; `longest` is told to the varlen kernel.
 
-    At least 2: a kernel that is told of single tokens folds the heads of a group into rows and takes
-    one token of each sequence for granted. `splits` of short rows' keys: 0 lets the library decide, by
-    the block table's width.
+    At least 2: told of single tokens, a kernel folds the heads of a group into rows and takes one token
+    of each sequence for granted (Dao-AILab/flash-attention#1537). `splits` of short rows'
+    keys: 0 lets the library decide, by the block table's width.
     """
 
     __slots__ = ("keys", "longest", "short", "splits")
@@ -70,32 +71,22 @@ class FlashAttention2(AttentionBackend):
             splits = captured_splits(self.num_sms, batch.num_seqs * self.spec.num_kv_heads)
         return FlashPlan(batch, self.cache, short, splits)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, FlashPlan)
+    def run(self, plan: FlashPlan, frame: Frame) -> None:
+        query, key, value, cache, out = frame.query, frame.key, frame.value, frame.cache, frame.out
         if not plan.batch.num_tokens:
             return
         query = query if query.stride(-1) == 1 else query.contiguous()
         if plan.short is None or cache is None:
             if plan.keys is not None:
                 key, value = plan.keys.read(key, value, None)
-            store_lse(lse, self.varlen(plan, query, key, value, cache, params, out))
+            store_lse(frame.lse, self.varlen(plan, query, key, value, cache, frame.params, out))
             return
         rows = plan.short
         whole = out.unflatten(0, rows.shape) if rows.uniform else None
-        result, found = self.split(plan, rows.spread(query), cache, params, whole)
+        result, found = self.split(plan, rows.spread(query), cache, frame.params, whole)
         if whole is None or result.data_ptr() != whole.data_ptr():
             out.copy_(rows.collect(result))
-        store_lse(lse, rows.collect(found.transpose(1, 2)).T)
+        store_lse(frame.lse, rows.collect(found.transpose(1, 2)).T)
 
     @abstractmethod
     def varlen(

@@ -10,8 +10,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     blank,
@@ -55,22 +54,13 @@ class FlashAttentionMLA(LatentAdapter):
             plan.splits = captured_splits(self.num_sms, programs)
         return plan
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        cache = frame.cache
         assert isinstance(plan, SplitPlan) and cache is not None
-        latent, rope = query[..., : self.rank], query[..., self.rank :]
+        latent, rope = frame.query[..., : self.rank], frame.query[..., self.rank :]
         rope_keys = cache.key[..., self.rank :]
-        store_lse(lse, self.attend(plan, rope, latent, rope_keys, cache.value, out))
-        blank(plan.empty, out, lse)
+        store_lse(frame.lse, self.attend(plan, rope, latent, rope_keys, cache.value, frame.out))
+        blank(plan.empty, frame.out, frame.lse)
 
     @abstractmethod
     def attend(

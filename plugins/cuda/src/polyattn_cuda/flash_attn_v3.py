@@ -12,8 +12,8 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
-    LayerParams,
     LayerSpec,
     Plan,
     store_lse,
@@ -77,18 +77,9 @@ class FlashAttention3(AttentionBackend):
         into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
         return Flash3Plan(batch, self.cache, splits, into)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, Flash3Plan)
+    def run(self, plan: Flash3Plan, frame: Frame) -> None:
+        query, key, value = frame.query, frame.key, frame.value
+        cache, params = frame.cache, frame.params
         if not plan.batch.num_tokens:
             return
         scales: Scales = (None, None, None)
@@ -105,7 +96,9 @@ class FlashAttention3(AttentionBackend):
                 of_query, self._each(params.k_scale, shape, query.device),
                 self._each(params.v_scale, shape, query.device),
             )  # fmt: skip
-        store_lse(lse, self.attend(plan, query, key, value, cache, out, scales, params.sinks))
+        store_lse(
+            frame.lse, self.attend(plan, query, key, value, cache, frame.out, scales, params.sinks)
+        )
 
     def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""

@@ -1,7 +1,8 @@
 """FLASH_ATTN_V4: FlashAttention-4 (CuTe DSL). Prefill only: on Hopper it has no split-KV.
 
-Its paged loads need finite rows behind a sequence's end, which our contract doesn't promise, so
-cached sequences are copied out of their pages first; a prompt without context isn't.
+Its paged loads need finite rows behind a sequence's end (Dao-AILab/flash-attention#2374), which our
+contract doesn't promise, so cached sequences are copied out of their pages first; a prompt without
+context isn't.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     blank,
@@ -22,7 +22,6 @@ from polyattn.kernel import (
     store_lse,
     window_sizes,
 )
-from torch import Tensor
 
 from polyattn_cuda.paging import PackedKeys
 
@@ -53,31 +52,21 @@ class FlashAttention4(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash4Plan:
         return Flash4Plan(batch, self.cache, self.spec_of(batch).causal)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, Flash4Plan)
+    def run(self, plan: Flash4Plan, frame: Frame) -> None:
+        key, value, lse = frame.key, frame.value, frame.lse
         batch = plan.batch
         if not batch.num_tokens:
             return
-        key, value = plan.keys.read(key, value, cache)
+        key, value = plan.keys.read(key, value, frame.cache)
         if plan.keys.total:
             result, found = self.func(
-                query, key, value, cu_seqlens_q=batch.query_start_loc,
+                frame.query, key, value, cu_seqlens_q=batch.query_start_loc,
                 cu_seqlens_k=batch.key_start_loc, max_seqlen_q=batch.max_query_len,
                 max_seqlen_k=batch.max_seq_len, softmax_scale=self.spec.scale,
                 causal=self.spec_of(batch).causal, window_size=self.window,
                 softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
             )  # fmt: skip
-            out.copy_(result)
+            frame.out.copy_(result)
             if lse is not None:
                 store_lse(lse, found)
-        blank(plan.empty, out, lse)
+        blank(plan.empty, frame.out, lse)

@@ -17,7 +17,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
+    Frame,
     LayerParams,
     LayerSpec,
     Plan,
@@ -90,6 +90,7 @@ class FlashInferAttention(AttentionBackend):
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
         self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
+        # Its FA3 kernels over 8-bit keys don't compile (vllm-project/vllm#31843).
         fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
         if self.functions is not None:  # what is compiled of them is for one kind of kernels
@@ -216,36 +217,26 @@ class FlashInferAttention(AttentionBackend):
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, FlashInferPlan)
+    def run(self, plan: FlashInferPlan, frame: Frame) -> None:
+        cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
             return
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
-        if plan.keys is not None and key is None and cache is not None:
+        if plan.keys is not None and frame.key is None and cache is not None:
             plan.keys = None  # they were stored before: read where they are
             self._plan_paged(plan)
         if plan.keys is not None:
-            keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
+            keys: tuple[Any, ...] = plan.keys.read(frame.key, frame.value, cache)
         else:
             assert cache is not None
             keys = ((cache.key, cache.value),)
         plan.lease.wrapper.run(
-            query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
+            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
         if lse is not None:
             lse.mul_(math.log(2.0))
-        blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to
+        blank(plan.empty, frame.out, lse)  # older releases say -5e4 where nothing was attended to
 
     def _options(self, masked: dict[str, Tensor]) -> dict[str, Any]:
         """Return what wrappers plan with; a custom mask has the window in it."""

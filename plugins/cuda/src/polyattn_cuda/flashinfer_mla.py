@@ -11,8 +11,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     SparseBackend,
@@ -87,28 +86,19 @@ class FlashInferMLA(LatentAdapter):
         )  # fmt: skip
         return plan
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, WrapperPlan) and cache is not None
-        rows = cache.key[:, :, 0]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        lse = frame.lse
+        assert isinstance(plan, WrapperPlan) and frame.cache is not None
+        rows = frame.cache.key[:, :, 0]
         scales = {}
         if rows.dtype.itemsize == 1:
-            scales = {"ckv_scale": params.k_scale, "kpe_scale": params.k_scale}
+            scales = {"ckv_scale": frame.params.k_scale, "kpe_scale": frame.params.k_scale}
         plan.lease.wrapper.run(
-            query[..., : self.rank], query[..., self.rank :], rows[..., : self.rank],
-            rows[..., self.rank :], out=out, lse=lse, return_lse=lse is not None,
+            frame.query[..., : self.rank], frame.query[..., self.rank :], rows[..., : self.rank],
+            rows[..., self.rank :], out=frame.out, lse=lse, return_lse=lse is not None,
             return_lse_base_on_e=True, **scales,
         )  # fmt: skip
-        blank(plan.empty, out, lse)
+        blank(plan.empty, frame.out, lse)
 
 
 class CutlassMLA(LatentAdapter):
@@ -124,25 +114,15 @@ class CutlassMLA(LatentAdapter):
         buffer = self.workspaces.scratch(self.torch_device, WORKSPACE_BYTES)
         return BatchMLAPagedAttentionWrapper(buffer, backend="cutlass")
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, LatentPlan) and cache is not None and lse is None
-        rows = cache.key[:, :, 0]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        assert isinstance(plan, LatentPlan) and frame.cache is not None and frame.lse is None
+        rows = frame.cache.key[:, :, 0]
         self.wrapper.run(
-            query[..., : self.rank], query[..., self.rank :], rows[..., : self.rank],
-            rows[..., self.rank :], out=out, kv_len=plan.batch.seq_lens,
+            frame.query[..., : self.rank], frame.query[..., self.rank :], rows[..., : self.rank],
+            rows[..., self.rank :], out=frame.out, kv_len=plan.batch.seq_lens,
             page_table=plan.batch.block_table,
         )  # fmt: skip
-        blank(plan.empty, out, lse)
+        blank(plan.empty, frame.out, frame.lse)
 
 
 class FlashInferSparseMLA(SparseBackend):
@@ -150,27 +130,20 @@ class FlashInferSparseMLA(SparseBackend):
 
     name: ClassVar[str] = "FLASHINFER_MLA_SPARSE"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
-        spec, topk = self.spec, slots.shape[1]
-        assert spec.latent is not None
+        spec, cache, slots = self.spec, frame.cache, frame.choice
+        assert spec.latent is not None and cache is not None and slots is not None
+        # The kernel takes a number of rows, and the first so many: -1 may stand anywhere.
+        slots, topk = slots.sort(1, descending=True).values, slots.shape[1]
         rank, rope = spec.latent.rank, spec.latent.rope_head_size
-        buffer = self.workspaces.counters(query.device, WORKSPACE_BYTES)
+        buffer = self.workspaces.counters(frame.query.device, WORKSPACE_BYTES)
         trtllm_batch_decode_with_kv_cache_mla(
-            query=query[:, None], kv_cache=cache.key[:, None, :, 0],
+            query=frame.query[:, None], kv_cache=cache.key[:, None, :, 0],
             workspace_buffer=buffer, qk_nope_head_dim=spec.head_size - rope,
             kv_lora_rank=rank, qk_rope_head_dim=rope, block_tables=slots[:, None],
             seq_lens=(slots >= 0).sum(1).int(), max_seq_len=topk, sparse_mla_top_k=topk,
-            out=out[:, None], bmm1_scale=spec.scale, bmm2_scale=1.0,
+            out=frame.out[:, None], bmm1_scale=spec.scale, bmm2_scale=1.0,
         )  # fmt: skip
-        blank((slots < 0).all(1), out, lse)
+        blank((slots < 0).all(1), frame.out, frame.lse)

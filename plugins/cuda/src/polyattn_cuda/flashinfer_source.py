@@ -66,7 +66,7 @@ WRITTEN = """
 TEXT
   };
 """
-"""What is written by hand, and what its inputs that are tensors come as: called with their indices."""
+"""Hand-written source, whose tensor inputs are called with their indices."""
 FA2 = """
 struct PolyattnVariant : AttentionVariantBase {
   static constexpr bool use_softmax = SOFTMAX;
@@ -117,7 +117,7 @@ AS_IT_IS = """
 
 @dataclass(frozen=True)
 class Declared:
-    """What a declaration is of: the functions, and what of the layer it must know beforehand.
+    """A declaration's content: the functions, and the layer's properties that it depends on.
 
     `softmax`: whether weights are one of the scores. `capped`, `windowed`: whether the layer has a soft
     cap, a window. `kernels`: `"fa2"`, or `"fa3"` where scores are changed and none are hidden.
@@ -216,7 +216,7 @@ class _Writer:
             self.once.append(mine and all(self.once[a] for a in node.args))
 
     def _used(self) -> list[int]:
-        """Return what the results are made of, but for constants: those stand where they are used."""
+        """Return the operations behind the results, without constants, which are inlined."""
         found = {n for n in (self.trace.score, self.trace.mask) if n is not None}
         for number in reversed(range(len(self.nodes))):
             if number in found:

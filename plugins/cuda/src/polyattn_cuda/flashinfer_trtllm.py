@@ -19,6 +19,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -50,7 +51,7 @@ class FlashInferTrtllm(AttentionBackend):
     """One call a layer and step, over the cache as it lies.
 
     Over 8-bit keys on Hopper it is XQA's general kernel. Hopper's own, which FlashInfer would choose,
-    multiplies what lies behind a sequence's end by a weight of zero, and NaN may lie there.
+    multiplies what lies behind a sequence's end by a weight of zero, and NaN may lie there (0.6.13).
     """
 
     name: ClassVar[str] = "FLASHINFER_TRTLLM"
@@ -70,27 +71,18 @@ class FlashInferTrtllm(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> TrtllmPlan:
         return TrtllmPlan(batch)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, TrtllmPlan) and cache is not None and lse is None
+    def run(self, plan: Plan, frame: Frame) -> None:
+        out = frame.out
+        assert isinstance(plan, TrtllmPlan) and frame.cache is not None and frame.lse is None
         # The kernels are given addresses alone: what isn't contiguous goes by a copy.
         whole = out if out.is_contiguous() else torch.empty_like(
             out, memory_format=torch.contiguous_format
         )  # fmt: skip
         attend = self._general if self.by_xqa else self._chosen
-        attend(plan.batch, query.contiguous(), cache, params, whole)
+        attend(plan.batch, frame.query.contiguous(), frame.cache, frame.params, whole)
         if whole is not out:
             out.copy_(whole)
-        blank(plan.empty, out, lse)
+        blank(plan.empty, out, frame.lse)
 
     def _chosen(
         self, batch: Batch, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor

@@ -25,7 +25,7 @@ from polyattn_cuda.flashinfer_source import NAME, Declared
 from polyattn_cuda.trace_bounds import INT32
 
 MOST_BITS = 1 << 32
-"""Pairs of a step's queries and keys that are made a custom mask of."""
+"""The most pairs of a step's queries and keys that a custom mask may have."""
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:
@@ -82,7 +82,7 @@ class Functions:
             if max(inputs[name].shape, default=0) >= INT32:
                 raise BatchError(
                     f"input {name!r} has shape {tuple(inputs[name].shape)}: FLASHINFER counts a "
-                    f"dimension's elements in 32 bits; give it fewer than {INT32} or name TRITON_ATTN"
+                    f"dimension's elements in 32 bits; make it smaller than {INT32} or name TRITON_ATTN"
                 )
         tensors = [inputs[name] for name in self.trace.inputs]
         cap = self.spec.logit_soft_cap or 0.0
@@ -111,7 +111,7 @@ class StepMasks:
         return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
 
     def bits(self, batch: Batch, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Return what the step's queries see, bool (pairs,), and who sees nothing (tokens,).
+        """Return what the step's queries see, bool (pairs,), and which tokens see nothing (tokens,).
 
         Raises `BatchError`.
         """

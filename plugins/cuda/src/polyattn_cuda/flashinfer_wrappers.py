@@ -1,4 +1,4 @@
-"""Who owns a wrapper? FlashInfer keeps a step's plan in one: each of our plans leases its own."""
+"""Which plan owns a wrapper? FlashInfer keeps a step's plan in one; each plan leases its own."""
 
 from __future__ import annotations
 

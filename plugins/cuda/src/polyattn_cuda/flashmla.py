@@ -10,8 +10,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     SparseBackend,
@@ -59,23 +58,14 @@ class FlashMLA(LatentAdapter):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashMLAPlan:
         return FlashMLAPlan(batch, reuse)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, FlashMLAPlan) and cache is not None
-        found, found_lse = self.attend(plan, plan.rows.spread(query), cache.key)
-        out.copy_(plan.rows.collect(found))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        lse = frame.lse
+        assert isinstance(plan, FlashMLAPlan) and frame.cache is not None
+        found, found_lse = self.attend(plan, plan.rows.spread(frame.query), frame.cache.key)
+        frame.out.copy_(plan.rows.collect(found))
         if lse is not None:
             lse.copy_(plan.rows.collect(found_lse.transpose(1, 2)))
-        blank(plan.empty, out, lse)
+        blank(plan.empty, frame.out, lse)
 
     @abstractmethod
     def attend(self, plan: FlashMLAPlan, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,22 +111,15 @@ class FlashSparseMLA(SparseBackend):
 
     name: ClassVar[str] = "FLASHMLA_SPARSE"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
+        cache, slots, lse = frame.cache, frame.choice, frame.lse
+        assert cache is not None and slots is not None
         rows = cache.key.reshape(-1, 1, cache.key.shape[3])
-        found, found_lse = self.attend(query.contiguous(), rows, slots[:, None].contiguous())
-        out.copy_(found)
+        found, found_lse = self.attend(frame.query.contiguous(), rows, slots[:, None].contiguous())
+        frame.out.copy_(found)
         if lse is not None:
             lse.copy_(found_lse)
-        blank((slots < 0).all(1), out, lse)
+        blank((slots < 0).all(1), frame.out, lse)
 
     @property
     def rank(self) -> int:

@@ -17,13 +17,14 @@ from polyattn.plugin import (
     Variant,
     hookimpl,
     multiples,
+    names,
     one_of,
 )
 
 from polyattn_cuda.families import FAMILIES
 from polyattn_cuda.profiles import PROFILES
 
-MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
+MASKS = names("causal non_causal gqa sliding_window")
 ALL_ROLES = frozenset(Role)
 DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
 EITHER = frozenset({True, False})
@@ -31,8 +32,8 @@ EITHER = frozenset({True, False})
 ATTENTION = AttentionKind.ATTENTION
 
 FA2_ALIBI = (
-    (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
-    (frozenset({"alibi", "lse"}), "its causal ALiBi leaves the row's part out of the LSE"),
+    (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
+    (names("alibi lse"), "its causal ALiBi leaves the row's part out of the LSE"),
 )
 FLASH_ATTN = BackendInfo.of_variants(
     Variant(
@@ -48,7 +49,7 @@ FLASH_ATTN = BackendInfo.of_variants(
             head_sizes=multiples(8, low=32, high=256),
             block_sizes=multiples(256),
             preferred_block_size=256,
-            features=MASKS | {"logit_soft_cap", "alibi", "lse"},
+            features=MASKS | names("logit_soft_cap alibi lse"),
             excludes=FA2_ALIBI,
         ),
     ),
@@ -64,7 +65,7 @@ FLASH_ATTN = BackendInfo.of_variants(
             decode_query_lens=16,
             head_sizes=multiples(8, low=32, high=256),
             block_sizes=multiples(16),
-            features=MASKS | {"logit_soft_cap", "alibi", "lse"},
+            features=MASKS | names("logit_soft_cap alibi lse"),
             excludes=FA2_ALIBI,
             graph_capture=GraphCapture.UNIFORM,
         ),
@@ -81,7 +82,7 @@ FLASH_ATTN = BackendInfo.of_variants(
             head_sizes=multiples(8, low=32, high=256),
             block_sizes=multiples(256),
             preferred_block_size=256,
-            features=MASKS | {"lse"},
+            features=MASKS | names("lse"),
             remedies={
                 "logit_soft_cap": "torch's varlen_attn has none: pip install flash-attn",
                 "alibi": "torch's varlen_attn has none: pip install flash-attn",
@@ -98,19 +99,19 @@ FLASH_ATTN = BackendInfo.of_variants(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
-# From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end;
-# larger blocks are walked as several.
+# From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end
+# (Dao-AILab/flash-attention#2374); larger blocks are walked as several.
 FA3_PAGES = Sizes(low=1, high=64)
 FA3_FP8 = (
-    (frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),
+    (names("fp8_e4m3 float16"), "its output from fp8 is bf16"),
     (
-        frozenset({"fp8_inputs", "uncached"}),
-        "it rounds weights to e4m3, which fp8_compute allows over a cache alone",
+        names("fp8_inputs uncached"),
+        "it rounds weights to e4m3, which fp8_compute allows only over a cache",
     ),
 )
-FA3_SCALES = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
+FA3_SCALES = names("tensor_scales head_scales fp8_inputs")
 """It reads a scale for each sequence and KV head from the device."""
-WHOLE_STEPS = frozenset({"prefill", "decode", "mixed"})
+WHOLE_STEPS = names("prefill decode mixed")
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
 FLASH_ATTN_V3 = BackendInfo.of_variants(
@@ -128,9 +129,9 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             head_sizes=one_of(64, 96, 128, 192, 256),
             block_sizes=FA3_PAGES,
             v_head_pairs=EXPANDED_MLA,
-            kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+            kv_cache_dtypes=names("auto fp8_e4m3"),
             fp8_compute=True,
-            features=MASKS | FA3_SCALES | {"v_head_size", "logit_soft_cap", "lse"},
+            features=MASKS | FA3_SCALES | names("v_head_size logit_soft_cap lse"),
             remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
             graph_capture=GraphCapture.ANY,
             excludes=FA3_FP8,
@@ -150,9 +151,9 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             head_sizes=one_of(64, 96, 128, 192, 256),
             block_sizes=FA3_PAGES,
             v_head_pairs=EXPANDED_MLA,
-            kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+            kv_cache_dtypes=names("auto fp8_e4m3"),
             fp8_compute=True,
-            features=MASKS | FA3_SCALES | {"v_head_size", "logit_soft_cap", "lse", "learned_sinks"},
+            features=MASKS | FA3_SCALES | names("v_head_size logit_soft_cap lse learned_sinks"),
             graph_capture=GraphCapture.ANY,
             excludes=FA3_FP8,
         ),
@@ -164,7 +165,9 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
         Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
         Priority(
-            score=50, phase="mixed", why="one call cuts no long row: where times say so alone"
+            score=50,
+            phase="mixed",
+            why="one call splits no long row: chosen by measured times only",
         ),
     ),
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
@@ -183,8 +186,8 @@ FLASH_ATTN_V4 = BackendInfo(
         roles=ALL_ROLES,
         cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
-        phases=frozenset({"prefill"}),
-        features=MASKS | {"logit_soft_cap", "lse"},
+        phases=names("prefill"),
+        features=MASKS | names("logit_soft_cap lse"),
     ),
     priorities=(
         Priority(score=95, archs=("sm_100+",), phase="prefill", why="the fastest on Blackwell"),
@@ -208,13 +211,12 @@ FLASHINFER = BackendInfo(
         roles=ALL_ROLES,
         cached=EITHER,
         decode_query_lens=16,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2"}),
-        # Its FA2 kernels take multiples of 64; what isn't one they get wrong or die of.
+        kv_cache_dtypes=names("auto fp8_e4m3 fp8_e5m2"),
+        # FA2 kernels of 0.6.13 are wrong or fail unless it's a multiple of 64 (flashinfer#528).
         head_sizes=one_of(64, 128, 192, 256),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS
-        | {"v_head_size", "logit_soft_cap", "lse", "variant", "custom_mask", "block_sparse"},
+        features=MASKS | names("v_head_size logit_soft_cap lse variant custom_mask block_sparse"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             *(
@@ -225,17 +227,19 @@ FLASHINFER = BackendInfo(
                 (frozenset({other, "captured"}), "its prefill kernels have no buffers of a graph's")
                 for other in ("variant", "custom_mask", "block_sparse")
             ),
-            (frozenset({"variant", "lse"}), "its JIT's LSE of a row that sees nothing is finite"),
-            (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
-            (frozenset({"v_head_size", "cached"}), "its decode has one size for keys and values"),
+            (names("variant lse"), "its JIT's LSE of a row that sees nothing is finite"),
+            (names("sliding_window non_causal"), "its window bounds the left side only"),
+            (names("v_head_size cached"), "its decode has one size for keys and values"),
             (frozenset({"head_size 192", "fp8_e4m3"}), "of one byte it takes multiples of 128"),
             (frozenset({"head_size 192", "fp8_e5m2"}), "of one byte it takes multiples of 128"),
         ),
     ),
     priorities=(
-        Priority(score=40, needs="variant", why="functions are compiled by nvcc, for a minute"),
-        Priority(score=50, needs="custom_mask", why="every pair is masked, none left out"),
-        Priority(score=50, needs="block_sparse", why="every pair is masked, none left out"),
+        Priority(
+            score=40, needs="variant", why="nvcc compiles its functions, which takes a minute"
+        ),
+        Priority(score=50, needs="custom_mask", why="it masks every pair and skips none"),
+        Priority(score=50, needs="block_sparse", why="it masks every pair and skips none"),
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),
@@ -253,14 +257,14 @@ FLASHINFER_TRTLLM = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_90+",)},
         roles=DECODER_CROSS,
-        # 0.6.13's XQA for int8 doesn't compile for Hopper.
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+        # XQA for int8 doesn't compile for Hopper (FlashInfer 0.6.13).
+        kv_cache_dtypes=names("auto fp8_e4m3"),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
         block_sizes=one_of(16, 32, 64),
         layouts=("NHD", "HND"),
-        phases=frozenset({"decode"}),
-        features=MASKS | {"learned_sinks"},
+        phases=names("decode"),
+        features=MASKS | names("learned_sinks"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=tuple(
             (frozenset({"fp8_e4m3", arch}), "trtllm-gen's 8-bit kernels ran on no device yet")
@@ -284,8 +288,8 @@ CUDNN_ATTENTION = BackendInfo(
         roles=ALL_ROLES,
         cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
-        phases=frozenset({"prefill"}),
-        features=frozenset({"causal", "non_causal", "gqa", "lse"}),
+        phases=names("prefill"),
+        features=names("causal non_causal gqa lse"),
     ),
     priorities=(
         # 256 sentences on an H200: 22 ms, TRITON_ATTN 0.14; 64 images of 577 tokens: 333 us and 307.
@@ -305,13 +309,13 @@ XFORMERS = BackendInfo(
         platforms={"cuda": ("sm_75-sm_90",)},
         roles=ALL_ROLES,
         cached=EITHER,
-        dtypes=frozenset({"bfloat16", "float16", "float32"}),
+        dtypes=names("bfloat16 float16 float32"),
         head_sizes=multiples(8, high=256),
         v_head_sizes=multiples(8, high=256),
-        features=MASKS | {"v_head_size", "lse"},
+        features=MASKS | names("v_head_size lse"),
         excludes=(
-            (frozenset({"bfloat16", "sm_75"}), "bf16 products begin with sm_80"),
-            (frozenset({"sliding_window", "non_causal"}), "its local masks are causal"),
+            (names("bfloat16 sm_75"), "bf16 products begin with sm_80"),
+            (names("sliding_window non_causal"), "its local masks are causal"),
         ),
     ),
     priorities=(

@@ -1,4 +1,4 @@
-"""Which package gives a kernel here? Looks at metadata and folders; imports no library."""
+"""Which package provides a kernel here? Looks at metadata and folders; imports no library."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def by_kernels(
     out = torch.empty(query.shape, dtype=dtype, device=query.device)
     scales = torch.empty(num_seqs, kv_heads, dtype=torch.float32, device=query.device)
     found: Tensor = scales
-    of = scales  # read by nobody where every sequence has one token
+    of = scales  # not read if every sequence has one token
     where = (query.shape[0], query.stride(0), query.stride(1))
     if seq_of is not None:
         found, of = torch.zeros_like(scales, dtype=torch.int32), seq_of

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentBackend
+from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentBackend, RecurrentFrame
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
@@ -62,13 +62,10 @@ class SlotStates(RecurrentBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SlotPlan:
         return SlotPlan(batch)
 
-    def run(
-        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        assert isinstance(plan, SlotPlan)
+    def run(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         if plan.lens:
             call = self.decode if plan.batch.all_decode else self.prefill
-            call(plan, inputs, params, states, out)
+            call(plan, frame.inputs, frame.params, frame.states, frame.out)
 
     @abstractmethod
     def prefill(

@@ -16,8 +16,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
-    LayerParams,
+    Frame,
     LayerSpec,
     Plan,
     blank,
@@ -77,30 +76,20 @@ class XFormersAttention(AttentionBackend):
             return mask
         return mask.make_local_attention_from_bottomright(self.spec.sliding_window)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, XFormersPlan)
-        key, value = plan.keys.read(key, value, cache)
-        taken = query if plan.empty is None else query[~plan.empty]
+    def run(self, plan: XFormersPlan, frame: Frame) -> None:
+        key, value = frame.key, frame.value
+        key, value = plan.keys.read(key, value, frame.cache)
+        taken = frame.query if plan.empty is None else frame.query[~plan.empty]
         if len(taken):
             inputs = self.fmha.Inputs(
                 query=taken.contiguous()[None], key=self._repeat(key), value=self._repeat(value),
                 attn_bias=plan.mask, scale=self.spec.scale,
             )  # fmt: skip
             # The operator itself: the functions around it refuse where xFormers' own library was
-            # built for another torch, though this kernel is torch's.
+            # built for another torch, though this kernel is torch's (xFormers 0.0.35).
             result, context = self.operator.apply(inputs, needs_gradient=True)
-            self._store(plan, result[0], context.lse, out, lse)
-        blank(plan.empty, out, lse)
+            self._store(plan, result[0], context.lse, frame.out, frame.lse)
+        blank(plan.empty, frame.out, frame.lse)
 
     def _repeat(self, tensor: Tensor) -> Tensor:
         ratio = self.spec.gqa_ratio

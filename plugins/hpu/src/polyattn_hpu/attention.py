@@ -12,10 +12,12 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
     Plan,
+    Reads,
     Role,
     absorbed,
     quantize,
@@ -25,12 +27,13 @@ from torch import Tensor
 from polyattn_hpu import unified
 from polyattn_hpu.buckets import Rounding
 from polyattn_hpu.metadata import Metadata, build
+from polyattn_hpu.reading import reads_of
 
 ROUNDING = Rounding()
 
 
 class UnifiedPlan(Plan):
-    """A step's metadata, with the step's own keys at hand or without.
+    """A step's metadata, with or without the step's own keys.
 
     Which of the two a layer needs is known when it runs (`run` with key None: all keys are in the
     cache); the one that isn't expected is made then, once for all layers.
@@ -73,18 +76,18 @@ class UnifiedAttention(AttentionBackend):
         size = 1 if self.cache is None else self.cache.block_size
         return UnifiedPlan(batch, self.spec_of(batch), size)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, UnifiedPlan)
+        spec = self.spec_of(batch)
+        meta = plan.metadata(fresh=spec.role is Role.DECODER)
+        table = None
+        if batch.block_table is not None and spec.cached:
+            table = batch.block_table.cpu().numpy()
+        return reads_of(spec, meta, batch, table)
+
+    def run(self, plan: UnifiedPlan, frame: Frame) -> None:
+        query, key, value = frame.query, frame.key, frame.value
+        cache, params = frame.cache, frame.params
         spec = self.spec
         meta = plan.metadata(fresh=key is not None)
         tokens, bucket = query.shape[0], meta.bucket
@@ -103,14 +106,14 @@ class UnifiedAttention(AttentionBackend):
             stored = (cache.key, cache.value.shape[3] if latent else cache.value)
         found = unified.attend(meta, _rows(query, bucket.query), key, value, stored, scoring)
         if found.value is None:
-            like = out.new_empty(0, dtype=dtype)
+            like = frame.out.new_empty(0, dtype=dtype)
             found = unified.nothing(bucket.query, spec.num_heads, spec.v_head_size, like)
         if params.sinks is not None:
             found = unified.combine(found, _sinks(params.sinks.to(dtype), found))
         output, logsum = unified.normalize(found)
-        out.copy_(output[:tokens] * params.v_scale if quantised else output[:tokens])
-        if lse is not None:
-            lse.copy_(logsum[:tokens])
+        frame.out.copy_(output[:tokens] * params.v_scale if quantised else output[:tokens])
+        if frame.lse is not None:
+            frame.lse.copy_(logsum[:tokens])
 
 
 class UnifiedMLA(UnifiedAttention):

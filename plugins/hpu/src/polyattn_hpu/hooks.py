@@ -11,20 +11,21 @@ from polyattn.plugin import (
     Proof,
     Role,
     hookimpl,
+    names,
 )
 
 from polyattn_hpu.profiles import PROFILES
 
 PLATFORMS: dict[str, tuple[str, ...]] = {"hpu": ("gaudi2", "gaudi3"), "cpu": ()}
-DTYPES = frozenset({"bfloat16", "float16", "float32", "float64"})
-CACHE_DTYPES = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
+DTYPES = names("bfloat16 float16 float32 float64")
+CACHE_DTYPES = names("auto fp8_e4m3 fp8_e5m2 int8")
 EXCLUDES = (
-    (frozenset({"gaudi2", "fp8_e4m3"}), "Gaudi 2's e4m3 ends at 240, OCP's at 448"),
-    (frozenset({"gaudi2", "float64"}), "Gaudi has no float64"),
-    (frozenset({"gaudi3", "float64"}), "Gaudi has no float64"),
+    (names("gaudi2 fp8_e4m3"), "Gaudi 2's e4m3 ends at 240, OCP's at 448"),
+    (names("gaudi2 float64"), "Gaudi has no float64"),
+    (names("gaudi3 float64"), "Gaudi has no float64"),
 )
 PRIORITIES = (
-    Priority(score=15, platform="cpu", why="works on padded copies; here for its proof"),
+    Priority(score=15, platform="cpu", why="works on padded copies; it is here to be tested"),
     Priority(score=60, why="each cached block read once, work by block, few compiled graphs"),
 )
 PROOF = {"cpu": Proof.INTERPRETED}
@@ -41,23 +42,10 @@ HPU_ATTN = BackendInfo(
         kv_cache_dtypes=CACHE_DTYPES,
         preferred_block_size=128,
         layouts=("NHD", "HND"),
-        phases=frozenset({"prefill", "decode", "mixed"}),
-        features=frozenset(
-            {
-                "causal",
-                "non_causal",
-                "gqa",
-                "sliding_window",
-                "window_right",
-                "chunked",
-                "sink_tokens",
-                "v_head_size",
-                "logit_soft_cap",
-                "alibi",
-                "learned_sinks",
-                "lse",
-                "deterministic",
-            }
+        phases=names("prefill decode mixed"),
+        features=names(
+            "causal non_causal gqa sliding_window window_right chunked sink_tokens "
+            "v_head_size logit_soft_cap alibi learned_sinks lse deterministic"
         ),
         excludes=EXCLUDES,
     ),
@@ -75,8 +63,8 @@ HPU_MLA = BackendInfo(
         dtypes=DTYPES,
         kv_cache_dtypes=CACHE_DTYPES,
         preferred_block_size=128,
-        phases=frozenset({"decode"}),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        phases=names("decode"),
+        features=names("causal v_head_size lse deterministic"),
         excludes=EXCLUDES,
     ),
     priorities=PRIORITIES,

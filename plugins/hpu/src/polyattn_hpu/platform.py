@@ -5,7 +5,7 @@ from __future__ import annotations
 from polyattn.plugin import Device, find_spec
 
 FP8 = {"gaudi2": None, "gaudi3": "ocp"}
-"""Gaudi 2's e4m3 ends at 240, where OCP's goes on to 448: it is no format that others write."""
+"""Gaudi 2's e4m3 ends at 240, OCP's at 448: a format that no other device writes."""
 
 
 def detect(torch_device: str | None = None) -> Device | None:

@@ -1,4 +1,4 @@
-"""Hardware to reason about without having it. Figures are the vendors' datasheets'."""
+"""Profiles of hardware that isn't here. Figures are from the vendors' datasheets."""
 
 from __future__ import annotations
 

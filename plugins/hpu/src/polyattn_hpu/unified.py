@@ -140,7 +140,7 @@ def shared(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Par
     for at in range(0, meta.bucket.shared, step):
         entries = slice(at, min(at + step, meta.bucket.shared))
         keys, values = read(cache, meta.shared_blocks[entries])
-        position = _positions(meta.shared_starts[entries], size).flatten()
+        position = positions(meta.shared_starts[entries], size).flatten()
         mask = meta.tokens.sees_cached(position)
         mask &= meta.member[:, entries][meta.tokens.sequence].repeat_interleave(size, dim=1)
         distance = None
@@ -176,7 +176,7 @@ def _unique_blocks(
     groups, rows = meta.unique_groups[entries], meta.unique_rows[entries]
     blocks = entries if meta.unique_blocks is None else meta.unique_blocks[entries]
     keys, values = read(cache, blocks)
-    position = _positions(meta.unique_starts[entries], keys.shape[1])
+    position = positions(meta.unique_starts[entries], keys.shape[1])
     kv_heads = keys.shape[2]
     asked = query[rows].unflatten(1, (kv_heads, -1))  # (blocks, KV heads, group, size)
     products = torch.matmul(asked, keys.to(scoring.dtype).permute(0, 2, 3, 1))
@@ -309,6 +309,6 @@ def _flagged(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([values.masked_fill(~fine, 0.0), flag], dim=-1)
 
 
-def _positions(starts: Tensor, size: int) -> Tensor:
+def positions(starts: Tensor, size: int) -> Tensor:
     """Return the position of every key of blocks that start at `starts`, (blocks, size)."""
     return starts[:, None] + torch.arange(size, dtype=starts.dtype, device=starts.device)

@@ -11,14 +11,13 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
-    KVCache,
+    Frame,
     LayerParams,
     LayerSpec,
     Plan,
     absorbed,
     blank,
 )
-from torch import Tensor
 
 from polyattn_metal.bridge import Array, settle, stream, to_mlx, write
 from polyattn_metal.planning import Tile, TilePlan
@@ -41,18 +40,9 @@ class MlxAttention(AttentionBackend):
         with stream(batch.device):
             return TilePlan(batch, self.spec_of(batch), size)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, TilePlan)
+    def run(self, plan: TilePlan, frame: Frame) -> None:
+        query, key, value = frame.query, frame.key, frame.value
+        cache, params, out, lse = frame.cache, frame.params, frame.out, frame.lse
         if cache is not None:
             key, value = cache.key, cache.value
         assert key is not None and value is not None

@@ -13,6 +13,7 @@ from polyattn.plugin import (
     Proof,
     Role,
     hookimpl,
+    names,
 )
 
 from polyattn_metal.profiles import PROFILES
@@ -29,8 +30,8 @@ COMMON: dict[str, Any] = {
 }
 CLAIMS: dict[str, Any] = {
     "platforms": {"metal": (), "cpu": ()},
-    "dtypes": frozenset({"bfloat16", "float16", "float32"}),
-    "kv_cache_dtypes": frozenset({"auto", "int8"}),
+    "dtypes": names("bfloat16 float16 float32"),
+    "kv_cache_dtypes": names("auto int8"),
     "remedies": {
         "float64": "Metal has no float64",
         "fp8_e4m3": "torch's MPS tensors have no 8-bit floats; use int8",
@@ -45,23 +46,10 @@ MLX_ATTN = BackendInfo(
         roles=frozenset(Role),
         cached=frozenset({True, False}),
         layouts=("NHD", "HND"),
-        phases=frozenset({"prefill", "decode", "mixed"}),
-        features=frozenset(
-            {
-                "causal",
-                "non_causal",
-                "gqa",
-                "sliding_window",
-                "window_right",
-                "chunked",
-                "sink_tokens",
-                "v_head_size",
-                "logit_soft_cap",
-                "alibi",
-                "learned_sinks",
-                "lse",
-                "deterministic",
-            }
+        phases=names("prefill decode mixed"),
+        features=names(
+            "causal non_causal gqa sliding_window window_right chunked sink_tokens "
+            "v_head_size logit_soft_cap alibi learned_sinks lse deterministic"
         ),
         **CLAIMS,
     ),
@@ -74,8 +62,8 @@ MLX_MLA = BackendInfo(
     path="polyattn_metal.attention:MlxMLA",
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MLA}),
-        phases=frozenset({"decode"}),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        phases=names("decode"),
+        features=names("causal v_head_size lse deterministic"),
         **CLAIMS,
     ),
     **COMMON,

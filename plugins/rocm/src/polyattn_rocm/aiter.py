@@ -10,6 +10,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -69,26 +70,18 @@ class AiterAttention(AttentionBackend):
         size = parts * (spec.head_size * 2 + 2 * 4)
         self._workspace = at_least(self._workspace, size, self._outgrown)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, AiterPlan)
+    def run(self, plan: AiterPlan, frame: Frame) -> None:
+        cache, out = frame.cache, frame.out
         if not plan.batch.num_tokens:
             return
         if plan.decode:
             assert cache is not None
-            self._decode(plan, query, cache, params, out)
+            self._decode(plan, frame.query, cache, frame.params, out)
         else:
-            self._varlen(plan, query, key, value, cache, params, out, lse)
-        blank(plan.empty, out, lse)
+            self._varlen(
+                plan, frame.query, frame.key, frame.value, cache, frame.params, out, frame.lse
+            )
+        blank(plan.empty, out, frame.lse)
 
     def _varlen(
         self,
@@ -109,10 +102,15 @@ class AiterAttention(AttentionBackend):
         else:
             assert cache is not None
             key, value = cache.key, cache.value
+        window, slopes = window_sizes(spec), params.alibi_slopes
+        if window == (0, 0) and slopes is None:
+            # AITER takes this for no window, and its assembly knows a causal mask or none (`swa` in
+            # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
+            slopes = torch.zeros(spec.num_heads, device=self.torch_device)
         result = flash_attn_varlen_func(
             query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
-            causal=spec.causal, window_size=window_sizes(spec), alibi_slopes=params.alibi_slopes,
+            causal=spec.causal, window_size=window, alibi_slopes=slopes,
             return_lse=True, block_table=None if cache is None else batch.block_table, out=out,
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own

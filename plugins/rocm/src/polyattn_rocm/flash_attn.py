@@ -7,6 +7,7 @@ from typing import ClassVar
 from polyattn.kernel import (
     AttentionBackend,
     Batch,
+    Frame,
     KVCache,
     LayerParams,
     Plan,
@@ -47,24 +48,14 @@ class CkFlashAttention(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> CkPlan:
         return CkPlan(batch, self.cache is not None, self.spec_of(batch).causal)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, CkPlan)
+    def run(self, plan: CkPlan, frame: Frame) -> None:
+        cache, out, lse = frame.cache, frame.out, frame.lse
         if not plan.batch.num_tokens:
             return
         if plan.short is not None and cache is not None:
-            self._short(plan, plan.short, query, cache, params, out, lse)
+            self._short(plan, plan.short, frame.query, cache, frame.params, out, lse)
         else:
-            self._varlen(plan, query, key, value, cache, params, out, lse)
+            self._varlen(plan, frame.query, frame.key, frame.value, cache, frame.params, out, lse)
         blank(plan.empty, out, lse)
 
     def _varlen(

@@ -13,6 +13,7 @@ from polyattn.plugin import (
     Role,
     hookimpl,
     multiples,
+    names,
     one_of,
 )
 
@@ -36,21 +37,19 @@ ROCM_ATTN = BackendInfo(
         platforms={"rocm": ("gfx942", "gfx950")},
         roles=ALL_ROLES,
         cached=EITHER,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
-        fp8_formats=frozenset({"fnuz", "ocp"}),
+        kv_cache_dtypes=names("auto fp8_e4m3"),
+        fp8_formats=names("fnuz ocp"),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=multiples(1, high=16),
         block_sizes=one_of(16, 32),
-        features=frozenset(
-            {"causal", "non_causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}
-        ),
+        features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
-            (frozenset({"lse", "decode"}), "its paged decode returns no LSE"),
-            (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
+            (names("lse decode"), "its paged decode returns no LSE"),
+            (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
             (
-                frozenset({"fp8_e4m3", "prefill"}),
-                "its paged prefill reads caches of the query's dtype alone",
+                names("fp8_e4m3 prefill"),
+                "its paged prefill reads only caches of the query's dtype",
             ),
         ),
     ),
@@ -76,13 +75,11 @@ ROCM_FLASH_ATTN = BackendInfo(
         head_sizes=multiples(8, low=32, high=256),
         block_sizes=multiples(256),
         preferred_block_size=256,
-        features=frozenset(
-            {"causal", "non_causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}
-        ),
-        excludes=((frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),),
+        features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
+        excludes=((names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),),
     ),
     priorities=(
-        Priority(score=75, phase="prefill", why="Composable Kernel, where AITER isn't there"),
+        Priority(score=75, phase="prefill", why="Composable Kernel, for machines without AITER"),
         Priority(score=55, phase="decode", why="pages of 256 tokens"),
     ),
     proof=PROOF,

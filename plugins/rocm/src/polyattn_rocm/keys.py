@@ -29,6 +29,6 @@ def longest_query(batch: Batch) -> int:
     """Return what the varlen kernels are told: the longest query, at least 2.
 
     Told of single tokens they fold the heads of a group into rows and take one token of each sequence
-    for granted.
+    for granted (Dao-AILab/flash-attention#1537).
     """
     return max(2, batch.max_query_len)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -15,12 +14,15 @@ from polyattn.kernel import (
     BatchError,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
     MergeBackend,
     Plan,
+    Reads,
     RecurrentBackend,
+    RecurrentFrame,
     SparseBackend,
     StoreBackend,
     StorePlan,
@@ -33,6 +35,7 @@ from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.functions import Cache, Scales
 from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.reading import reads_of
 from polyattn_tpu.step import Step
 
 
@@ -105,22 +108,17 @@ class PallasAttention(AttentionBackend):
         size = self.cache.block_size
         return JaxPlan(batch, plan_paged(step, group, size, self.buckets, self.by))
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, JaxPlan)
-        count, spec = query.shape[0], self.spec_of(plan.batch)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads_of(self.spec_of(batch), plan.arrays, batch, size)
+
+    def run(self, plan: JaxPlan, frame: Frame) -> None:
+        params, lse = frame.params, frame.lse
+        count, spec = frame.query.shape[0], self.spec_of(plan.batch)
         if not count:
             return
-        rows = pad(plan.arrays, to_jax(query))
+        rows = pad(plan.arrays, to_jax(frame.query))
         options = {
             "sinks": None if params.sinks is None else to_jax(params.sinks),
             "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
@@ -131,13 +129,13 @@ class PallasAttention(AttentionBackend):
         if self.functions is not None:
             inputs = {**plan.batch.inputs, **params.inputs}
             options["inputs"] = self.functions.given({n: to_jax(t) for n, t in inputs.items()})
-        if cache is None:
-            assert key is not None and value is not None
-            given = (to_jax(key), to_jax(value))
+        if frame.cache is None:
+            assert frame.key is not None and frame.value is not None
+            given = (to_jax(frame.key), to_jax(frame.value))
             found, logs = attend_given(plan.arrays, spec, rows, *given, **options)
         else:
-            found, logs = attend(plan.arrays, spec, rows, pages(cache), **options)
-        assign(out, found[:count])
+            found, logs = attend(plan.arrays, spec, rows, pages(frame.cache), **options)
+        assign(frame.out, found[:count])
         if lse is not None:
             assign(lse, logs[:count])
 
@@ -156,28 +154,19 @@ class XlaSparse(SparseBackend):
 
     name: ClassVar[str] = "XLA_MLA_SPARSE"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        count, spec = query.shape[0], self.spec
-        assert spec.latent is not None
+    def run(self, plan: Plan, frame: Frame) -> None:
+        count, spec = frame.query.shape[0], self.spec
+        assert spec.latent is not None and frame.cache is not None and frame.choice is not None
         if not count:
             return
         size = _bucket(count)
         found, logs = attend_rows(
-            _padded(to_jax(query), size), _padded(to_jax(slots), size), pages(cache),
-            scale=spec.scale, rank=spec.latent.rank, k_scale=params.k_scale,
+            _padded(to_jax(frame.query), size), _padded(to_jax(frame.choice), size), pages(frame.cache),
+            scale=spec.scale, rank=spec.latent.rank, k_scale=frame.params.k_scale,
         )  # fmt: skip
-        assign(out, found[:count])
-        if lse is not None:
-            assign(lse, logs[:count])
+        assign(frame.out, found[:count])
+        if frame.lse is not None:
+            assign(frame.lse, logs[:count])
 
 
 class XlaScan(RecurrentBackend):
@@ -192,16 +181,9 @@ class XlaScan(RecurrentBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
         return JaxPlan(batch, plan_chunks(Step.from_batch(batch), self.buckets))
 
-    def run(
-        self,
-        plan: Plan,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        assert isinstance(plan, JaxPlan)
-        count = out.shape[0]
+    def run(self, plan: JaxPlan, frame: RecurrentFrame) -> None:
+        inputs, params, states = frame.inputs, frame.params, frame.states
+        count = frame.out.shape[0]
         if not count:
             return
         rows = {name: pad(plan.arrays, to_jax(tensor)) for name, tensor in inputs.items()}
@@ -210,7 +192,7 @@ class XlaScan(RecurrentBackend):
         run = recur[own and unshared(states)]
         found, after = run(plan.arrays, self.spec, rows, weights, to_jax(states))
         assign(states, after)
-        assign(out, found[:count])
+        assign(frame.out, found[:count])
 
 
 class JaxStore(StoreBackend):

@@ -26,7 +26,7 @@ RAW = {
     torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.int8, ml_dtypes.float8_e5m2),
 }
-"""What NumPy has no word for travels as integers of its width."""
+"""Dtypes that NumPy lacks are copied as integers of the same width."""
 
 
 def in_jax(tensor: Tensor) -> bool:
@@ -135,7 +135,7 @@ def _owners(cache: KVCache) -> list[Any]:
 def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
     """Return a cache in JAX: pages in the chip's layout, and logical views of them."""
     if form.interleaved:
-        raise BatchError("a cache in JAX has K and V apart; leave interleaved out")
+        raise BatchError("a cache in JAX keeps K and V apart; leave interleaved out")
     environment = torchax().default_env()
     shape = (num_blocks, form.num_kv_heads, form.block_size)
     sizes = [form.head_size] if form.value_in_key else [form.head_size, form.v_head_size]

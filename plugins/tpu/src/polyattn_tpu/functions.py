@@ -1,4 +1,4 @@
-"""What can JAX call? Pure functions over plans: attend, store, merge; caches are donated by the caller.
+"""What can JAX call? Pure functions over plans: attend, store, merge; the caller donates caches.
 
 All are to be traced: call them inside `jax.jit`, with the cache among `donate_argnums`. Nothing is
 transposed or padded outside of what is compiled.
@@ -107,7 +107,7 @@ def attend(
     """
     _check(plan, spec, query, sinks, alibi_slopes)
     if plan.cached != (plan.pack is None):
-        raise BatchError("the plan is for keys that are given whole; use attend_given")
+        raise BatchError("the plan is for keys that are passed whole; use attend_given")
     scales = scales or Scales()
     quantised = cache.key.dtype != query.dtype
     both = (scales.key, scales.value if cache.value is not None else scales.key)
@@ -155,7 +155,9 @@ def store(
     Donate the cache: then it is written in place. For MLA `key` is (…, 1, rank + rope), `value` None.
     """
     if plan.slots is None:
-        raise BatchError("the plan has no slots: its step said none, so nothing is stored")
+        raise BatchError(
+            "the plan has no slots: its step has no slot_mapping; pass one to store keys"
+        )
     scales = scales or Scales()
     rows = scatter(cache.key, key, plan.slots, scales.key)
     if cache.value is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import Any
 
 from polyattn.plugin import (
@@ -14,25 +14,21 @@ from polyattn.plugin import (
     Proof,
     Role,
     Sizes,
+    Variant,
     hookimpl,
+    names,
 )
 
 from polyattn_tpu.profiles import PROFILES
 
-INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
-"""Then the kernels also serve CPU tensors, in Pallas' interpreter: that is how CI checks them."""
-
-PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": (), "cpu": ()} if INTERPRETED else {"tpu": ()}
-DTYPES = frozenset({"bfloat16", "float32"})
+PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": ()}
+DTYPES = names("bfloat16 float32")
 REMEDIES = {
     "float16": "no TPU multiplies float16, nor does Mosaic load it; cast the model to bfloat16"
 }
-CACHE_DTYPES = frozenset({"auto", "int8", "fp8_e4m3", "fp8_e5m2"})
-COMMON: dict[str, Any] = {
-    "probe": "polyattn_tpu.probes:ready",
-    "requires": ("jax>=0.10",),
-    "install": 'pip install "polyattn[tpu]"',
-}
+CACHE_DTYPES = names("auto int8 fp8_e4m3 fp8_e5m2")
+REQUIRED: dict[str, Any] = {"requires": ("jax>=0.10",), "install": 'pip install "polyattn[tpu]"'}
+COMMON: dict[str, Any] = REQUIRED | {"probe": "polyattn_tpu.probes:ready"}
 PROVEN = {"tpu": Proof.COMPILED, "cpu": Proof.INTERPRETED}
 """Compiled by libtpu for v5e, v5p, v6e and TPU7x; the whole kit interpreted through both doors. Results
 are in benchmarks/results/tpu."""
@@ -44,18 +40,44 @@ PAGES = Sizes(
 )
 EXCLUDES = (
     (
-        frozenset({"float32", "int8"}),
+        names("float32 int8"),
         "8-bit values are widened to bf16's mantissa on the way to the matrix unit",
     ),
 )
 TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
-PALLAS_ATTN = BackendInfo(
-    name="PALLAS_ATTN",
-    aliases=("PALLAS",),
-    summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
-    path="polyattn_tpu.backends:PallasAttention",
-    capabilities=Capabilities(
+
+def declared(
+    name: str, path: str, claims: Capabilities, priority: Priority, **fields: Any
+) -> BackendInfo:
+    """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests."""
+    compiled = Variant(
+        name="compiled",
+        path=f"polyattn_tpu.backends:{path}",
+        probe="polyattn_tpu.probes:ready",
+        capabilities=claims,
+        **REQUIRED,
+    )
+    interpreter = replace(
+        compiled,
+        name="interpreter",
+        probe="polyattn_tpu.probes:interprets",
+        capabilities=claims.but(platforms={"cpu": ()}),
+    )
+    return BackendInfo.of_variants(
+        compiled,
+        interpreter,
+        name=name,
+        priorities=(TESTS, priority),
+        proof=PROVEN,
+        **fields,
+    )
+
+
+PALLAS_ATTN = declared(
+    "PALLAS_ATTN",
+    "PallasAttention",
+    Capabilities(
         platforms=PLATFORMS,
         roles=frozenset(Role),
         cached=frozenset({True, False}),
@@ -67,40 +89,24 @@ PALLAS_ATTN = BackendInfo(
         block_sizes=PAGES,
         preferred_block_size=64,
         layouts=("HND",),
-        phases=frozenset({"prefill", "decode", "mixed"}),
-        features=frozenset(
-            {
-                "causal",
-                "non_causal",
-                "gqa",
-                "v_head_size",
-                "sliding_window",
-                "window_right",
-                "sink_tokens",
-                "chunked",
-                "alibi",
-                "learned_sinks",
-                "logit_soft_cap",
-                "lse",
-                "deterministic",
-                "variant",
-                "custom_mask",
-                "block_sparse",
-            }
+        phases=names("prefill decode mixed"),
+        features=names(
+            "causal non_causal gqa v_head_size sliding_window window_right "
+            "sink_tokens chunked alibi learned_sinks logit_soft_cap lse deterministic "
+            "variant custom_mask block_sparse"
         ),
         excludes=EXCLUDES,
     ),
-    variant_check="polyattn_tpu.pointwise:variant_problem",
-    priorities=(TESTS, Priority(score=80, why="pages by DMA, one ragged kernel a step")),
-    proof=PROVEN,
-    **COMMON,
+    Priority(score=80, why="pages by DMA, one ragged kernel a step"),
+    aliases=("PALLAS",),
+    summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
+    variant_check="polyattn_tpu.variants:variant_problem",
 )
 
-PALLAS_MLA = BackendInfo(
-    name="PALLAS_MLA",
-    summary="absorbed MLA decode in Pallas: each latent read once for all heads",
-    path="polyattn_tpu.backends:PallasMLA",
-    capabilities=Capabilities(
+PALLAS_MLA = declared(
+    "PALLAS_MLA",
+    "PallasMLA",
+    Capabilities(
         platforms=PLATFORMS,
         kinds=frozenset({AttentionKind.MLA}),
         dtypes=DTYPES,
@@ -110,21 +116,19 @@ PALLAS_MLA = BackendInfo(
         block_sizes=PAGES,
         preferred_block_size=64,
         layouts=("HND",),
-        phases=frozenset({"decode"}),
+        phases=names("decode"),
         decode_query_lens=4,
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        features=names("causal v_head_size lse deterministic"),
         excludes=EXCLUDES,
     ),
-    priorities=(TESTS, Priority(score=80, why="the latents by DMA, the value a part of the key")),
-    proof=PROVEN,
-    **COMMON,
+    Priority(score=80, why="the latents by DMA, the value a part of the key"),
+    summary="absorbed MLA decode in Pallas: each latent read once for all heads",
 )
 
-XLA_MLA_SPARSE = BackendInfo(
-    name="XLA_MLA_SPARSE",
-    summary="attention to chosen latents, gathered and multiplied by XLA",
-    path="polyattn_tpu.backends:XlaSparse",
-    capabilities=Capabilities(
+XLA_MLA_SPARSE = declared(
+    "XLA_MLA_SPARSE",
+    "XlaSparse",
+    Capabilities(
         platforms=PLATFORMS,
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         dtypes=DTYPES,
@@ -133,19 +137,17 @@ XLA_MLA_SPARSE = BackendInfo(
         block_sizes=PAGES,
         preferred_block_size=64,
         layouts=("HND",),
-        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        features=names("causal v_head_size lse deterministic"),
         excludes=EXCLUDES,
     ),
-    priorities=(TESTS, Priority(score=40, why="what is gathered goes through HBM once more")),
-    proof=PROVEN,
-    **COMMON,
+    Priority(score=40, why="what is gathered goes through HBM once more"),
+    summary="attention to chosen latents, gathered and multiplied by XLA",
 )
 
-XLA_SCAN = BackendInfo(
-    name="XLA_SCAN",
-    summary="recurrences by chunks in XLA: Mamba-1 and -2, delta rule, linear, short convolution",
-    path="polyattn_tpu.backends:XlaScan",
-    capabilities=Capabilities(
+XLA_SCAN = declared(
+    "XLA_SCAN",
+    "XlaScan",
+    Capabilities(
         platforms=PLATFORMS,
         kinds=frozenset(
             {
@@ -158,11 +160,10 @@ XLA_SCAN = BackendInfo(
         ),
         dtypes=DTYPES,
         remedies=REMEDIES,
-        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+        features=names("causal gqa v_head_size deterministic"),
     ),
-    priorities=(TESTS, Priority(score=50, why="products of chunks; one chunk after another")),
-    proof=PROVEN,
-    **COMMON,
+    Priority(score=50, why="products of chunks; one chunk after another"),
+    summary="recurrences by chunks in XLA: Mamba-1 and -2, delta rule, linear, short convolution",
 )
 
 SERVED: dict[str, Any] = {
@@ -179,7 +180,7 @@ JAX_STORE = BackendInfo(
     summary="keys and values scattered into donated pages",
     path="polyattn_tpu.backends:JaxStore",
     capabilities=Capabilities(
-        phases=frozenset({"store"}),
+        phases=names("store"),
         block_sizes=PAGES,
         preferred_block_size=64,
         excludes=EXCLUDES,
@@ -194,7 +195,7 @@ JAX_MERGE = BackendInfo(
     name="JAX_MERGE",
     summary="attention states merged in one program",
     path="polyattn_tpu.backends:JaxMerge",
-    capabilities=Capabilities(phases=frozenset({"merge"}), **SERVED),
+    capabilities=Capabilities(phases=names("merge"), **SERVED),
     priorities=(Priority(score=50, why="one program instead of five"),),
     proof={"tpu": Proof.INTERPRETED},
     **COMMON,

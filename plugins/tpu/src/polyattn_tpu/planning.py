@@ -1,13 +1,12 @@
-"""What does a step look like to a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
+"""How is a step laid out for a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
 
 Plans are pytrees: arrays that a jitted function takes, and beside them what it is compiled for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,23 +14,13 @@ from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
+from polyattn_tpu.places import Places, pytree
 from polyattn_tpu.step import Step
 
 Array = Any
-T = TypeVar("T")
 
 
-def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass as a pytree; fields named here are part of what is compiled for."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        arrays = [field.name for field in fields(cls) if field.name not in static]  # type: ignore[arg-type]
-        return jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=list(static))
-
-    return decorate
-
-
-@_pytree("step")
+@pytree("step")
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """The queries in tiles of `step` tokens of one sequence each.
@@ -47,7 +36,7 @@ class Tiles:
     step: int
 
 
-@_pytree()
+@pytree()
 @dataclass(frozen=True, eq=False)
 class Pages:
     """Where each sequence's keys are: `first` i32 (seqs,) into `table` i32 (pages,), and the lengths."""
@@ -58,25 +47,7 @@ class Pages:
     table: Array
 
 
-@_pytree("longest")
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Where queries and keys stand, for a layer that has functions of its own (`polyattn_tpu.pointwise`).
-
-    `b`, `q` i32 (tokens,): a token's sequence in the batch, and its place in it; `step_b`, `step_low` i32
-    (steps,): likewise for each step of keys that the kernel takes, and the place of its first key;
-    `first_step` i32 (seqs,): a sequence's first step; `longest`: steps of the longest sequence, or more.
-    """
-
-    b: Array
-    q: Array
-    step_b: Array
-    step_low: Array
-    first_step: Array
-    longest: int
-
-
-@_pytree("cached", "num_tokens")
+@pytree("cached", "num_tokens")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
@@ -95,7 +66,7 @@ class AttentionPlan:
     places: Places | None = None
 
 
-@_pytree()
+@pytree()
 @dataclass(frozen=True, eq=False)
 class RecurrentPlan:
     """A step of a recurrence: chunks in the order of their sequences.
@@ -144,7 +115,7 @@ def plan(
         return jax.device_put(plan_dense(step, group, buckets, by))
     size = block_size or spec.block_size
     if size is None:
-        raise BatchError("block_size is missing: give plan() the tokens of a block of the cache")
+        raise BatchError("block_size is missing: pass the cache's tokens per block to plan()")
     single = spec.kind is AttentionKind.SPARSE_MLA
     return jax.device_put(plan_paged(step, 1 if single else group, size, buckets, by))
 

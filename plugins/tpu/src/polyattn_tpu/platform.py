@@ -12,7 +12,7 @@ from polyattn.plugin import Device, find_spec
 
 ARCHS = {"v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6 lite": "v6e", "v6e": "v6e",
          "7x": "v7x", "v7x": "v7x"}  # fmt: skip
-"""What a TPU calls itself, and the name that it is known by."""
+"""A TPU's own name for its kind, and the name of its architecture."""
 
 VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
 """What Cloud TPU's images and GKE set on a TPU's host."""

@@ -14,17 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from polyattn.kernel import (
-    AttentionVariant,
     LayerSpec,
     Pointwise,
     Trace,
-    UntraceableError,
     VariantInput,
     trace,
-    untraceable,
 )
 
-from polyattn_tpu.planning import Places
+from polyattn_tpu.places import Places
 from polyattn_tpu.pointwise_ops import Given
 from polyattn_tpu.pointwise_source import source
 from polyattn_tpu.split import KEY, PAIR, ROW, Split
@@ -32,19 +29,6 @@ from polyattn_tpu.split import KEY, PAIR, ROW, Split
 Array = Any
 LANES, SUBLANES = 128, 8
 DTYPES = {"float32": jnp.float32, "int32": jnp.int32, "int64": jnp.int32, "bool": jnp.bool_}
-TARGET = "Pallas' kernel"
-
-
-def variant_problem(variant: AttentionVariant) -> str | None:
-    """Say why a variant's functions can't be generated, or None."""
-    problem = untraceable(variant, TARGET, "jax")
-    if problem is not None or not variant.of_scores:
-        return problem
-    try:
-        _ = Functions.of_pointwise(Pointwise.of_variant(variant, "jax")).split
-    except UntraceableError as error:
-        return f"{error}, which isn't generated for {TARGET}"
-    return None
 
 
 @dataclass(frozen=True)

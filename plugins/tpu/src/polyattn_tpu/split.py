@@ -1,4 +1,4 @@
-"""Which of a function's operations are the kernel's? Those that a score decides, or query and key both.
+"""Which of a function's operations run in the kernel? Those on a score, or on query and key both.
 
 A TPU's kernel can't look an input up at an index for each score. So what depends on a query alone, or on
 a key alone, XLA computes before the kernel, and so what is looked up for pairs of them; the kernel takes

@@ -49,8 +49,8 @@ class Step:
         queries, lens = tuple(map(int, query_lens)), tuple(map(int, seq_lens))
         if len(queries) != len(lens):
             raise BatchError(
-                f"query_lens has {len(queries)} entries and seq_lens {len(lens)}; give one of each for "
-                "every sequence"
+                f"query_lens has {len(queries)} entries and seq_lens {len(lens)}; pass one of "
+                f"each for every sequence"
             )
         for name, values in (("query_lens", queries), ("seq_lens", lens)):
             if any(value < 0 for value in values):

@@ -13,7 +13,8 @@ def named_overloads() -> Iterator[None]:
     """Let torchax name operators by dimension names, which torch 2.13 removed.
 
     torchax 0.0.13 lists them as keys of its tables (`aten.prod.dim_Dimname`) while it is imported, and
-    fails where they are gone. Nothing can call them; a stand-in takes each one's place as a key.
+    fails where they are gone (google/torchax#101; #102 fixes it for 0.0.14). Nothing can call them; a
+    stand-in takes each one's place as a key.
     """
     from torch._ops import OpOverloadPacket
 
@@ -25,7 +26,7 @@ def named_overloads() -> Iterator[None]:
         except AttributeError:
             if "name" not in name.lower():
                 raise
-            return f"{packet}.{name}, which this torch has not"
+            return f"{packet}.{name}, which this torch doesn't have"
 
     OpOverloadPacket.__getattr__ = find  # type: ignore[method-assign]
     try:

@@ -1,1 +1,1 @@
-"""polyattn's Triton kernels: they belong to no vendor."""
+"""polyattn's Triton kernels, for every vendor that Triton serves."""

@@ -11,27 +11,36 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
-    Lie,
-    PagesLie,
+    PackedStrides,
+    PageStrides,
     Plan,
+    Reads,
     RopeSpec,
+    dequantized,
+    in_turn,
+    turned,
+    write_output,
 )
 from torch import Tensor
 
+from polyattn_triton.alike import AlikeAttention
 from polyattn_triton.compiling.side_by_side import Compilers
-from polyattn_triton.compiling.warm_up import warm_up
+from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
+from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.hopper.packing import in_words, packed_constants, packed_site
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, load
+from polyattn_triton.launch import Site, compiling_only, load
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
-from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
+from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
@@ -42,8 +51,8 @@ UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
 
 
-class TritonAttention(PlannedAttention):
-    """Decode and prefill; kernels are specialised for the strides that they meet."""
+class TritonAttention(AlikeAttention):
+    """Decode and prefill; kernels are specialised for the strides of their tensors."""
 
     name: ClassVar[str] = "TRITON_ATTN"
 
@@ -58,6 +67,8 @@ class TritonAttention(PlannedAttention):
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+        rows = None if cache is None else cache.rows
+        self._turned_rows = tuple(f if f.turn else None for f in rows or ()) or (None, None)
         self.prefixes: PrefixLauncher | None = None
         self.merger = Merger(spec, self.early, self._functions[-1] == 2)
         new = self.generated is not None and self.generated.new
@@ -65,6 +76,8 @@ class TritonAttention(PlannedAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
+        if self.spec.batch_invariant:
+            return self.plan_alike(batch)
         if batch.shared_prefix is not None and batch.all_decode:
             if self.prefixes is None:
                 assert self.cache is not None
@@ -74,39 +87,78 @@ class TritonAttention(PlannedAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        if isinstance(plan, PrefixPlan):
+            assert self.prefixes is not None
+            return prefix_reads(self.prefixes, plan, batch)
+        assert isinstance(plan, AttentionPlan)
+        return in_turn([reads_of(self, launch, batch) for launch in (plan, *plan.others)])
+
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
-                load(warm_up(self, phases))
+                load(self.warm_up(phases))
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend as planned."""
+    def warm_up(self, phases: tuple[str, ...]) -> list[Any]:
+        """Compile what `phases` may run, side by side, and return it. Nothing runs."""
+        frame = blank_frame(self.spec, self.cache, self.torch_device)
+        cache, params, out, lse = frame.cache, frame.params, frame.out, frame.lse
+        context = Frame(frame.query, None, None, cache, params, out, lse)
+        keys = frame.key if cache is None else cache.key
+        assert keys is not None
+        quantized = keys.dtype.itemsize == 1
+        with compiling_only(self.compilers) as compiled:
+            for batch, params.inputs in blank_steps(
+                self.spec, phases, self.torch_device, paged=cache is not None
+            ):
+                # A lone prompt stands for what is cut, which only some heads make worth it.
+                plan = self.plan_rows(batch, cut=batch.num_seqs == 1)
+                self.run(plan, frame)
+                if cache is not None and plan.fresh:
+                    self.run(plan, context)
+                for merging in () if plan.merging is None else plan.merging.of_each_variant():
+                    plan.merging = merging
+                    self.merge(plan, params, out, lse, quantized)
+        return compiled
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        """Attend as planned; where rows are turned, with turned queries, and outputs turned back."""
+        of_key, of_value = self._turned_rows
+        if of_key is not None:
+            wide = dequantized(frame.query, frame.params.q_scale, torch.float32)
+            query = turned(wide, of_key).to(STORAGE_DTYPES[self.spec.dtype])
+            frame = frame.but(query=query)
+        if of_value is None:
+            self._run(plan, frame)
+            return
+        out = torch.empty(frame.out.shape, dtype=torch.float32, device=frame.out.device)
+        self._run(plan, frame.but(out=out))
+        write_output(frame.out, turned(out, of_value, back=True), 1.0)
+
+    def _run(self, plan: Plan, frame: Frame) -> None:
+        query, cache, params = frame.query, frame.cache, frame.params
+        out, lse = frame.out, frame.lse
         if isinstance(plan, PrefixPlan):
             assert cache is not None and self.prefixes is not None
             scales, factors = self._scales(query, params), self._factors(query, cache.key, params)
             self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
             return
         assert isinstance(plan, AttentionPlan)
-        if not plan.grid[0]:
-            return
+        for launch in (plan, *plan.others):
+            if launch.grid[0]:
+                self._launch(launch, frame)
+
+    def _launch(self, plan: AttentionPlan, frame: Frame) -> None:
+        query, cache, params = frame.query, frame.cache, frame.params
+        out, lse = frame.out, frame.lse
         if plan.way in ("prefill", "pieces"):
-            plan = self._prefill(plan, query, key, value, cache, params, out, lse)
+            plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
         if plan.merging is not None:
-            kept = cache.key if cache is not None else key
+            kept = cache.key if cache is not None else frame.key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 
@@ -141,7 +193,7 @@ class TritonAttention(PlannedAttention):
             if self.hopper(plan, self.spec_of(plan.batch), *given):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
-                plan.portable = self.plan_rows(plan.batch, portable=True)
+                plan.portable = self.portable_of(plan)
             plan = plan.portable
         inputs = self._inputs(plan, params)
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
@@ -186,17 +238,20 @@ class TritonAttention(PlannedAttention):
         constants = prefill_constants(
             self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
+            NO_ROWS if packed else self._rows(strides, False),
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
-    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return the portable prefill's one launch over packed tensors that lie so.
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
+        """Return the portable prefill's one launch over packed tensors of these strides.
 
         Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
         """
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
         if self.generated or spec.rope or self.by_tensors or not plan.grid[0]:
+            return None
+        if spec.batch_invariant:  # its tiles may be of several launches
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
@@ -205,33 +260,32 @@ class TritonAttention(PlannedAttention):
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
         width = spec.num_heads * spec.v_head_size
-        strides = (*((*s, 1) for s in lie[:3]), (width, spec.v_head_size, 1))
+        each = (*((*s, 1) for s in strides[:3]), (width, spec.v_head_size, 1))
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = []
         for lse in (False, True):
-            which = (plan.variant, *strides, dtype, dtype, True, not lse)
+            which = (plan.variant, *each, dtype, dtype, True, not lse)
             if which not in self._sites:
-                self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
+                self._sites[which] = self._prefill_site(plan, each, 1, True, lse, self._none)
             sites.append(self._sites[which])
         return self._by_address(plan, sites, (plan.table[0],))
 
-    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return the decode over pages that lie so: its launch, and that of what merges its parts."""
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        """Return the decode over pages of these strides: its launch, and its merge's."""
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
         decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
-        if not decodes or self.generated or spec.rope or self.by_tensors:
+        if not decodes or self.generated or spec.rope or self.by_tensors or spec.batch_invariant:
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
-        strides = (
-            (*lie.query, 1), (*lie.key, 1), (*lie.value, 1),
+        each = (
+            (*strides.query, 1), (*strides.key, 1), (*strides.value, 1),
             (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
         )  # fmt: skip
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = [
-            self._decode_site(plan, strides, (dtype, dtype), lse, self._none)
-            for lse in (False, True)
+            self._decode_site(plan, each, (dtype, dtype), lse, self._none) for lse in (False, True)
         ]
         return self._by_address(plan, sites, (*plan.table, plan.splits))
 
@@ -275,7 +329,8 @@ class TritonAttention(PlannedAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs)
+        packed = plan.config == self.packed and in_words(cache)
+        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, packed)
         site(
             plan.grid,
             (
@@ -296,23 +351,34 @@ class TritonAttention(PlannedAttention):
         dtypes: tuple[torch.dtype, torch.dtype],
         lse: bool,
         inputs: Tensor,
+        packed: bool = False,
     ) -> Site:
         """Specialise the kernel for query, key, value and output of these strides, once.
 
-        `dtypes`: of queries and of the cache.
+        `dtypes`: of queries and of the cache. `packed`: the kernel is `hopper.packed`'s.
         """
-        which = plan.variant, strides, dtypes, lse
+        which = plan.variant, plan.rows, strides, dtypes, lse, packed
         site = self._sites.get(which)
+        if site is None and packed:
+            assert self.cache is not None
+            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
-                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
+                NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
+                self._rows(strides, True),
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
+
+    def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
+        """Return how a cache of rows is read; strides are those of query, key, value and output."""
+        rows = Rows.of(self.cache, strides[1:3], self.spec.dtype)
+        return NO_ROWS if rows is None else rows.constants(apart)
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
+from typing import Any
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -12,48 +14,93 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
+    Variant,
     hookimpl,
     multiples,
+    names,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Under Triton's interpreter the kernels run on CPU tensors: that is how CI checks them."""
-
-NVIDIA = ("sm_80+",)
-AMD = ("gfx90a", "gfx942", "gfx950")
-
-PLATFORMS = {"cuda": NVIDIA, "rocm": AMD} | ({"cpu": ()} if INTERPRETED else {})
-# The interpreter computes bf16 wrongly, so there it isn't claimed.
-DTYPES = frozenset({"float32", "float16"} | (set() if INTERPRETED else {"bfloat16"}))
+PLATFORMS = {"cuda": ("sm_80+",), "rocm": ("gfx90a", "gfx942", "gfx950")}
+DTYPES = names("bfloat16 float16 float32")
+CACHES = names("auto int8 fp8_e4m3 fp8_e5m2")
 PROOF = {
     "sm_90": Proof.MEASURED,
     "cuda": Proof.COMPILED,
     "rocm": Proof.COMPILED,
     "cpu": Proof.INTERPRETED,
 }
-
+TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 NO_E4M3 = tuple(
     (frozenset({what, arch}), "Triton converts e4m3 from sm_89 on; fp8_e5m2 and int8 work")
     for arch in ("sm_80", "sm_86", "sm_87")
     for what in ("fp8_e4m3", "fp8_inputs", "fp8_output")
 )
-TRITON_ATTN = BackendInfo(
-    name="TRITON_ATTN",
-    aliases=("TRITON",),
-    summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
-    path="polyattn_triton.attention:TritonAttention",
-    variant_check="polyattn_triton.functions.pointwise:variant_problem",
-    probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.5,<3.9",),
-    install='pip install "polyattn[triton]"',
-    capabilities=Capabilities(
+NO_E4M3_KEYS = tuple(
+    (frozenset({form, arch}), "Triton reads this e4m3 from sm_89 on, and on gfx950")
+    for arch in ("sm_80", "sm_86", "sm_87", "gfx90a", "gfx942")
+    for form in ("index_fp8_e4m3", "index_fp8_scaled")
+)
+NOT_INTERPRETED = names(
+    "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
+)
+"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. Its host's BLAS multiplies,
+whose bits follow from a row's place in a tile."""
+
+ALIKE_WITHOUT = {
+    "captured": "the number of programs follows the step's keys",
+    "length_bounds": "keys are cut by each request's own length",
+    "variant": "its functions' key tiles are listed, or not, by the step",
+    "custom_mask": "key tiles are listed, or not, by the step",
+    "block_sparse": "a step of decodes reads the chosen pages alone",
+}
+
+
+def declared(
+    name: str, path: str, claims: Capabilities, *priorities: Priority,
+    interpreted: GraphCapture | None = None, caches: frozenset[str] = frozenset(), **fields: Any,
+) -> BackendInfo:  # fmt: skip
+    """Return a backend of two builds: the compiled one, and the interpreted one for tests.
+
+    `interpreted`: what the interpreter's may be captured in, where that differs. `caches`: what it
+    reads beside what the compiled one does.
+    """
+    words = claims.dtypes | claims.kv_cache_dtypes | claims.features
+    on_cpu = claims.but(
+        lacks=" ".join(NOT_INTERPRETED & words),
+        platforms={"cpu": ()},
+        excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
+        graph_capture=claims.graph_capture if interpreted is None else interpreted,
+    )
+    on_cpu = replace(on_cpu, kv_cache_dtypes=on_cpu.kv_cache_dtypes | caches)
+    compiled = Variant(
+        name="compiled",
+        path=f"polyattn_triton.{path}",
+        probe="polyattn_triton.probes:compiles",
+        requires=("triton>=3.6,<3.9",),
+        install='pip install "polyattn[triton]"',
+        capabilities=claims,
+    )
+    probe = "polyattn_triton.probes:interprets"
+    return BackendInfo.of_variants(
+        compiled,
+        replace(compiled, name="interpreter", probe=probe, capabilities=on_cpu),
+        name=name,
+        priorities=(TESTS, *priorities),
+        proof=PROOF,
+        **fields,
+    )
+
+
+TRITON_ATTN = declared(
+    "TRITON_ATTN",
+    "attention:TritonAttention",
+    Capabilities(
         platforms=PLATFORMS,
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
-        | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
-        fp8_formats=frozenset({"ocp", "fnuz"}),
+        kv_cache_dtypes=CACHES | {"nvfp4"},
+        fp8_formats=names("ocp fnuz"),
         head_sizes=multiples(8, high=256),
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
         v_head_sizes=multiples(8, low=32, high=256),
@@ -62,215 +109,159 @@ TRITON_ATTN = BackendInfo(
         decode_query_lens=16,
         shared_prefix=True,
         padding_rows=True,
-        features=frozenset(
-            {
-                "causal",
-                "non_causal",
-                "gqa",
-                "v_head_size",
-                "sliding_window",
-                "chunked",
-                "sink_tokens",
-                "cache_positions",
-                "logit_soft_cap",
-                "alibi",
-                "learned_sinks",
-                "variant",
-                "custom_mask",
-                "block_sparse",
-                "tensor_scales",
-                "head_scales",
-                "lse",
-                "length_bounds",
-                "deterministic",
-            }
-            # The interpreter is not held to 8-bit floats.
-            | (set() if INTERPRETED else {"fp8_inputs", "fp8_output"})
+        features=names(
+            "causal non_causal gqa v_head_size sliding_window chunked sink_tokens cache_positions "
+            "logit_soft_cap alibi learned_sinks variant custom_mask block_sparse tensor_scales "
+            "head_scales lse length_bounds deterministic batch_invariant "
+            "step_invariant call_invariant fp8_inputs fp8_output"
         ),
         by_address=True,
         graph_capture=GraphCapture.ANY,
         excludes=(
             (
-                frozenset({"cache_positions", "nvfp4"}),
-                "keys of four bits are read in blocks, not in the pairs that turn",
+                frozenset({"cache_positions", ANY_ROWS}),
+                "rows of bytes are read in groups, not in the pairs that rotate",
+            ),
+            (
+                frozenset({"step_invariant", "cache_positions"}),
+                "keys are turned to places after the last token of a tile of rows",
+            ),
+            *(
+                (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
+                for other, why in ALIKE_WITHOUT.items()
             ),
             *NO_E4M3,
         ),
     ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(
-            score=82,
-            archs=("sm_90",),
-            phase="decode",
-            kind=AttentionKind.ATTENTION,
-            why="on an H200 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
-        ),
-        Priority(
-            score=75,
-            phase="decode",
-            kind=AttentionKind.ATTENTION,
-            why="near the memory's bandwidth; split-KV fills the chip with few sequences too",
-        ),
-        Priority(score=60, why="a good general kernel wherever Triton runs"),
+    Priority(
+        score=82,
+        archs=("sm_90",),
+        phase="decode",
+        kind=AttentionKind.ATTENTION,
+        why="on an H200, 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
     ),
-    proof=PROOF,
+    Priority(
+        score=75,
+        phase="decode",
+        kind=AttentionKind.ATTENTION,
+        why="near the memory's bandwidth; split-KV fills the chip with few sequences too",
+    ),
+    Priority(score=60, why="a good general kernel wherever Triton runs"),
+    aliases=("TRITON",),
+    summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
+    variant_check="polyattn_triton.functions.pointwise:variant_problem",
+    rows_check="polyattn_triton.functions.rows:rows_problem",
+    # On an H200 keys of int8_rows beside values of int4 were read wrong by several queries' decode.
+    caches=frozenset({ANY_ROWS}),
 )
 
-
-def _latent(
-    name: str, path: str, kind: AttentionKind, phases: frozenset[str], summary: str
-) -> BackendInfo:
-    return BackendInfo(
-        name=name,
-        summary=summary,
-        path=f"polyattn_triton.mla:{path}",
-        probe="polyattn_triton.probes:ready",
-        requires=("triton>=3.5,<3.9",),
-        install='pip install "polyattn[triton]"',
-        capabilities=Capabilities(
-            platforms=PLATFORMS,
-            kinds=frozenset({kind}),
-            dtypes=DTYPES,
-            kv_cache_dtypes=frozenset({"auto", "int8"})
-            | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
-            fp8_formats=frozenset({"ocp", "fnuz"}),
-            latent_ranks=multiples(16, high=512),
-            block_sizes=multiples(1, high=1024),
-            preferred_block_size=64,
-            phases=phases,
-            decode_query_lens=16 if kind is AttentionKind.MLA else 1,
-            features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
-            excludes=NO_E4M3,
-            graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
-        ),
-        priorities=(
-            Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-            Priority(score=60, why="a good general kernel wherever Triton runs"),
-        ),
-        proof=PROOF,
-    )
-
-
-TRITON_MLA = _latent(
+MLA = Capabilities(
+    platforms=PLATFORMS,
+    kinds=frozenset({AttentionKind.MLA}),
+    dtypes=DTYPES,
+    kv_cache_dtypes=CACHES,
+    fp8_formats=names("ocp fnuz"),
+    latent_ranks=multiples(16, high=512),
+    block_sizes=multiples(1, high=1024),
+    preferred_block_size=64,
+    phases=names("decode"),
+    decode_query_lens=16,
+    features=names("causal v_head_size lse deterministic"),
+    excludes=NO_E4M3,
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+)
+TRITON_MLA = declared(
     "TRITON_MLA",
-    "TritonMLA",
-    AttentionKind.MLA,
-    frozenset({"decode"}),
-    "absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
+    "mla:TritonMLA",
+    MLA,
+    Priority(score=60, why="a good general kernel wherever Triton runs"),
+    interpreted=GraphCapture.NONE,
+    summary="absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )
-TRITON_MLA_SPARSE = _latent(
+TRITON_MLA_SPARSE = declared(
     "TRITON_MLA_SPARSE",
-    "TritonMLASparse",
-    AttentionKind.SPARSE_MLA,
-    frozenset({"prefill", "decode"}),
-    "MLA over the chosen rows of the latent cache, in Triton",
+    "mla:TritonMLASparse",
+    MLA.but(adds="prefill", kinds=frozenset({AttentionKind.SPARSE_MLA}), decode_query_lens=1),
+    Priority(score=60, why="a good general kernel wherever Triton runs"),
+    interpreted=GraphCapture.NONE,
+    summary="MLA over the chosen rows of the latent cache, in Triton",
 )
 
-
-def _scan(
-    name: str, path: str, kinds: set[AttentionKind], summary: str, priority: Priority,
-    proof: dict[str, Proof], extra: frozenset[str] = frozenset(),
-) -> BackendInfo:  # fmt: skip
-    return BackendInfo(
-        name=name,
-        summary=summary,
-        path=f"polyattn_triton.{path}",
-        probe="polyattn_triton.probes:ready",
-        requires=("triton>=3.5,<3.9",),
-        install='pip install "polyattn[triton]"',
-        capabilities=Capabilities(
-            platforms=PLATFORMS,
-            kinds=frozenset(kinds),
-            dtypes=DTYPES,
-            head_sizes=multiples(1, high=256),
-            v_head_sizes=multiples(1, high=256),
-            features=frozenset(
-                {
-                    "causal",
-                    "gqa",
-                    "v_head_size",
-                    "deterministic",
-                    "batch_invariant",
-                    "narrow_states",
-                }
-                | extra
-            ),
-            state_targets=True,
-            graph_capture=GraphCapture.UNIFORM,
-        ),
-        priorities=(
-            Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-            priority,
-        ),
-        proof=proof,
-    )
-
-
-TRITON_SCAN = _scan(
+TOKEN_SCAN = Capabilities(
+    platforms=PLATFORMS,
+    kinds=frozenset({AttentionKind.RG_LRU, AttentionKind.PHI_LINEAR}),
+    dtypes=DTYPES,
+    head_sizes=multiples(1, high=256),
+    v_head_sizes=multiples(1, high=256),
+    features=names("causal gqa v_head_size deterministic batch_invariant narrow_states"),
+    state_targets=True,
+    graph_capture=GraphCapture.UNIFORM,
+)
+TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
-    {
-        AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2, AttentionKind.LINEAR,
-        AttentionKind.GDN, AttentionKind.KDA, AttentionKind.RWKV7,
-    },
-    "Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
+    TOKEN_SCAN.but(
+        adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        kinds=frozenset(
+            {
+                AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2,
+                AttentionKind.LINEAR, AttentionKind.GDN, AttentionKind.KDA, AttentionKind.RWKV7,
+            }
+        ),
+    ),
     Priority(score=70, why="a launch or two for a whole prefill; states stay in registers"),
-    PROOF,
-    frozenset({"gated", "grouped_channels", "bc_in_float32", "wide_conv_states"}),
+    summary="Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
 )  # fmt: skip
-
-TRITON_TOKEN_SCAN = _scan(
+TRITON_TOKEN_SCAN = declared(
     "TRITON_TOKEN_SCAN",
     "token_scan:TritonTokenScan",
-    {AttentionKind.RG_LRU, AttentionKind.PHI_LINEAR},
-    "RG-LRU and linear attention with a normaliser, in Triton, by the token",
+    TOKEN_SCAN,
     Priority(score=60, why="one launch; states stay in registers; a token after another"),
-    PROOF,
-)  # fmt: skip
+    summary="RG-LRU and linear attention with a normaliser, in Triton, by the token",
+)
+
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
-TRITON_STORE = BackendInfo(
-    name="TRITON_STORE",
-    summary="keys and values rotated, quantised and written to their slots in one launch",
-    path="polyattn_triton.store:TritonStore",
-    probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.5,<3.9",),
-    install='pip install "polyattn[triton]"',
-    capabilities=Capabilities(
+TRITON_STORE = declared(
+    "TRITON_STORE",
+    "store:TritonStore",
+    Capabilities(
         platforms=PLATFORMS,
         kinds=ATTENDING,
-        phases=frozenset({"store"}),
+        phases=names("store"),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
-        | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
-        fp8_formats=frozenset({"ocp", "fnuz"}),
+        kv_cache_dtypes=CACHES | {"nvfp4"},
+        fp8_formats=names("ocp fnuz"),
         layouts=("NHD", "HND", "contiguous"),
-        features=frozenset({"causal", "gqa", "tensor_scales", "head_scales"})
-        | (frozenset() if INTERPRETED else frozenset({"fp8_inputs"})),
+        features=names("causal gqa tensor_scales head_scales fp8_inputs"),
         excludes=NO_E4M3,
-        rotates=frozenset({"neox", "gptj"}),
+        rotates=names("neox gptj"),
     ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(score=70, why="one launch, where torch takes a dozen"),
-    ),
-    proof=PROOF,
+    Priority(score=70, why="one launch, where torch takes a dozen"),
+    summary="keys and values rotated, quantised and written to their slots in one launch",
 )
-TRITON_MERGE = BackendInfo(
-    name="TRITON_MERGE",
+TRITON_MERGE = declared(
+    "TRITON_MERGE",
+    "state_merge:TritonMerge",
+    Capabilities(platforms=PLATFORMS, kinds=ATTENDING, phases=names("merge"), dtypes=DTYPES),
+    Priority(score=70, why="one launch, where torch takes five"),
     summary="attention states merged in place, in one launch",
-    path="polyattn_triton.state_merge:TritonMerge",
-    probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.5,<3.9",),
-    install='pip install "polyattn[triton]"',
-    capabilities=Capabilities(
-        platforms=PLATFORMS, kinds=ATTENDING, phases=frozenset({"merge"}), dtypes=DTYPES
+)
+TRITON_INDEX = declared(
+    "TRITON_INDEX",
+    "index:TritonIndex",
+    Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
+        phases=names("index"),
+        dtypes=DTYPES,
+        head_sizes=multiples(4, high=128),
+        indexes=names(
+            "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
+        ),
+        excludes=NO_E4M3_KEYS,
     ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(score=70, why="one launch, where torch takes five"),
-    ),
-    proof=PROOF,
+    Priority(score=70, why="two launches; ranks scores by their bits, without a sort"),
+    summary="index keys scored, and the best candidates listed, in two launches",
 )
 
 
@@ -283,5 +274,5 @@ def polyattn_api_versions() -> tuple[int, int]:
 def polyattn_backends() -> list[BackendInfo]:
     return [
         TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_TOKEN_SCAN, TRITON_STORE,
-        TRITON_MERGE
+        TRITON_MERGE, TRITON_INDEX
     ]  # fmt: skip

@@ -84,7 +84,7 @@ class Merge(NamedTuple):
         return self.tiles < self.programs
 
     def of_each_variant(self) -> Iterator[Merge]:
-        """Yield one for each compiled kernel, for those who compile them all."""
+        """Yield one for each compiled kernel, for callers that compile them all."""
         for parts in (FEW_PARTS, FEW_PARTS + 1):
             yield self._replace(parts=parts)
 
@@ -180,7 +180,7 @@ class Workspace:
         self._room = asked
         self.parts = at_least(self.parts, rows * width, self._outgrown)
         self.part_lse = at_least(self.part_lse, rows, self._outgrown)
-        if self.done.numel() < counters:  # whoever merges sets a counter back to zero
+        if self.done.numel() < counters:  # the merging program resets its counter to zero
             self._outgrown.append(self.done)
             self.done = self.done.new_zeros(counters)
 

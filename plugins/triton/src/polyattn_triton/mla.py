@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
     Plan,
+    Reads,
     SparseBackend,
 )
 from torch import Tensor
@@ -37,6 +39,8 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
+from polyattn_triton.plan import LatentPlan, Way
+from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
 
 RATES = Rates(item=2, least=2)
@@ -76,28 +80,6 @@ def mla_constants(
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
-
-
-class Way(NamedTuple):
-    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
-
-    split: bool
-    few: bool
-
-    def __str__(self) -> str:
-        return ("pieces" if self.split else "whole") + (", few" if self.few else "")
-
-
-class LatentPlan(Plan):
-    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
-
-    __slots__ = ("grid", "merging", "way", "work")
-
-    def __init__(
-        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
-    ):
-        super().__init__(batch)
-        self.way, self.grid, self.work, self.merging = way, grid, work, merging
 
 
 class Kernels:
@@ -223,20 +205,17 @@ class TritonMLA(AttentionBackend):
         keys = np.maximum(-(-seen // config.block_n), 0)
         return self.kernels.plan(batch, Tiles(seq, row, keys), few, reuse)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, LatentPlan)
+        kernels = self.kernels
+        return latent_reads(kernels.spec, kernels.config, kernels.workspace, plan, batch)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""
-        assert cache is not None and isinstance(plan, LatentPlan)
-        self.kernels.launch(plan, query, cache, None, params, out, lse)
+        assert frame.cache is not None and isinstance(plan, LatentPlan)
+        self.kernels.launch(
+            plan, frame.query, frame.cache, None, frame.params, frame.out, frame.lse
+        )
 
 
 class TritonMLASparse(SparseBackend):
@@ -256,16 +235,8 @@ class TritonMLASparse(SparseBackend):
         keys = np.full(len(seq), -(-self.topk // config.block_n))
         return self.kernels.plan(batch, Tiles(seq, row, keys), False, reuse)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: LatentPlan, frame: Frame) -> None:
         """Attend as planned."""
-        assert isinstance(plan, LatentPlan)
-        self.kernels.launch(plan, query, cache, slots.contiguous(), params, out, lse)
+        assert frame.cache is not None and frame.choice is not None
+        rows, params = frame.choice.contiguous(), frame.params
+        self.kernels.launch(plan, frame.query, frame.cache, rows, params, frame.out, frame.lse)

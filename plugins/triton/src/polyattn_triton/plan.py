@@ -1,8 +1,8 @@
-"""What is one step of TRITON_ATTN? The way it runs, its grid, its work, and what merges its parts."""
+"""What is one step of TRITON_ATTN or TRITON_MLA? The way it runs, its grid, its work, its merge."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn.kernel import Batch, Plan
 from torch import Tensor
@@ -20,13 +20,15 @@ class AttentionPlan(Plan):
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
-    `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
-    that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
+    `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
+    requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
+    of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and
+    needs no mask.
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging",
-        "portable", "rows", "splits", "table", "variant", "way", "widening", "work",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging", "others",
+        "portable", "requests", "rows", "splits", "table", "variant", "way", "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
@@ -45,3 +47,27 @@ class AttentionPlan(Plan):
         self.at_once = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None
+        self.requests: tuple[int, Any] | None = None
+        self.others: list[AttentionPlan] = []
+
+
+class Way(NamedTuple):
+    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
+
+    split: bool
+    few: bool
+
+    def __str__(self) -> str:
+        return ("pieces" if self.split else "whole") + (", few" if self.few else "")
+
+
+class LatentPlan(Plan):
+    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
+
+    __slots__ = ("grid", "merging", "way", "work")
+
+    def __init__(
+        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
+    ):
+        super().__init__(batch)
+        self.way, self.grid, self.work, self.merging = way, grid, work, merging

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from polyattn.kernel import (
-    STORAGE_DTYPES,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -17,11 +16,13 @@ from polyattn.kernel import (
     Plan,
     current_settings,
     over_chosen_pages,
+    storage_dtype,
 )
 from torch import Tensor
 
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import hopper_prefill
+from polyattn_triton.hopper.packing import PLACES, packed_config
 from polyattn_triton.launch import (
     Kept,
     Merge,
@@ -93,6 +94,11 @@ class PlannedAttention(AttentionBackend):
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
         self.generated = Generated.of(spec)
+        self.packed = packed_config(spec, cache, arch, self.generated)
+        if self.packed is not None:
+            self.decode_config = self.few_config = self.packed
+        # A decode's programs are planned by the places of usual ones.
+        self.places = self.num_sms * (PLACES if self.packed else 1)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows, self.tallest_few = RATES, MOST_FEW_ROWS, TALLEST_FEW
@@ -102,11 +108,11 @@ class PlannedAttention(AttentionBackend):
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
         least = -(-(asked or 0) // self.few_config.block_n)
         self.decode_rates = Rates(RATES.item, max(RATES.least, least))
-        self.chip = Chip(self.num_sms, spec.num_kv_heads)
+        self.chip = Chip(self.places, spec.num_kv_heads)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
-        self.by_one = most_merged_by_one(spec, arch)
-        self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+        self.by_one = 0 if self.packed else most_merged_by_one(spec, arch)
+        self.quantized = storage_dtype(spec.stored_dtype).itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}
@@ -144,6 +150,12 @@ class PlannedAttention(AttentionBackend):
             self._plan_captured(plan, before)
         else:
             self._plan_prefill(plan, before, lister, portable, uncut, cut)
+        self._keep(plan)
+        return plan
+
+    def _keep(self, plan: AttentionPlan) -> None:
+        """Collect what a plan's launches have in common, once all of it is planned."""
+        batch, table = plan.batch, plan.batch.block_table
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
@@ -162,7 +174,10 @@ class PlannedAttention(AttentionBackend):
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
             batch.causal, plan.lists is not None, plan.chosen,
         )  # fmt: skip
-        return plan
+
+    def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
+        """Return the portable kernel's plan for what Hopper's own turned out not to take."""
+        return self.plan_rows(plan.batch, portable=True)
 
     def _over_chosen(self, batch: Batch) -> Batch | None:
         """Return decodes over the pages that a block-sparse mask chooses: then there is none to ask.
@@ -193,7 +208,7 @@ class PlannedAttention(AttentionBackend):
         if not spec.graph_capture and line.longest - item <= EVEN * mean + 1:
             splits = self.splits(batch)
             programs = batch.num_seqs * spec.num_kv_heads * splits
-            if not leaves_tail(programs, self.num_sms):
+            if not leaves_tail(programs, self.places):
                 self._plan_even(plan, splits)
                 return
         plan.way = "listed"
@@ -202,13 +217,13 @@ class PlannedAttention(AttentionBackend):
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
         """A program for each sequence, KV head and split; which keys are whose says the device."""
         count, heads = plan.batch.num_seqs, self.spec.num_kv_heads
-        if count * heads * splits > FEW_ON_ONE * self.num_sms:
+        if count * heads * splits > FEW_ON_ONE * self.places:
             plan.config = self.decode_config
         plan.grid = (count, heads, splits)
         plan.way, plan.splits = "split" if splits > 1 else "decode", splits
         if splits > max(1, self.by_one):
             plan.way, plan.merging = "many", Merge(count, count, splits)
-        self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
+        self._reserve(plan.rows, MANY_ON_ONE * self.places)
 
     def splits(self, batch: Batch) -> int:
         """Return into how many even splits keys are cut: until the chip is full."""
@@ -217,8 +232,9 @@ class PlannedAttention(AttentionBackend):
             return 1
         longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        # To merge many splits takes longer than a second program on a multiprocessor gains.
-        wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
+        # To merge many splits takes longer than a second program in a place gains, but for small ones.
+        each = self.places * (2 if self.packed else 1) // programs
+        wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
         most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
         keys = -(-longest // self.few_config.block_n)
         return self.chip.splits(most, keys, batch.num_seqs, self.by_one)
@@ -331,7 +347,8 @@ class PlannedAttention(AttentionBackend):
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
         queries, lens = batch.host_query_lens, batch.host_lens
-        seq, row = rows_of(queries, group, config.block_m)
+        some = queries if plan.requests is None else np.where(plan.requests[1], queries, 0)
+        seq, row = rows_of(some, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
         count = most_key_tiles if self.spec.length_bounds else key_tiles
@@ -350,6 +367,8 @@ class PlannedAttention(AttentionBackend):
         found = self._residents.get(key)
         if found is None:
             most = self.on_one or on_one(self.spec, plan.config, plan.way)
+            if plan.config == self.packed:
+                most = FEW_ON_ONE * PLACES
             needed = shared_bytes(self.spec, plan.config, plan.way)
             found = self._residents[key] = fitting(self.torch_device, needed, most)
         return found
@@ -384,7 +403,7 @@ class PlannedAttention(AttentionBackend):
         dealt.work(tiles, host.numpy())
         space = len(host) + 3 * max(0, room - count)
         plan.work = sent(host, self.torch_device, before, space)
-        self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+        self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.places))
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""

@@ -10,6 +10,7 @@ from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.launch import (
     Kept,
@@ -133,9 +134,11 @@ class PrefixLauncher:
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()
             config = plan.config
+            read = Rows.of(cache.format, (key, value), spec.dtype)
             constants = prefix_constants(
-                spec, config, cache.block_size, self.device.arch, key == value
-            )
+                spec, config, cache.block_size, self.device.arch, key == value,
+                NO_ROWS if read is None else read.constants(apart=False),
+            )  # fmt: skip
             site = self._sites[which] = Site(
                 prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -1,4 +1,4 @@
-"""Which program reads which shared blocks for whom? Deals the tiles of a forest of prefixes to a grid.
+"""Which program reads which shared blocks? Deals the tiles of a forest of prefixes to a grid.
 
 A tile is (rows of one group, chunk of the keys they share) or (one row, its own keys), as in
 FlashInfer's cascade (arXiv 2501.01005) and PAT (arXiv 2511.22333), but all in one list: the tiles lie

@@ -7,10 +7,17 @@ import shutil
 from pathlib import Path
 
 
-def ready() -> str | None:
-    """Say why Triton can't work on this machine, or None."""
+def interprets() -> str | None:
+    """Say why Triton's interpreter doesn't run the kernels here, or None."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
+    return "the interpreter is for tests; set TRITON_INTERPRET=1"
+
+
+def compiles() -> str | None:
+    """Say why Triton can't compile on this machine, or None."""
+    if interprets() is None:
+        return "TRITON_INTERPRET=1 makes Triton interpret its kernels; unset it"
     named = os.environ.get("CC")
     if named and not shutil.which(named):
         return f"CC={named!r} is not an executable; Triton builds its launcher with it"

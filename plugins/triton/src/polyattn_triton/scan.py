@@ -15,6 +15,7 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     RecurrentBackend,
+    RecurrentFrame,
 )
 from torch import Tensor
 
@@ -161,10 +162,8 @@ class TritonScan(RecurrentBackend):
             plan.cut = self._selective.cut(batch.query_lens) if known is None else known.cut
         return plan
 
-    def run(
-        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        assert isinstance(plan, ScanPlan)
+    def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
+        inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
         if self._channels is not None:
             self._by_channel(plan, inputs, states, out)
             return

@@ -124,7 +124,7 @@ class Stretches(NamedTuple):
 
     A tile's first `item` units are its queries', the others one key tile each; a tile may have more
     units than keys. Pieces of a tile are numbered by program (see `part_of`), in the order of its
-    keys: merged in that order, results are the same bits whoever ends first. `parts`: of a tile at
+    keys: merged in that order, results are the same bits in any order of ends. `parts`: of a tile at
     most, or one more.
     """
 
@@ -153,7 +153,7 @@ class Stretches(NamedTuple):
         work = np.empty(self.size(tiles), np.int32) if into is None else into
         work[:HEADER] = self.share, self.total, self.item, count
         columns = work[HEADER:begin].reshape(-1, programs)
-        # Who begins behind the end of the line finds the last tile.
+        # A program that begins past the end of the line gets the last tile.
         tile = line[:-1].searchsorted(_upto(programs) * self.share, "right")
         columns[2] = line[tile]
         tile -= 1
@@ -261,7 +261,7 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item
     rows = dealt.reshape(rounds, slots)
-    rows[1::2] = rows[1::2, ::-1]  # there and back: nobody gets the longest of each round
+    rows[1::2] = rows[1::2, ::-1]  # there and back: no program gets the longest of each round
     return order if int(rows.sum(0).max()) <= most else None
 
 

@@ -15,6 +15,7 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     RecurrentBackend,
+    RecurrentFrame,
 )
 from torch import Tensor
 
@@ -56,16 +57,13 @@ class TritonTokenScan(RecurrentBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         return ScanPlan(batch)
 
-    def run(
-        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        assert isinstance(plan, ScanPlan)
+    def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         if self.spec.kind is AttentionKind.RG_LRU:
-            self._units(plan, inputs, params, states, out)
+            self._units(plan, frame.inputs, frame.params, frame.states, frame.out)
         else:
             meta = (plan.starts, plan.seq_lens, plan.slots)
-            given = given_inputs(self.spec, inputs, self._none)
-            by_token(self.spec, given, out, states, meta, self._options, plan.targets)
+            given = given_inputs(self.spec, frame.inputs, self._none)
+            by_token(self.spec, given, frame.out, frame.states, meta, self._options, plan.targets)
 
     def _units(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor

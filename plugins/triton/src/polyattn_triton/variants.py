@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches
+from polyattn.kernel import STORAGE_DTYPES, Invariance, LayerSpec, arch_matches, storage_dtype
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
+from polyattn_triton.functions.rows import NO_ROWS
 from polyattn_triton.launch import (
     Merge,
     launches_early,
@@ -97,10 +98,12 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
     functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None, turns_at: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
 
     `where_seen`: `Generated`'s, where key tiles are listed. `turns_at`: `rope_constants`' `at`.
+    `read`: `Rows.constants`.
     """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
@@ -118,6 +121,8 @@ def prefill_constants(
         *listed,
         *rope,
         multiplies_eight_bits(spec, arch),
+        spec.batch_invariant >= Invariance.STEPS,
+        *read,
     )
 
 
@@ -154,22 +159,24 @@ def list_constants(
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0,
+    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
-    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`.
+    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
+    as `part_rows` says. `read`: `Rows.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
-    rows = part_rows(spec, config, way == "few")
+    rows = rows or part_rows(spec, config, way == "few")
     at_once = most_merged_by_one(spec, arch) if way == "split" else 0
     early = split and not at_once and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at),
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
 
 
@@ -186,7 +193,7 @@ def merging_constants(
 
 def in_pairs(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of 4 bits
+    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of bytes
     return eight and all(stride % 2 == 0 for stride in strides[:3])
 
 
@@ -216,12 +223,25 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
     # Keys that are rotated want the registers of four warps.
     plain = bool(spec.rope) or not (spec.sliding_window or spec.chunk_size or spec.alibi)
-    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
+    config = pick(arch, phase, width, storage_dtype(stored).itemsize, plain)
     if phase in ("prefill", "paged"):
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
         return replace(config, num_stages=1) if spec.sink_tokens else config
     rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+
+
+STEPS_ROWS = 64
+"""Rows of a tile where steps must not count, at most: a decode computes as many, and a prompt's next tile
+reads its keys again."""
+
+
+def steps_config(spec: LayerSpec, arch: str) -> Config:
+    """Return the prefill's configuration for all rows of a layer whose bits no step may change."""
+    config = tile_config(spec, arch, "paged")
+    height = min(STEPS_ROWS, config.block_m)
+    warps = max(min(4, config.num_warps), config.num_warps * height // config.block_m)
+    return replace(config, block_m=height, num_warps=warps)
 
 
 WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
@@ -240,7 +260,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
         return 1 if config.num_warps > 4 else 2
     wide = power(max(spec.head_size, spec.v_head_size)) > 128
     tall = way == "few" and config.block_m > 16
-    small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+    small = storage_dtype(spec.stored_dtype).itemsize == 1
     # The masks of a size that is no power of two and of a window are held at once.
     masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
     # So are the distances that several tokens' scores are lowered by.
@@ -250,7 +270,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
 
 def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     """Return about how much shared memory a program's tiles take."""
-    item = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    item = storage_dtype(spec.stored_dtype).itemsize
     keys = config.block_n * (spec.head_size + spec.v_head_size) * item
     stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
     query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
@@ -267,7 +287,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     Each tile holds one row's heads of a KV head at least.
     """
     width, least = power(max(spec.head_size, spec.v_head_size)), power(spec.gqa_ratio)
-    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    stored = storage_dtype(spec.stored_dtype).itemsize
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
         return tuple(known)
@@ -276,7 +296,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     while not found or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
-        small = 18 if height > 16 else 22  # as Hopper's, until somebody measures others
+        small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
         found.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2
@@ -284,13 +304,19 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
 
 
 def prefix_constants(
-    spec: LayerSpec, config: PrefixConfig, block_size: int, arch: str, alike: bool
+    spec: LayerSpec,
+    config: PrefixConfig,
+    block_size: int,
+    arch: str,
+    alike: bool,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:
     """Return `prefix_kernel`'s constants, in its order."""
     return (
         spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
         power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
         spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
+        *read,
     )  # fmt: skip
 
 

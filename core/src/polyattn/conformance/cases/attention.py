@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import forests, functions, lasting, published
+from polyattn.conformance.case import Case, caches, captures, served_phases, unread
+from polyattn.conformance.cases import (
+    forests,
+    functions,
+    invariance,
+    lasting,
+    published,
+    sparse,
+)
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import ANY_ROWS
 from polyattn.workload.steps import LATER
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
@@ -46,19 +54,23 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "lse": {"needs_lse": True},
     "non_causal": {"causal": False},
     "deterministic": {"deterministic": True},
-    "batch_invariant": {"batch_invariant": True},
+    "batch_invariant": {"batch_invariant": "batch"},
+    "step_invariant": {"batch_invariant": "steps"},
+    "call_invariant": {"batch_invariant": "calls"},
 }
 """What each optional feature sets on the base spec."""
-ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
-"""What is in no pair: another feature's pairs go the same ways."""
+LEVELS = frozenset({"step_invariant", "call_invariant"})
+"""What has cases of its own (`cases.invariance`)."""
+ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
+"""Features without pairs: another feature's pairs run the same code."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
-"""What speaks of positions, which cross-attention has none of."""
+"""Features that depend on positions, which cross-attention doesn't have."""
 
 
 def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised.
 
-    What speaks of 8 bits speaks of a cache that is claimed.
+    Features of 8 bits need a cache that is claimed.
     """
     fields = dict(FEATURE_FIELDS[name])
     stored = fields.pop("kv_cache_dtype", None)
@@ -89,7 +101,10 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases += forests.derive(caps, base, device)
             cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
-    can = [c for c in cases if served_phases(caps, c.spec, device)]
+            cases += _rows(caps, base, _batches_for(caps, base))
+    can = [c for c in cases if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    if True in caps.cached and "decode" in caps.phases:
+        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
@@ -118,7 +133,7 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
 
 
 def _parts(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
-    """Yield the case of a step that is taken apart, where calls may be causal or not."""
+    """Yield the case of a divided step, whose calls may be causal or not."""
     names = _batches_for(caps, base)
     batch = next((name for name in ("chunked", "more keys") if name in names), None)
     if batch and base.causal and {"non_causal", "lse"} <= caps.features:
@@ -174,7 +189,7 @@ def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
 
 
 def _views(names: tuple[str, ...]) -> str:
-    """The batch of which a backend gets views: of rows in no order it gets copies."""
+    """The batch that reaches a backend as views; rows in no order reach it as copies."""
     return next(name for name in ("in order", _main(names, "")[0]) if name in names)
 
 
@@ -206,9 +221,8 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
 
 
 def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
-    for cached in KV_CACHE_DTYPES:
-        if cached in caps.kv_cache_dtypes and cached != "auto":
-            yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
+    for cached in caches(caps, base, every=False):
+        yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
     for size in caps.block_sizes.examples(BLOCK_SIZES):
         if size != base.block_size:
             yield f"block_size {size}", base.replace(block_size=size)
@@ -219,6 +233,26 @@ def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, 
         )
         if expanded:
             yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+
+
+def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterator[Case]:
+    """Each format of rows: each kind of step, what hides or changes scores, groups of 1 to 16 heads."""
+    if not base.cached or ANY_ROWS not in caps.kv_cache_dtypes:
+        return
+    steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in names]
+    features = ("sliding_window", "learned_sinks", "sink_tokens", "logit_soft_cap")
+    for cached in [*caches(caps, base), "int8_rows/int4"]:
+        spec = base.replace(**_cached(caps, cached))
+        where = f"rows {cached}"
+        yield from (Case("numeric", where, spec, name) for name in steps)
+        for name in (n for n in features if n in caps.features):
+            changed = spec.replace(**FEATURE_FIELDS[name])
+            yield Case("numeric", f"{where} {name}", changed, _main(names, "")[0])
+        for ratio in (r for r in (1, 3, 16) if r in caps.gqa_ratios and "gqa" in caps.features):
+            heads = spec.replace(num_heads=2 * ratio, num_kv_heads=2)
+            yield Case("numeric", f"{where} gqa {ratio}", heads, _main(names, "")[0])
+        yield Case("stale", where, spec, _main(names, "")[0])
+        yield Case("shared", where, spec, "shared" if "prefill" in names else "decode")
 
 
 def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
@@ -252,10 +286,14 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 )
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
-        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
-            for name in (n for n in claimed if "kv_cache_dtype" not in FEATURE_FIELDS[n]):
+        for cached in caches(caps, base, every=False):
+            for name in (n for n in claimed if _fits_a_quantised_cache(n)):
                 changes = FEATURE_FIELDS[name] | _cached(caps, cached)
                 yield f"pair {cached} {name}", base.replace(**changes)
+
+
+def _fits_a_quantised_cache(name: str) -> bool:
+    return "kv_cache_dtype" not in FEATURE_FIELDS[name] and name not in LEVELS
 
 
 def _behaviour(
@@ -276,15 +314,22 @@ def _behaviour(
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases += [  # one of each batch above is of the first layout
+            Case("layout", f"{layout} {label}", spec, most)
+            for layout in caps.layouts[1:]
+            for label, spec in _variants(caps, base)
+            if label.startswith("feature ")
+            and (layout != "contiguous" or spec.head_size == spec.v_head_size)
+        ]
         cases += [
             Case("packed", caps.layouts[0], base, most),
             Case("stale", "", base, most),
             Case("skipped", "", base, most),
             Case("shared", "", base, "shared" if "prefill" in names else "decode"),
         ]
-    for name in ("deterministic", "batch_invariant"):
-        if name in caps.features:
-            cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
+    if "deterministic" in caps.features:
+        cases.append(Case("deterministic", "", base.replace(deterministic=True), most))
+    cases += invariance.derive(caps, base, names)
     if "length_bounds" in caps.features and base.cached and "decode" in caps.phases:
         wide = {"sliding_window": 21} if "sliding_window" in caps.features else {}
         for label, fields in (("", {}), ("window", wide)):
@@ -319,9 +364,8 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
     ):
         if name in caps.features:
             yield name, base.replace(**fields_of(caps, name, bool(base.cached)))
-    for cached in KV_CACHE_DTYPES:
-        if base.cached and cached in caps.kv_cache_dtypes and cached != "auto":
-            yield cached, base.replace(**_cached(caps, cached))
+    for cached in caches(caps, base, every=False) if base.cached else ():
+        yield cached, base.replace(**_cached(caps, cached))
 
 
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:

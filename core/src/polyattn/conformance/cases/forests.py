@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.conformance.case import Case, captures
+from polyattn.conformance.case import Case, caches, captures
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, Role
+from polyattn.spec.kinds import DTYPES, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.steps import FORESTS
 
@@ -44,7 +44,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
         yield f"dtype {dtype}", base.replace(dtype=dtype)
     for ratio in caps.gqa_ratios.examples(RATIOS) if "gqa" in caps.features else ():
         yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
-    for stored in (c for c in KV_CACHE_DTYPES if c in caps.kv_cache_dtypes - {"auto"}):
+    for stored in caches(caps, base, every=False):
         eight = base.replace(
             kv_cache_dtype=stored, fp8_compute=caps.fp8_compute and stored == "fp8_e4m3"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, served_phases
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import Role
@@ -20,8 +20,13 @@ def derive(
     """Yield the cases of a backend's plainest layer; `batch`: rows of which a backend gets
     views.
     """
-    for check in ("strided_out", "strided_heads", "many_calls", "process"):
+    with_lse = base.replace(needs_lse="lse" in caps.features)
+    with_lse = with_lse if served_phases(caps, with_lse, device) else base
+    for check in ("strided_out", "strided_heads", "process"):
         yield Case(check, "", base, batch if check.startswith("strided") else "tiny")
+    yield Case("many_calls", "", with_lse, "tiny")
+    if not COPIES & caps.platforms.keys():  # which compile for each shape
+        yield Case("many_lengths", "", with_lse, "lengths")
     if base.cached:
         yield Case("wide_table", "", base, batch)
         paged = caps.layouts[0] != "contiguous" and not COPIES & caps.platforms.keys()

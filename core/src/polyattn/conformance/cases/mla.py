@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from polyattn.conformance.case import Case, captures
+from polyattn.conformance.case import Case, caches, captures
+from polyattn.conformance.cases import invariance
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 
 TOPKS = (24, 128, 2048)
 DECODES = ("decode", "padded", "many", "empty")
@@ -47,8 +50,25 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases += [Case("latent", kind.value, base, "many sequences")]
             cases += [Case("latent", kind.value, base, "after context")]
         cases.append(Case("latent_search", kind.value, base, "drawn"))
+        cases += invariance.of_others(
+            caps, base, kind.value, "mixed" if "mixed" in batches else "decode"
+        )
         cases += refusals(caps, base, device, "decode")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
+
+
+def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
+    """Yield other layers whose long decodes the case of a long step tests."""
+    latent = base.latent
+    assert latent is not None
+    for heads in caps.gqa_ratios.examples((40, 64)):
+        yield base.replace(num_heads=heads, num_kv_heads=heads)
+    for topk in caps.topks.examples(TOPKS) if latent.topk else ():
+        yield base.replace(latent=replace(latent, topk=topk))
+    for fields in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}):
+        spec = base.replace(**fields)
+        if not check(caps, spec, device, "decode"):
+            yield spec
 
 
 def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
@@ -75,10 +95,13 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
         yield f"heads {heads}", base.replace(num_heads=heads, num_kv_heads=heads)
     if base.latent and base.latent.rank < 512 and 512 in caps.latent_ranks:
         latent = LatentSpec(rank=512, rope_head_size=64, topk=base.latent.topk)
-        yield "rank 512", base.replace(head_size=192, v_head_size=128, latent=latent)
-    for cached in KV_CACHE_DTYPES:
-        if cached in caps.kv_cache_dtypes and cached != "auto":
-            yield f"kv_cache_dtype {cached}", base.replace(kv_cache_dtype=cached)
+        wide = base.replace(head_size=192, v_head_size=128, latent=latent)
+        yield "rank 512", wide
+        for cached in caches(caps, wide):
+            if cached not in caches(caps, base):
+                yield f"rank 512, {cached}", wide.replace(kv_cache_dtype=cached)
+    for cached in caches(caps, base):
+        yield f"kv_cache_dtype {cached}", base.replace(kv_cache_dtype=cached)
     for size in caps.block_sizes.examples((1, 16, 32, 64, 128)):
         if size != base.block_size:
             yield f"block_size {size}", base.replace(block_size=size)
@@ -93,7 +116,7 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
 def refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -> Iterator[Case]:
     attempts = {f"{base.kind.value} dtype {d}": base.replace(dtype=d) for d in DTYPES}
     if base.kind.is_latent:
-        for cached in (name for name in KV_CACHE_DTYPES if name != "nvfp4"):  # no spec has that
+        for cached in KV_CACHE_DTYPES:
             label = f"{base.kind.value} kv_cache_dtype {cached}"
             attempts[label] = base.replace(kv_cache_dtype=cached)
         attempts[f"{base.kind.value} lse"] = base.replace(needs_lse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.cases.lasting import COPIES
 from polyattn.device import Device
 from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
@@ -22,11 +23,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "MPT-30B": {"num_heads": 2, "num_kv_heads": 2, "head_size": 112},
     "H2O-Danube3": {"num_heads": 8, "num_kv_heads": 2, "head_size": 120},
     "head_size 144": {"num_heads": 2, "num_kv_heads": 2, "head_size": 144},
+    "DeepSeek's prefill": {"num_heads": 4, "num_kv_heads": 4, "head_size": 192, "v_head_size": 128},
     "Gemma": {"num_heads": 4, "num_kv_heads": 1, "head_size": 256},
     "Qwen2": {"num_heads": 14, "num_kv_heads": 2},
     "Phi-4-mini": {"num_heads": 24, "num_kv_heads": 8},
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3},
     "SmolLM2-360M": {"num_heads": 15, "num_kv_heads": 5},
+    "Hymba": {"num_heads": 25, "num_kv_heads": 5},
     "Phi-3-medium": {"num_heads": 40, "num_kv_heads": 10},
     "LLaMA-13B": {"num_heads": 40, "num_kv_heads": 40},
     "Grok": {"num_heads": 12, "num_kv_heads": 2},
@@ -34,9 +37,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "group 17": {"num_heads": 17, "num_kv_heads": 1},
     "StarCoder": {"num_heads": 48, "num_kv_heads": 1},
     "Falcon": {"num_heads": 71, "num_kv_heads": 1},
+    "Llama-405B": {"num_heads": 128, "num_kv_heads": 8},
     "block 48": {"block_size": 48},
-    "gpt-oss": {"sliding_window": 128, "learned_sinks": True},
+    "gpt-oss": {
+        "num_heads": 8, "num_kv_heads": 1, "sliding_window": 128, "learned_sinks": True,
+    },
+    "gpt-oss without a window": {"num_heads": 16, "num_kv_heads": 2, "learned_sinks": True},
+    "Gemma-3-1B": {"sliding_window": 512},
     "Gemma-3": {"sliding_window": 1024},
+    "Phi-3-mini": {"sliding_window": 2047},
     "Mistral": {"sliding_window": 4096},
     "chunk 1024": {"chunk_size": 1024},
     "Llama-4": {"chunk_size": 8192},
@@ -53,7 +62,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "9 kept beside a window": {"causal": False, "sliding_window": 2, "sink_tokens": 9},
 }  # fmt: skip
-"""Layers as published models have them, of fewer heads, and what else was seen: fields of a spec."""
+"""Layers as published models have them, of fewer heads, and what else was seen: fields of a spec.
+
+Every other one returns its LSE, where a backend claims it.
+"""
 
 CAP, SLOPES, SINKS = {"logit_soft_cap": 1.5}, {"alibi": True}, {"learned_sinks": True}
 WINDOW, KEPT, CHUNK = (
@@ -85,8 +97,58 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 """Features together: each is right by itself, and every pair."""
 
-LENGTHS = ("long context", "long prompts", "many sequences", "after context", "all full")
-"""Steps that are looked at of the plainest layer."""
+VALUES: dict[str, tuple[Any, ...]] = {
+    "head_size": (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 192, 256),
+    "num_kv_heads": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32, 40),
+    "group": (*range(1, 11), 12, 14, 16, 17, 24, 32, 48, 71),
+    "scale": (0.0, 0.0625, 0.0442, 0.015625, 0.25, 0.5, 1.0),
+    "causal": (True, False),
+    "sliding_window": (None, 1, 3, 16, 64, 128, 256, 512, 1000, 1024, 2047, 2048, 4096, 8192, 32768),
+    "sink_tokens": (0, 1, 4, 5, 9, 16, 64, 128, 200, 256),
+    "chunk_size": (None, 7, 16, 64, 256, 512, 1024, 2048, 8192),
+    "logit_soft_cap": (None, 1.5, 5.0, 10.0, 20.0, 30.0, 50.0),
+    "alibi": (False, True),
+    "learned_sinks": (False, True),
+    "needs_lse": (False, True),
+    "v_head_size": (0, 16, 64, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3", "int8"),
+    "block_size": (1, 8, 16, 32, 48, 64, 80, 96, 128, 144, 256, 272, 512, 528, 544, 784, 1024),
+    "layout": ("NHD", "HND", "contiguous"),
+    "lie": ("plain", "packed", "by heads"),
+    "mode": ("gradients", "none", "inference"),
+    "sequences": (1, 2, 3, 4, 8, 9, 16, 17, 33, 65, 129, 257),
+    "context": (1, 2, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2048, 2049, 4096,
+                4099, 8200, 16_500, 32_775),
+    "query": (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1025),
+    "length": (2, 7, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2049, 4099),
+}  # fmt: skip
+"""Values of which every pair is met in some layer and step, as far as they are claimed.
+
+`group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `sequences`: of
+the step; `context`: of its sequences of one query; `query` and `length`: of the others.
+"""
+
+LENGTHS = (
+    "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
+)  # fmt: skip
+"""Steps that test the plainest layer."""
+
+FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
+    "after context": ((CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK), "after context"),
+    "all full": (tuple({"block_size": size} for size in (64, 128, 256, 512)), "all full"),
+    "long context": (
+        (
+            {"sliding_window": 32768}, {"sliding_window": 2**31 - 1}, {"chunk_size": 1 << 20},
+            {"sliding_window": 40, "sink_tokens": 1 << 20},
+        ),
+        "decode",
+    ),
+}  # fmt: skip
+"""Of a step of the plainest layer: which other layers are looked at in its case, and in which step.
+
+Each feature by itself over a long context, larger blocks, and what is longer than every text.
+"""
 
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
@@ -97,10 +159,16 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     prefills = "prefill" in caps.phases
     for batch in LENGTHS if prefills else ():
         if base.cached or batch != "all full":
-            yield Case("published", f"{where} {batch}", base, batch)
+            few = (
+                {"num_heads": base.gqa_ratio, "num_kv_heads": 1} if batch == "long prompts" else {}
+            )
+            yield Case("published", f"{where} {batch}", base.replace(**few), batch)
     reaching = "reaching" if prefills else "reaching decodes"
-    for label, fields in PUBLISHED.items():
+    for index, (label, fields) in enumerate(PUBLISHED.items()):
         spec = _changed(base, fields)
+        if spec is not None and index % 2 and "lse" in caps.features:
+            with_lse = spec.replace(needs_lse=True)
+            spec = with_lse if served_phases(caps, with_lse, device) else spec
         if spec is not None and _walks(caps, spec.block_size):
             yield Case("published", f"{where} {label}", spec, reaching)
     batches = ["after context" if prefills else "decode"]
@@ -113,6 +181,8 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         for batch in batches:
             yield Case("combined", f"{where} {label}", spec, batch)
     yield Case("masks", where, base, "grid")
+    if not COPIES & caps.platforms.keys():  # which compile for each shape
+        yield Case("pairs", where, base, "drawn")
     if base.cached:
         yield Case("twins", where, base, "decode")
 

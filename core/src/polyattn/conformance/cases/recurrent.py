@@ -7,16 +7,55 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.conformance.case import Case, captures
+from polyattn.conformance.cases import invariance
 from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.steps import RECURRENT
+
+
+def _sized(heads: int, size: int, groups: int, value: int = 0, **form: Any) -> dict[str, Any]:
+    return {
+        "num_heads": heads, "num_kv_heads": groups, "head_size": size, "v_head_size": value or size,
+        "recurrent": RecurrentSpec(**form),
+    }  # fmt: skip
+
 
 EACH, LAST = "each tokens target", "each sequences target"
 """Inputs of captured steps whose states go elsewhere."""
+PUBLISHED: dict[AttentionKind, dict[str, dict[str, Any]]] = {
+    AttentionKind.MAMBA1: {
+        "Falcon-Mamba": {
+            "num_heads": 512,
+            "num_kv_heads": 512,
+            "recurrent": RecurrentSpec(state_size=16),
+        },
+    },
+    AttentionKind.MAMBA2: {
+        "Falcon-H1": _sized(4, 128, 1, state_size=256),
+        "Nemotron-H": _sized(16, 64, 8, state_size=128),
+        "Zamba2": _sized(6, 64, 2, state_size=64),
+        "Mamba2 of 80 heads": _sized(80, 16, 1, state_size=32),
+    },
+    AttentionKind.LINEAR: {"MiniMax": _sized(4, 128, 4, state_size=128)},
+    AttentionKind.GDN: {
+        "Qwen3-Next": _sized(4, 128, 2, 128, state_size=128, qk_norm=True),
+        "head_size 192": _sized(2, 192, 2, 192, state_size=192, qk_norm=True),
+        "v twice as wide": _sized(3, 64, 3, 128, state_size=64, qk_norm=True),
+    },
+    AttentionKind.KDA: {"Kimi": _sized(3, 128, 3, 128, state_size=128, qk_norm=True)},
+    AttentionKind.RWKV7: {"65 heads": _sized(65, 16, 65, 16, state_size=16)},
+    AttentionKind.RG_LRU: {"2560 channels": {"num_heads": 2560, "num_kv_heads": 2560}},
+    AttentionKind.SHORT_CONV: {
+        "3072 channels": {"num_heads": 3072, "num_kv_heads": 3072},
+        "width 8": {"recurrent": RecurrentSpec(conv_width=8)},
+    },
+}
+"""Sizes that published models have, of fewer heads, and beyond those of `specs`."""
 MOVED = ("sequences", "tokens", "accepted")
 """Where states go: a sequence's to another slot, each token's to its own, on from an accepted one."""
 
@@ -58,6 +97,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         if kind is min(caps.kinds, key=lambda k: k.value):
             cases += [Case(name, kind.value, base, "tokens") for name in ("many_calls", "process")]
         cases.append(Case("recurrent_search", kind.value, base, "drawn"))
+        cases += invariance.of_others(caps, base, kind.value, "mixed")
         cases += _with_drafts(kind, dtype, exact, caps, device)
         cases += refusals(caps, base, device, "prefill")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, caches
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import is_rows
 
 SLOTS = ("some", "all skipped", "none", "one", "many")
-"""How a step's tokens lie: some skipped and in no order, none kept, no token, a decode, thousands."""
+"""Orders of a step's slots: shuffled with skips, all skipped, no token, a decode, thousands."""
 
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:
@@ -69,7 +71,7 @@ def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
         yield Case("store_rotated", f"{where} temperature", spec.replace(rope=heated), "some")
         for dtype in sorted(caps.dtypes - {base.dtype}):
             yield Case("store_rotated", f"{where} {dtype}", spec.replace(dtype=dtype), "some")
-        for cached in sorted(caps.kv_cache_dtypes - {"auto", "nvfp4"}):
+        for cached in (n for n in caches(caps, base) if not is_rows(n)):
             if base.latent is None and "head_scales" in caps.features:
                 many = spec.replace(kv_cache_dtype=cached, scales="head")
                 yield Case("store_rotated", f"{where} head scales, cache {cached}", many, "some")
@@ -103,13 +105,11 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
         if dtype in caps.dtypes and dtype != base.dtype:
             yield f"dtype {dtype}", base.replace(dtype=dtype)
     if phase == "store":
-        for cached in KV_CACHE_DTYPES:
-            packed = base.latent is not None and cached == "nvfp4"
-            if cached in caps.kv_cache_dtypes and cached != "auto" and not packed:
-                yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
-                if "float32" in caps.dtypes:
-                    wide = base.replace(kv_cache_dtype=cached, dtype="float32")
-                    yield f"float32, cache {cached}", wide
+        for cached in caches(caps, base):
+            yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
+            if "float32" in caps.dtypes:
+                wide = base.replace(kv_cache_dtype=cached, dtype="float32")
+                yield f"float32, cache {cached}", wide
     if base.latent is None:
         for heads in (1, 3, 8):
             yield f"kv_heads {heads}", base.replace(num_heads=2 * heads, num_kv_heads=heads)
@@ -118,9 +118,13 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
         yield "v_head_size 32", base.replace(v_head_size=32)
     elif phase == "store":
         latent = LatentSpec(rank=512, rope_head_size=64)
-        yield "rank 512", base.replace(head_size=192, v_head_size=128, latent=latent)
+        wide = base.replace(head_size=192, v_head_size=128, latent=latent)
+        yield "rank 512", wide
+        for cached in caches(caps, wide):
+            if cached not in caches(caps, base):
+                yield f"rank 512, cache {cached}", wide.replace(kv_cache_dtype=cached)
     if phase == "store" and base.latent is None:
-        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+        for cached in caches(caps, base, every=False):
             for scales in ("tensor", "head"):
                 if f"{scales}_scales" in caps.features:
                     spec = base.replace(kv_cache_dtype=cached, scales=scales)

@@ -1,4 +1,4 @@
-"""What is looked at of an attention backend? Each check takes a case and a harness, and asserts."""
+"""What must an attention backend do? Each check takes a case and a harness, and asserts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.runtime.backend import AttentionBackend, Lie
+from polyattn.runtime.backend import AttentionBackend, PackedStrides
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.merge import AttentionState
+from polyattn.runtime.program import Frame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import without_first
 from polyattn.runtime.step.shared_prefix import SharedRun
@@ -26,7 +27,7 @@ def numeric(case: Case, harness: Harness) -> None:
 
 
 def functions(case: Case, harness: Harness) -> None:
-    """So they do where a variant's functions or a step's mask change or hide scores."""
+    """Output and LSE also agree where a variant or a step's mask changes or hides scores."""
     numeric(case, harness)
 
 
@@ -38,10 +39,11 @@ def refusal(case: Case, harness: Harness) -> None:
 
 
 def layout(case: Case, harness: Harness) -> None:
-    """Every claimed physical layout works."""
-    layer = harness.layer(case.spec, layout=case.label)
+    """Every claimed physical layout works, with every feature. The label begins with its name."""
+    name = case.label.split()[0]
+    layer = harness.layer(case.spec, layout=name)
     inputs = harness.step(layer, case.batch)
-    assert inputs.cache is not None and inputs.cache.layout == case.label
+    assert inputs.cache is not None and inputs.cache.layout == name
     inputs.check()
 
 
@@ -126,7 +128,7 @@ def strided(case: Case, harness: Harness) -> None:
 
 
 def plans(case: Case, harness: Harness) -> None:
-    """Any number of plans are alive at once: made first, run in turn, and the first again.
+    """Several plans are alive at once: all are built, each runs in turn, then the first again.
 
     Some have equal lengths and other tables, or other lengths in the same table.
     """
@@ -172,19 +174,19 @@ def context(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     group, form = layer.group, layer.group.cache_format
     lengths = batches(case.batch, form.block_size if form else 16)
-    if form is not None:  # rows of one token are decodes, which may be somebody else's
+    if form is not None:  # rows of one token are decodes, which another backend may serve
         lengths = [pair for pair in lengths if pair[0] > 1]
     inputs = harness.step(layer, lengths)
     like = inputs.check()  # the cache holds the new tokens now
     walked = group.kernel_format(group.selection.backend("prefill"))
     backend = group.backend("prefill", AttentionBackend, cache=walked)
     parts = taken_apart(inputs.batch, form.block_size if form else 1)
-    given = (inputs.key, inputs.value) if form is None else (None, None)
+    key, value = (inputs.key, inputs.value) if form is None else (None, None)
     states = []
     for plan in [backend.plan(part) for part in parts]:
         out = torch.full_like(like, torch.nan)
         lse = torch.full(out.shape[:2], torch.nan, device=out.device)
-        backend.run(plan, inputs.query, *given, inputs.cache, layer.params, out, lse)
+        backend.run(plan, Frame(inputs.query, key, value, inputs.cache, layer.params, out, lse))
         states.append(AttentionState(out, lse))
     whole = states[0].merge(states[1])
     inputs.compare(whole.output, whole.lse, "own keys and context, merged: ")
@@ -259,25 +261,6 @@ def deterministic(case: Case, harness: Harness) -> None:
         assert torch.equal(inputs.run(), first)
 
 
-def batch_invariant(case: Case, harness: Harness) -> None:
-    """A request gives the same bits alone as in company."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
-    together = inputs.check().clone()
-    batch, key, value = inputs.batch, inputs.key, inputs.value
-    for index in range(batch.num_seqs):
-        rows = slice(batch.starts[index], batch.starts[index + 1])
-        if batch.query_lens[index] == 0:
-            continue
-        given = [None if t is None else t[rows] for t in (key, value)]
-        if not layer.spec.cached:
-            given = [key, value]
-        alone = batch.part(slice(index, index + 1))
-        result = layer(inputs.query[rows], *given, inputs.cache, alone)
-        result = result[0] if isinstance(result, tuple) else result
-        assert torch.equal(result, together[rows]), f"sequence {index} differs"
-
-
 def addressed(case: Case, harness: Harness) -> None:
     """Short steps run by their tensors' addresses, whatever shapes those have."""
     layer = harness.layer(case.spec)
@@ -289,8 +272,8 @@ def addressed(case: Case, harness: Harness) -> None:
     tensors = given.query, given.key, given.value
     of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
     (call,) = step.calls
-    lie = Lie(of_query, of_key, of_value, given.key.shape[0])
-    run = call.backend.addressed(call.plan, lie)
+    strides = PackedStrides(of_query, of_key, of_value, given.key.shape[0])
+    run = call.backend.addressed(call.plan, strides)
     if run is None:
         assert given.batch.max_seq_len > 64, (
             "it claims by_address, and a short step has no such way"

@@ -9,11 +9,11 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.workload import AttentionWorkload
-from polyattn.runtime.backend import PagesLie
+from polyattn.runtime.backend import PageStrides
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.steps import batches
 
@@ -93,7 +93,7 @@ def graph(case: Case, harness: Harness) -> None:
     """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
 
     So it does after a larger batch was captured too, for which a backend may have grown its
-    workspace: the first graph must not go on writing to memory that is somebody else's by now.
+    workspace: the first graph must not write to memory that has another owner by now.
     """
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
@@ -157,6 +157,37 @@ def reuse(case: Case, harness: Harness) -> None:
         given.compare(step.out[:tokens], lse, "a plan reused: ")
 
 
+def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
+    """Run a captured plan of single tokens after each of several other steps was planned into it.
+
+    `fields`: what of a workload is widened by the padding rows; None stays None.
+    """
+    layer = harness.layer(case.spec)
+    layer.checks = False  # the captured plan's lengths are the longest, not the step's
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = batches(case.batch, form.block_size)
+    rows = len(lengths) + 2
+    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
+    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    for chosen in (lengths, lengths[::-1], lengths[1:4]):
+        given = harness.step(layer, chosen)
+        tokens = given.batch.num_tokens
+        filled = buffers.fill(given.batch)
+        layer.group.plan(filled, reuse=captured)
+
+        def wide(tensor: Tensor | None, short: int = rows - tokens) -> Tensor | None:
+            if tensor is None:
+                return None
+            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
+
+        widened = {name: wide(getattr(given, name)) for name in fields}
+        step = given.remembered().but(batch=filled, **widened)
+        step.run(captured)
+        lse = None if step.lse is None else step.lse[:tokens]
+        given.compare(step.out[:tokens], lse, "a plan reused: ")
+
+
 def bounds(case: Case, harness: Harness) -> None:
     """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
     layer = harness.layer(case.spec)
@@ -193,8 +224,9 @@ def _by_address(given: AttentionWorkload, plan: StepPlan) -> None:
     if len(plan.calls) != 1 or plan.calls[0].block_size is not None:
         return
     (call,) = plan.calls
-    lie = PagesLie(given.query.stride()[:2], cache.key.stride()[:3], cache.value.stride()[:3])  # type: ignore[arg-type]
-    run = call.backend.addressed_pages(call.plan, lie)
+    of_query, of_key, of_value = given.query.stride(), cache.key.stride(), cache.value.stride()
+    strides = PageStrides(of_query[:2], of_key[:3], of_value[:3])  # type: ignore[arg-type]
+    run = call.backend.addressed_pages(call.plan, strides)
     if run is None:
         return
     out = torch.full(plan.out_shape, torch.nan, device=given.device).to(plan.out_dtype)

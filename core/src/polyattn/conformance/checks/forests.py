@@ -1,4 +1,4 @@
-"""What is looked at of a decode that reads shared blocks once? Each row gets all its keys, no others."""
+"""Is a decode right that reads shared blocks once? Each row gets all its keys and no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Frame, Plan
 from polyattn.runtime.step.shared_prefix import Levels
 from polyattn.workload.steps import FORESTS
 from polyattn.workload.steps import forest as forest_of
@@ -107,6 +107,6 @@ def _run(
     out, lse = out.to(query.dtype), None
     if spec.needs_lse:
         lse = torch.full(out.shape[:2], torch.nan, device=out.device)
-    _backend(step.layer).run(plan, query, None, None, step.held, step.layer.params, out, lse)
+    _backend(step.layer).run(plan, Frame(query, None, None, step.held, step.layer.params, out, lse))
     step.compare(out[:count], None if lse is None else lse[:count], label)
     return out

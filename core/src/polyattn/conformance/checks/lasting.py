@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import io
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,11 +17,13 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.checks.published import by_heads
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import used_scales
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Plan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.base import Workload
 
@@ -28,7 +35,14 @@ PATIENCE = 2
 """Budgets of seconds that all of them may take."""
 FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
+COLUMNS = (1, 64)
+"""Of tables of just so many: one block is all that each sequence has, and a power of two."""
+LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
+"""Steps of which each has other lengths than all before; how many there are at least, of which one has so
+many rows."""
 ROUNDS = 96
+OF_LARGE = 4
+"""Of so many of these steps one is large: code may be another beyond some size."""
 LEAKED = 24 << 20
 """Bytes that a process may grow by in so many steps: what allocators keep."""
 
@@ -50,13 +64,9 @@ def strided_out(case: Case, harness: Harness) -> None:
 def strided_heads(case: Case, harness: Harness) -> None:
     """Query, key and value may lie head by head, as a projection that was transposed does."""
     step = harness.step(harness.layer(case.spec), case.batch)
-    step = step.but(**{n: _by_heads(tensor) for n, tensor in step.tensors().items()})
+    step = step.but(**{n: by_heads(tensor) for n, tensor in step.tensors().items()})
     assert step.query.stride(0) < step.query.stride(1)
     step.check("strided by heads: ")
-
-
-def _by_heads(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def wide_table(case: Case, harness: Harness) -> None:
@@ -69,6 +79,16 @@ def wide_table(case: Case, harness: Harness) -> None:
     wide[1:-1, 3:-2] = table
     sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
     step.but(batch=sliced).check("a slice of a wider table: ")
+    other = harness.step(
+        layer, case.batch, spare=0
+    )  # its blocks, written where the first step's were
+    table.copy_(other.batch.block_table)
+    again = Batch(batch.starts, batch.lens, table, other.batch.slot_mapping)
+    other.but(batch=again).check("a table that is written again: ")
+    size = step.cache.block_size
+    for columns in COLUMNS:
+        lengths = [(1, columns * size), (1, 1), (min(3, size), size)]
+        harness.step(layer, lengths, spare=0).check(f"a table of {columns} columns: ")
 
 
 def far_blocks(case: Case, harness: Harness) -> None:
@@ -111,6 +131,7 @@ def many_calls(case: Case, harness: Harness) -> None:
     steps = [harness.step(layer, case.batch) for _ in range(2)]
     plan, starts = steps[0].plan, [_states(step) for step in steps]
     first = [step.check("first call: ") for step in steps]
+    lses = [getattr(step, "lse", None) if case.spec.needs_lse else None for step in steps]
     for number in range(2, CALLS + 1):
         if number > LEAST_CALLS and number % 64 == 0 and time.monotonic() > end:
             break
@@ -118,9 +139,33 @@ def many_calls(case: Case, harness: Harness) -> None:
         _rewind(steps[at], starts[at])
         out = steps[at].run(plan if not at else layer.group.plan(steps[at].batch))
         same = torch.allclose(out.float(), first[at].float(), rtol=2e-2, atol=2e-2)
+        lse = lses[at]
+        if lse is not None:
+            same &= torch.allclose(steps[at].lse, lse, rtol=1e-2, atol=1e-2)
         assert same, f"call {number} of a layer gives something else than the first"
     _rewind(steps[0], starts[0])
     steps[0].check("last call: ", plan)
+
+
+def many_lengths(case: Case, harness: Harness) -> None:
+    """Steps of ever other lengths and sizes are right, and the first again after them."""
+    layer, end = harness.layer(case.spec), time.monotonic() + PATIENCE * harness.budget
+    first = harness.step(layer, [(1, 9), (1, 30)]).remembered()
+    first.check("first of many lengths: ")
+    odd: dict[int, list[tuple[int, int]]] = {5: [(1, 0)]}  # after which others are right
+    if "prefill" in discover().backend(harness.backend).capabilities.phases:
+        odd |= {9: [(0, 5)], 11: [(700, 700)], 13: [(1, 0), (0, 0)]}
+    for number in range(1, LENGTHS + 1):
+        if number > LEAST_LENGTHS and time.monotonic() > end:
+            break
+        rows = MANY_ROWS if number == LEAST_LENGTHS // 2 else 1 + number % 7
+        lengths = [(1, 3 * number + row) for row in range(rows)]
+        if number in odd:
+            harness.step(layer, odd[number]).check(f"step {number}, of {odd[number]}: ")
+        harness.step(layer, lengths).check(f"step {number} of other lengths: ")
+    first.but().check("the first lengths again: ")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.but().check, "in another thread: ").result()
 
 
 def _states(step: Workload) -> Tensor | None:
@@ -145,7 +190,7 @@ def reassigned(case: Case, harness: Harness) -> None:
             tensor = layer.scales.tensors.get(name)
             old = getattr(layer, name) if tensor is None else tensor.weight.given
             setattr(layer, name, old * factor)
-        step.but().check(f"scales assigned anew, times {factor}: ", step.plan)
+        step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
 
 def loaded_later(case: Case, harness: Harness) -> None:
@@ -164,26 +209,44 @@ def loaded_later(case: Case, harness: Harness) -> None:
 
 
 def process(case: Case, harness: Harness) -> None:
-    """Steps leave no plans, tensors or memory behind."""
+    """Steps leave no plans, tensors, threads, open files or memory behind."""
     layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch).remembered()
+    prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+    large = [(1, 9 + row) for row in range(MANY_ROWS // 2)] + [(130 if prefills else 1, 140)]
+    steps = [harness.step(layer, lengths).remembered() for lengths in (case.batch, large)]
 
-    def rounds(count: int) -> tuple[int, int, int]:
-        for _ in range(count):
+    def rounds(count: int) -> dict[str, int]:
+        for number in range(count):
+            step = steps[number % OF_LARGE == 0]
             step.but(plan=layer.group.plan(step.batch.copy())).run()
         gc.collect()
         alive = gc.get_objects()
-        plans = sum(issubclass(type(each), Plan) for each in alive)
-        return plans, sum(type(each) is Tensor for each in alive), _resident()
+        return {
+            "plans": sum(issubclass(type(each), Plan) for each in alive),
+            "tensors": sum(type(each) is Tensor for each in alive),
+            "threads": threading.active_count(),
+            "threads of the system": _entries("task"),
+            "open files": _entries("fd"),
+            "functions at exit": atexit._ncallbacks(),
+            "bytes": _resident(),
+        }
 
     rounds(ROUNDS // 4)
     before = rounds(ROUNDS // 4)
-    after = rounds(ROUNDS)
-    plans, tensors = after[0] - before[0], after[1] - before[1]
-    assert plans < ROUNDS // 8, f"{plans} plans of {ROUNDS} steps that are gone are alive"
-    assert tensors < ROUNDS // 8, f"{tensors} tensors of {ROUNDS} steps that are gone are alive"
-    grown = after[2] - before[2]
-    assert grown < LEAKED, f"the process grew by {grown >> 20} MiB in {ROUNDS} steps"
+    with redirect_stdout(io.StringIO()) as printed:
+        after = rounds(ROUNDS)
+    assert not printed.getvalue(), f"its steps print: {printed.getvalue()[:80]!r}"
+    grown = {name: after[name] - count for name, count in before.items()}
+    resident = grown.pop("bytes")
+    left = {name: more for name, more in grown.items() if more >= ROUNDS // 8}
+    assert not left, f"{ROUNDS} steps that are gone left behind: {left}"
+    assert resident < LEAKED, f"the process grew by {resident >> 20} MiB in {ROUNDS} steps"
+
+
+def _entries(folder: str) -> int:
+    """Return how many threads or open files the process has, 0 where the system doesn't say."""
+    of = Path("/proc/self") / folder
+    return len(list(of.iterdir())) if of.exists() else 0
 
 
 def _resident() -> int:

@@ -1,14 +1,16 @@
-"""What is looked at of an MLA backend?"""
+"""What must an MLA backend do?"""
 
 from __future__ import annotations
 
 import torch
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.cases.mla import further
 from polyattn.conformance.checks.attention import with_stale_tables
+from polyattn.conformance.checks.captured import refilled
 from polyattn.conformance.harness.base import Harness
+from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
-from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import batches, pairs
 
@@ -17,6 +19,10 @@ def latent(case: Case, harness: Harness) -> None:
     """Expanded prefill, absorbed decode and merged context agree with the plain definition."""
     layer = harness.layer(case.spec)
     harness.step(layer, case.batch).check()
+    if case.batch == "long":
+        caps = discover().backend(harness.backend).capabilities
+        for spec in further(caps, case.spec, harness.device):
+            harness.step(harness.layer(spec), [(1, 2100), (1, 4099)]).check("another layer: ")
 
 
 def latent_absorbed(case: Case, harness: Harness) -> None:
@@ -80,7 +86,7 @@ def latent_isolation(case: Case, harness: Harness) -> None:
         what = f"sequence {victim}'s {part} ({how})"
         assert torch.equal(after[others], before[others]), f"{what} reached another sequence"
         # A sparse layer may not have chosen its own new token.
-        if part != "latent" or inputs.topk is None:
+        if part != "latent" or inputs.choice is None:
             assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
@@ -89,10 +95,10 @@ def latent_graph(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     first = harness.step(layer, case.batch)
     cache, count = first.cache, first.batch.num_seqs
-    names = ["query", "latent", "rope"] + (["topk"] if first.topk is not None else [])
+    names = ["query", "latent", "rope"] + (["choice"] if first.choice is not None else [])
 
-    def step(plans, query, latent, rope, topk=None):  # type: ignore[no-untyped-def]
-        return layer(query, latent, rope, cache, plans[layer.group], topk=topk)
+    def step(plans, query, latent, rope, choice=None):  # type: ignore[no-untyped-def]
+        return layer(query, latent, rope, cache, plans[layer.group], topk=choice)
 
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})
@@ -107,27 +113,4 @@ def latent_graph(case: Case, harness: Harness) -> None:
 
 def latent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    rows = len(lengths) + 2
-    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.step(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
-        layer.group.plan(filled, reuse=captured)
-
-        def wide(tensor: torch.Tensor, short: int = rows - tokens) -> torch.Tensor:
-            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
-
-        step = given.remembered().but(
-            batch=filled, query=wide(given.query), latent=wide(given.latent),
-            rope=wide(given.rope), topk=None if given.topk is None else wide(given.topk),
-        )  # fmt: skip
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        given.compare(step.out[:tokens], lse, "a plan reused: ")
+    refilled(case, harness, ("query", "latent", "rope", "choice"))

@@ -1,4 +1,4 @@
-"""What is looked at of a recurrent backend?"""
+"""What must a recurrent backend do?"""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.recurrent import EACH, LAST
+from polyattn.conformance.cases.recurrent import EACH, LAST, PUBLISHED
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.workload import RecurrentWorkload, recurrent_state
+from polyattn.registry.capabilities import check
+from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
@@ -25,6 +27,15 @@ def recurrence(case: Case, harness: Harness) -> None:
     """Output and states follow the recurrence; other slots, all NaN, are neither read nor written."""
     layer = harness.layer(case.spec, numbers=case.inputs)
     harness.step(layer, case.batch, numbers=case.inputs).check()
+    form = case.spec.recurrent
+    if case.batch != "continued" or form is None or form.draft_tokens:
+        return
+    caps = discover().backend(harness.backend).capabilities
+    for name, fields in PUBLISHED.get(case.spec.kind, {}).items():
+        spec = case.spec.replace(**fields)
+        if not check(caps, spec, harness.device):
+            for lengths in (case.batch, [(37, 90)]):
+                harness.step(harness.layer(spec), lengths).check(f"{name}: ")
 
 
 def pieces(case: Case, harness: Harness) -> None:

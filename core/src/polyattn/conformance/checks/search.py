@@ -1,13 +1,14 @@
-"""Are layers and batches right that nobody thought of? Drawn from the claims, for a budget of seconds."""
+"""Are random layers and batches right? Drawn from the claims, within a budget of seconds."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.derive import CASE
 from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers, lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.conformance.random_batches import CASE, random_batches
+from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.discovery import discover
 
 

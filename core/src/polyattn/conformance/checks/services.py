@@ -1,4 +1,4 @@
-"""What is looked at of a store and of a merge?"""
+"""What must a store do, and what must a merge do?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store_plans(case: Case, harness: StoreHarness) -> None:
 
 
 def store_rotated(case: Case, harness: RotationHarness) -> None:
-    """Queries and keys turn as the float64 formulas say, with the bias before; inputs stay."""
+    """Queries and keys rotate as the float64 formulas say, after the bias; inputs don't change."""
     group, backend = harness.store(case.spec)
     biased = "bias" in case.label
     for keep in (False, True):
@@ -59,7 +59,7 @@ def store_rotated_plans(case: Case, harness: RotationHarness) -> None:
 
 
 def store_ties(case: Case, harness: StoreHarness) -> None:
-    """What lies halfway between two numbers is rounded to the even one, as torch rounds."""
+    """A value halfway between two numbers rounds to the even one, as in torch."""
     group, backend = harness.store(case.spec)
     new = harness.tokens(group, case.batch)
     new.params.k_scale = new.params.v_scale = 0.5

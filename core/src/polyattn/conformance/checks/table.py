@@ -11,14 +11,18 @@ from polyattn.conformance.checks import (
     attention,
     captured,
     forests,
+    index,
+    invariance,
     lasting,
     mla,
     published,
     recurrent,
     search,
     services,
+    sparse,
 )
 from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.index import IndexHarness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.conformance.snapshot import same_process
@@ -30,13 +34,15 @@ _ATTENTION: tuple[Check, ...] = (
     attention.numeric, attention.functions, attention.layout, attention.packed, attention.shared,
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
-    attention.batch_invariant,
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
+    invariance.regrouped, invariance.planned_alike, invariance.chunked, invariance.drafted,
+    invariance.hits, invariance.given_alike, invariance.divided,
     forests.forest, forests.forest_reuse, forests.forest_graph,
-    published.published, published.combined, published.masks, published.twins,
+    published.published, published.combined, published.masks, published.pairs,
+    published.twins,
     lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
-    lasting.many_calls, lasting.reassigned, lasting.loaded_later, lasting.process,
+    lasting.many_calls, lasting.many_lengths, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
@@ -48,6 +54,11 @@ _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrent_plans, recurrent.recurrent_graph, recurrent.recurrent_reuse,
     search.recurrent_search,
 )  # fmt: skip
+_SPARSE: tuple[Check, ...] = (
+    sparse.sparse, sparse.sparse_plans, sparse.sparse_others, sparse.sparse_graph,
+    sparse.sparse_reuse, sparse.sparse_search,
+)  # fmt: skip
+_INDEX: tuple[Check, ...] = (index.index, index.index_ranked)
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)
 _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
@@ -55,7 +66,10 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
     "batches": (Harness, search.batches),
-    **{check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT)},
+    **{
+        check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT, *_SPARSE)
+    },
+    **{check.__name__: (IndexHarness, check) for check in _INDEX},
     **{check.__name__: (StoreHarness, check) for check in _STORE},
     **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from polyattn.api import select
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -40,11 +43,11 @@ class Harness:
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
         caps, named = discover().backend(self.backend).capabilities, self.backend
-        for service in caps.phases & {"store", "merge"}:
+        for service in caps.phases & SERVICES:
             named = f"{service}={self.backend}"
         if spec.cached and named == self.backend:
             served = served_phases(caps, spec, self.device)
-            if len(served) == 1:  # the other phase is somebody else's
+            if len(served) == 1:  # another backend serves the other phase
                 named = f"{served[0]}={self.backend}"
         selection = select(
             spec, self.device, backend=named, settings=replace(current(), layout=layout)
@@ -54,8 +57,10 @@ class Harness:
         return selection
 
     def group(self, spec: LayerSpec, layout: str | None = None) -> LayerGroup:
-        """Return a fresh group: nothing is left of another case."""
-        return LayerGroup(self.select(spec, layout))
+        """Return a fresh group: nothing is left of another case. All its plans are checked."""
+        group = LayerGroup(self.select(spec, layout))
+        group.plan_checks = PlanChecks(share=inf)
+        return group
 
     def layer(
         self,

@@ -10,11 +10,11 @@ from torch import Tensor
 from polyattn.conformance.harness.services import StoreHarness
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, of_heads
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec

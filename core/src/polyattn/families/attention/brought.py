@@ -1,4 +1,4 @@
-"""What do a step's sequences bring? Masks, and what a variant's functions read of each."""
+"""What do a step's sequences bring? Masks, and the inputs that a variant's functions read."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.stateless.dense import CallOptions, group_for_call, parameters
 from polyattn.families.attention.stateless.views import pages_of
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import Addressed, PagesLie
+from polyattn.runtime.backend import Addressed, PageStrides
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
+from polyattn.runtime.program import Frame
 from polyattn.runtime.stateless import place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import current
@@ -90,18 +91,18 @@ def _group(
 
 
 class Planned(NamedTuple):
-    """A plan over one call's lengths and table, and how it is run by addresses, if it is."""
+    """A plan over one call's lengths and table, and its run by addresses, if there is one."""
 
     step: AttentionStep
     addressed: Addressed | None
 
 
 class Way:
-    """One way of calling: who serves it, and all that shapes, strides and dtypes decide."""
+    """One way of calling: its backend, and everything that shapes, strides and dtypes decide."""
 
     __slots__ = (
-        "_after", "_captured", "alike", "bounds", "device_type", "group", "lie", "lse_shape",
-        "needs_lse", "out_shape", "starts", "step_shape", "tokens",
+        "_after", "_captured", "alike", "bounds", "device_type", "group", "lse_shape",
+        "needs_lse", "out_shape", "starts", "step_shape", "strides", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -113,7 +114,7 @@ class Way:
         self.tokens = tokens // max(count, 1)
         self.starts = _starts(count, self.tokens, query.device)
         self.bounds = [block_table.shape[1] * key.shape[1]] * count
-        self.lie = _lie(query, key, value)
+        self.strides = _strides(query, key, value)
         self.out_shape = torch.Size((*query.shape[:-1], spec.v_head_size))
         self.step_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape, self.needs_lse = self.out_shape[:-1], spec.needs_lse
@@ -154,9 +155,8 @@ class Way:
         tokens = (query if query.dim() == 3 else query.flatten(0, 1)).contiguous()
         of_lse = None if lse is None else lse.view(self.step_shape[:2])
         with own_precision(self.device_type):
-            step.run(
-                tokens, None, None, pages_of(key, value), params, out.view(self.step_shape), of_lse
-            )
+            cache, result = pages_of(key, value), out.view(self.step_shape)
+            step.run(Frame(tokens, None, None, cache, params, result, of_lse))
         return out, lse
 
     def after(self, lens: Tensor, count: int) -> Tensor:
@@ -178,7 +178,7 @@ class Way:
             if recorded:
                 raise BatchError(
                     "a graph is being captured, and the lengths or the block table aren't the tensors of "
-                    "the call before it; give the same ones, not new views of them"
+                    "the call before it; pass the same tensors, not new views of them"
                 )
             # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
             batch = Batch.on_buffers(
@@ -196,16 +196,16 @@ class Way:
         return plan
 
     def _addressed(self, step: AttentionStep) -> Addressed | None:
-        if len(step.calls) != 1 or self.lie is None:
+        if len(step.calls) != 1 or self.strides is None:
             return None
         (call,) = step.calls
         if call.rows is not None or call.block_size is not None:
             return None
-        return call.backend.addressed_pages(call.plan, self.lie)  # type: ignore[no-any-return]
+        return call.backend.addressed_pages(call.plan, self.strides)  # type: ignore[no-any-return]
 
 
-def _lie(query: Tensor, key: Tensor, value: Tensor) -> PagesLie | None:
-    """Return how the tensors lie; None where a query's tokens or numbers have gaps."""
+def _strides(query: Tensor, key: Tensor, value: Tensor) -> PageStrides | None:
+    """Return the tensors' strides; None where a query's tokens or numbers have gaps."""
     stride = query.stride()
     if query.dim() == 4:
         if query.shape[1] > 1 and stride[0] != query.shape[1] * stride[1]:
@@ -213,7 +213,7 @@ def _lie(query: Tensor, key: Tensor, value: Tensor) -> PagesLie | None:
         stride = (stride[0] if query.shape[1] == 1 else stride[1], *stride[2:])
     if stride[2] != 1:
         return None
-    return PagesLie(stride[:2], key.stride()[:3], value.stride()[:3])  # type: ignore[arg-type]
+    return PageStrides(stride[:2], key.stride()[:3], value.stride()[:3])  # type: ignore[arg-type]
 
 
 _ways: dict[Any, Way | None] = {}

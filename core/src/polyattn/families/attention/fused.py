@@ -1,4 +1,4 @@
-"""How do queries, keys and values come? In heads, in rows, or as one fused tensor with a bias."""
+"""Which forms may queries, keys and values have? Heads, rows, or one fused tensor with a bias."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> W
         return None
     if spec.role is Role.CROSS:
         raise SpecError(
-            "qkv_bias: a cross-attention's keys don't come with its queries; add it before"
+            "qkv_bias: cross-attention projects its keys apart from its queries; add the bias "
+            "before the call"
         )
     check_shape("qkv_bias", given, (sum(widths(spec)),))  # the query's, the key's, the value's
     precise = torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32

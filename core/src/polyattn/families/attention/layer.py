@@ -1,4 +1,4 @@
-"""What does an engine hold? `Attention`, one layer; layers of one group share plans and kernels."""
+"""Which class runs attention? `Attention`, one layer; layers of one group share plans and kernels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
+    check_is_real,
     check_slots,
     check_tensor,
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
@@ -41,29 +42,45 @@ from polyattn.spec.layer import LayerSpec
 
 
 class Attention(Layer):
-    """One attention layer on the selected backends. Forward only: gradients are refused.
+    """One attention layer on the selected backends. Forward only: it refuses gradients.
 
-    Built from a `LayerGroup` it shares plans and kernels with the group's other layers; built from a
-    `Selection` or a `LayerSpec` it has a group of its own (for a spec: selected on this machine, and
-    verified on an accelerator).
+    Layers of one `LayerGroup` share plans and kernels. A layer that is made from a `Selection` or a
+    `LayerSpec` has a group of its own; from a spec, it selects on this machine, and verifies on an
+    accelerator.
 
-    - `sinks` (num_heads,): learned sink logits, where the spec has them. Kept by reference: weights
-      that are loaded into the tensor afterwards count, also where the layer was built on the meta
-      device. A parameter that was replaced is another tensor: `layer.sinks.given = it`.
-    - `alibi_slopes` (num_heads,), likewise; default: the paper's.
-    - `k_scale`, `v_scale`: a quantised cache holds `value / scale`; likewise `q_scale` for queries
-      that come quantised and `out_scale` for an output that leaves so. Numbers, or where the spec's
-      `scales` are tensors also those: () or, with `"head"`, (num_kv_heads,), kept by reference. Each
-      may be assigned anew: `layer.k_scale = 0.02`.
-    - `rotate`: where the spec has a `rope`, who rotates queries and keys: True, this layer, at the
-      batch's positions; False, its caller did. It has to be said.
-    - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
-      key and value before they are rotated; by reference, likewise.
-    - `inputs`: of what the spec's variant reads by name, what doesn't come with each batch; tensors by
-      reference, likewise, numbers as they are.
-    - `checks`: check block tables and slots on the device each step (default: setting `checks`).
+    The layer references tensors and doesn't copy them: what is loaded into one afterwards counts, also
+    for a layer that was made on the meta device. After a parameter was replaced, assign the new one:
+    `layer.sinks.given = parameter`.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Args:
+        group: the group, or the selection or the spec to make one.
+        sinks: (num_heads,), learned sink logits, if the spec has them.
+        alibi_slopes: (num_heads,); default: the paper's.
+        k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
+            also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale
+            = 0.02`.
+        v_scale: a quantised cache holds `value / scale`; alike.
+        q_scale: of queries that arrive quantised; alike.
+        out_scale: of an output that leaves quantised; alike.
+        rotate: required if the spec has a `rope`. True: this layer rotates queries and keys, at the
+            batch's positions; False: the caller did.
+        qkv_bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,), added to
+            query, key and value before they are rotated.
+        inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
+            numbers.
+        checks: check block tables and slots on the device at each step; None: the setting `checks`.
+
+    Raises:
+        SpecError: an argument doesn't fit the spec.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> layer = Attention(LayerSpec(num_heads=4, head_size=64, dtype="float32", block_size=16))
+        >>> cache, table = layer.group.allocate_cache(2), torch.tensor([[1]], dtype=torch.int32)
+        >>> plan = layer.group.plan(Batch.from_lens([3], [3], table, block_size=16))
+        >>> layer(*torch.randn(3, 3, 4, 64), cache, plan).shape
+        torch.Size([3, 4, 64])
+
     """
 
     family = "attention"
@@ -148,15 +165,27 @@ class Attention(Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values in `cache` and attend.
 
-        `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size),
-        or None when the cache holds them already (cross-attention). Each may be two-dimensional,
-        (num_tokens, heads * size); and a fused `query`, (num_tokens, num_heads * head_size +
-        num_kv_heads * (head_size + v_head_size)), holds all three. A layer that is not cached takes
-        `cache=None` and all its keys. `plan`: of this layer's group, or the `Batch` itself, which then
-        keeps the plan for the group's other layers. Returns the output (num_tokens, num_heads,
-        v_head_size), or `out`, written, which may be two-dimensional, too; where the spec says
-        `needs_lse` also the LSE (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`;
-        nothing was changed then.
+        Args:
+            query: (num_tokens, num_heads, head_size) or (num_tokens, num_heads * head_size). A fused
+                one, (num_tokens, num_heads * head_size + num_kv_heads * (head_size + v_head_size)),
+                holds all three.
+            key: (num_tokens, num_kv_heads, head_size), or in two dimensions; None: the cache holds the
+                keys already (cross-attention).
+            value: alike, with the values' size.
+            cache: the layer's cache; None for a layer without one, whose key and value are all its
+                keys.
+            plan: of this layer's group, or the `Batch`, which then keeps the plan for the group's other
+                layers.
+            out: (num_tokens, num_heads, v_head_size), or in two dimensions: it is written and returned.
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_size). If the spec has `needs_lse`, also the LSE,
+            float32 (num_tokens, num_heads), natural logarithm.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return self._traced(query, key, value, cache, plan, out)
@@ -170,7 +199,11 @@ class Attention(Layer):
         if cache is not self._known_cache or self.checks or self._from_step:
             self._check(step, query, key, value, cache, out)
         params = self.params if self._reads else self._params
-        out = step.call(query, key, value, cache, params, out, lse)
+        try:
+            out = step.call(query, key, value, cache, params, out, lse)
+        except RuntimeError:  # torch's own words on a tensor that has no address
+            check_is_real("query", query)
+            raise
         if self._seals and capturing(query):
             self.scales.captured = True
         return out if lse is None else (out, lse)
@@ -185,7 +218,22 @@ class Attention(Layer):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check what was given and run the step: what a compiled graph calls. Writes `out`, `lse`."""
+        """Check the tensors and run the step: a compiled graph calls this. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
+            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
+            cache: None for a layer without one.
+            out: (num_tokens, num_heads, v_head_size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
         self._check(step, query, key, value, cache, out)
         step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):
@@ -209,16 +257,25 @@ class Attention(Layer):
         return (out, found[1]) if self._needs_lse else out
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-        """Store keys and values without attending: the encoder's, for cross-attention.
+        """Store keys and values without attending: an encoder's, for cross-attention.
 
-        `key`, `value` (any number of tokens, num_kv_heads, size), or in rows; `slot_mapping`, one each.
+        Args:
+            key: (tokens, num_kv_heads, head_size), any number of tokens, or in two dimensions.
+            value: alike, with the values' size.
+            cache: the layer's cache.
+            slot_mapping: int64 (tokens,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
         if self.params.rotate or self.qkv_bias is not None:
             raise BatchError(
-                "store() writes keys and values as they are, and this layer rotates or adds a bias; give "
-                "them to forward, or build a layer with rotate=False and without qkv_bias"
+                "store() writes keys and values as they are, and this layer rotates or adds a "
+                "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
             )
         device, spec = self.group.torch_device, self.spec
         for name, tensor in (("key", key), ("value", value)):
@@ -248,6 +305,7 @@ class Attention(Layer):
     ) -> None:
         """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
         if cache is not self._known_cache:
+            check_tensor("query", query, step.device)
             self._check_cache(cache)
             self._known_cache = cache
         if self._from_step:

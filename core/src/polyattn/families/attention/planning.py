@@ -1,69 +1,218 @@
-"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps."""
+"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps.
+
+A part runs on the chosen backend, or where times were measured, on the fastest predicted one.
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyattn.device import Device
 from polyattn.errors import BatchError
-from polyattn.families.attention.choice import Assignment, Chooser
 from polyattn.families.attention.fused import in_heads, keys_in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, raw
-from polyattn.runtime.cache.scales import dequantized, input_dtype, output_dtype
-from polyattn.runtime.calls import planned_call
-from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import input_dtype, output_dtype
+from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
-from polyattn.runtime.group import LayerGroup, StepPlanner
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
-from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_padding, check_pages
-from polyattn.runtime.store import RunRotated, claimed_rotation
+from polyattn.runtime.store import Store, claimed_rotation
+from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
 
+Assignment = tuple[str, BackendInfo, Part]
+"""A phase, who runs it, and the part of the step that it is."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend that may run a step over the group's cache."""
+
+    info: BackendInfo
+    backend: AttentionBackend
+
+
+class Chooser:
+    """Assigns a step's parts to backends, all of them loaded before the first step.
+
+    A candidate that is still being built competes once it is ready, for plans that are made after that.
+
+    Without measured times that is the selection's pair. With them every candidate competes that has
+    a model for the kind of step; what no model speaks of stays with the pair.
+    """
+
+    def __init__(self, group: LayerGroup):
+        selection = group.selection
+        # Planned by bounds, decodes are a call of their own, and lengths predict no time.
+        self.bounded = group.spec.length_bounds
+        models = selection.timings
+        known = {model.backend for model in models}
+        self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
+        self.chosen: dict[str, Candidate] = {}
+        candidates = dict(selection.candidates)
+        for phase, members in self.phases.items():
+            info = selection.backend(phase)
+            if info is None:
+                continue
+            # Keys that are given whole are the chosen one's at every step.
+            others = candidates.get(phase, ()) if group.spec.cached else ()
+            for other in (info, *(c for c in others if c.name in known)):
+                if other.name not in members:
+                    loaded: AttentionBackend | None
+                    if other is info:
+                        loaded = group.backend(
+                            phase, AttentionBackend, cache=group.kernel_format(info)
+                        )
+                    else:
+                        loaded = group.candidate(phase, other, AttentionBackend, later=True)
+                    if loaded is not None:
+                        members[other.name] = Candidate(other, loaded)
+            self.chosen[phase] = members[info.name]
+        everyone = [c.info for members in self.phases.values() for c in members.values()]
+        # Backends that may run a step and take padding rows of one query token only.
+        self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
+        decode = self.chosen.get("decode")
+        self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
+        self.group, self.models = group, models
+        self._by_time: StepChoice | None = None
+        self._joined = -1
+
+    @property
+    def by_time(self) -> StepChoice | None:
+        """The choice among the candidates that are built; None without times."""
+        builds = self.group.builds
+        if self.models and self._joined != builds.done:
+            self._joined = builds.done
+            infos = {
+                p: {n: c.info for n, c in m.items() if builds.ready(c.backend)}
+                for p, m in self.phases.items()
+            }
+            chosen = {phase: c.info.name for phase, c in self.chosen.items()}
+            self._by_time = StepChoice(self.group.spec, self.models, infos, chosen)
+        return self._by_time
+
+    def assign(self, batch: Batch) -> list[Assignment]:
+        """Return which backend runs which part of a step over a cache."""
+        by_time = self.by_time if self.models else None
+        if by_time is None or self.bounded or batch.num_contexts is not None:
+            return self._by_priority(batch)
+        if batch.all_decode:
+            name = by_time.decode(batch.host_lens, batch.max_seq_len)
+            return [("decode", self.phases["decode"][name].info, Part(batch, None))]
+        calls = by_time.calls(batch.host_query_lens, batch.host_lens)
+        parts: dict[str, Part | None] = {ALL: Part(batch, None)}
+        if len(calls) > 1:
+            phases = by_phase(batch)
+            parts = {DECODES: phases.decode, REST: phases.prefill}
+        found: list[Assignment] = []
+        for call in calls:
+            part = parts[call.rows]
+            assert part is not None, f"{call.rows} of {batch}"
+            found.append((call.phase, self.phases[call.phase][call.name].info, part))
+        return found
+
+    def _by_priority(self, batch: Batch) -> list[Assignment]:
+        prefill, decode = self.chosen["prefill"], self.chosen["decode"]
+        apart = batch.num_contexts is not None or batch.all_decode or self.bounded
+        whole = self.mixes and not apart
+        if prefill.info == decode.info and whole:
+            return [("prefill", prefill.info, Part(batch, None))]
+        phases = by_phase(batch, decode.info.capabilities.decode_query_lens)
+        parts = [
+            (phase, info, part)
+            for phase, info, part in (
+                ("decode", decode.info, phases.decode), ("prefill", prefill.info, phases.prefill),
+            )
+            if part is not None and part.batch.num_tokens
+        ]  # fmt: skip
+        if self.bounded and any(isinstance(part.rows, Tensor) for _, _, part in parts):
+            # Gathered rows would have copies of lengths that only the device knows.
+            return [("prefill", prefill.info, Part(batch, None))]
+        return parts
+
+
+def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
+    """Whether a backend takes a mixed step in one call where no times say which is faster.
+
+    Not where it ranks its one call below its decode: such a call may cut no long row.
+    """
+    whole, decode = (info.priority(spec, device, phase).score for phase in ("mixed", "decode"))
+    return "mixed" in info.capabilities.phases and whole >= decode
+
+
+class TransformInputs(Op):
+    """Queries, keys and values as the layer's variant changes them."""
+
+    def __init__(
+        self, transforms: Transforms, batch: Batch, places: Callable[[], Places], keys_reach: int
+    ):
+        self.transforms, self.batch = transforms, batch
+        self.places, self.keys_reach = places, keys_reach
+
+    def run(self, frame: Frame) -> None:
+        changed, inputs = self.transforms.changed, {**self.batch.inputs, **frame.params.inputs}
+        places, key, value = self.places(), frame.key, frame.value
+        frame.query = changed("query", frame.query, places, inputs)
+        if key is None or value is None:
+            return
+        if frame.cache is None:
+            places = Places.of_keys(self.batch, self.keys_reach)
+            key, value = key[: self.keys_reach], value[: self.keys_reach]
+        frame.key = changed("key", key, places, inputs)
+        frame.value = changed("value", value, places, inputs)
+
+
+class TransformOutput(Op):
+    """The output likewise, after all calls."""
+
+    def __init__(self, transforms: Transforms, batch: Batch, places: Callable[[], Places]):
+        self.transforms, self.batch, self.places = transforms, batch, places
+
+    def run(self, frame: Frame) -> None:
+        inputs = {**self.batch.inputs, **frame.params.inputs}
+        frame.out.copy_(self.transforms.changed("output", frame.out, self.places(), inputs))
+
 
 class AttentionStep(StepPlan):
-    """The calls of a step, the store before them, and the shapes that its layers are held to."""
+    """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
-    def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
-        super().__init__(group, batch)
-        self._calls = calls
-        self.store: StorePlan | None = None
-        self.stored_by: StoreBackend | None = None
-        self.rotated_by: RunRotated | None = None
-        # How the step's tokens are rotated, by a layer that rotates; of given keys, how those are.
-        self.rotation: Rotation | None = None
-        self.key_rotation: Rotation | None = None
+    def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
+        self.before = before
+        group, spec, tokens = planner.group, planner.spec, batch.num_tokens
+        ops: tuple[Op, ...] = (before, *calls)
+        transforms = planner.transforms
+        if transforms is not None:
+            places = cache(lambda: Places.of_queries(batch))
+            ops = (
+                TransformInputs(transforms, batch, places, before.keys_reach), *ops,
+                TransformOutput(transforms, batch, places),
+            )  # fmt: skip
+        super().__init__(group, batch, ops)
         self.device, self.device_type = group.torch_device, group.device_type
-        spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
-        self.dtype, self.out_dtype = input_dtype(spec), output_dtype(spec)
+        self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         # The new tokens' keys and values; None where they are given whole.
         self.key_shape = self.value_shape = None
         if spec.cached:
             self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
             self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
-        # Of keys that are given whole, as many as the sequences reach must be there.
-        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
-        self.keys_reach = max(ends, default=0)
-        self.transforms = Transforms.of(spec)
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return self._calls
 
     def call(
         self,
@@ -108,13 +257,18 @@ class AttentionStep(StepPlan):
             query = query.contiguous()
         if out.stride()[2] != 1:
             raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
-        if torch.is_grad_enabled():
+        if (
+            query.requires_grad
+            or (key is not None and key.requires_grad)
+            or (value is not None and value.requires_grad)
+        ):
             refuse_gradients(query=query, key=key, value=value)
+        frame = Frame(query, key, value, cache, params, out, lse)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                self.run(query, key, value, cache, params, out, lse)
+                self.run(frame)
         else:
-            self.run(query, key, value, cache, params, out, lse)
+            self.run(frame)
         return out
 
     def _checked(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,56 +289,10 @@ class AttentionStep(StepPlan):
             return key.contiguous(), value.contiguous()
         return key, value
 
-    def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Add the bias, rotate and store. Returns what attention takes."""
-        rotation = self.rotation if params.rotate else None
-        if query.dtype.itemsize == 1:
-            query, key, value = self._dequantized(query, key, value, params)
-        new = NewTokens(query, key, value, params.qkv_bias)
-        if self.store is not None and key is not None:
-            assert cache is not None and self.rotated_by is not None
-            return self.rotated_by(self.store, rotation, new, cache, params, self.keeps_keys)
-        dtype = query.dtype
-        if not self.group.spec.cached:
-            assert key is not None and value is not None
-            # Behind the last sequence's keys lies what nobody reads.
-            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
-        query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
-        if self.group.spec.cached:  # nothing is stored: the cache holds the keys already
-            return query.to(dtype), None, None
-        assert key is not None and value is not None
-        return query.to(dtype), key.to(dtype), value.to(dtype)
-
-    def _dequantized(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return in the layer's dtype what came quantised: rotations and biases are added to that."""
-        dtype = STORAGE_DTYPES[self.group.spec.dtype]
-        query = dequantized(query, params.q_scale, dtype)
-        if key is None or value is None:
-            return query, None, None
-        return (
-            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
-        )  # fmt: skip
-
-    @cached_property
-    def keeps_keys(self) -> bool:
-        """Whether a call can take rotated keys beside the cache: of whole prompts, stored unrounded."""
-        spec, batch = self.group.spec, self.batch
-        lens = zip(batch.query_lens, batch.lens, strict=True)
-        return spec.stored_dtype == spec.dtype and any(1 < q == n for q, n in lens)
-
     def _check_given(self, key: Tensor, value: Tensor) -> None:
         """Keys that are given whole: at least as many as the batch's sequences reach."""
         spec, dtype = self.group.spec, self.dtype
-        tokens = max(key.shape[0], self.keys_reach)
+        tokens = max(key.shape[0], self.before.keys_reach)
         for name, tensor, size in (
             ("key", key, spec.head_size),
             ("value", value, spec.v_head_size),
@@ -199,106 +307,9 @@ class AttentionStep(StepPlan):
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
         if key is None and params.qkv_bias is not None:
-            raise BatchError("qkv_bias is added to query, key and value alike; key is missing")
+            raise BatchError("qkv_bias is added to query, key and value; pass key and value")
         if cache is None and not self.group.spec.cached:
             raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
-
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Store the new keys and values and attend. Writes `out` (and `lse`)."""
-        self.check_blocks(cache)
-        if self.transforms is not None:
-            query, key, value = self._transformed(self.transforms, query, key, value, params)
-        if params.rotate or params.qkv_bias is not None:
-            query, key, value = self._prepare(query, key, value, cache, params)
-        elif self.store is not None and key is not None:
-            assert value is not None and cache is not None and self.stored_by is not None
-            self.stored_by.run(self.store, key, value, cache, params)
-        for call in self._calls:
-            view = cache if call.block_size is None else call.view(cache)
-            rows = call.rows
-            if rows is None:
-                call.backend.run(call.plan, query, key, value, view, params, out, lse)
-            elif isinstance(rows, slice):
-                call.backend.run(
-                    call.plan, query[rows], self._own(key, rows), self._own(value, rows), view,
-                    params, out[rows], _rows(lse, rows),
-                )  # fmt: skip
-            else:
-                own = self._own(key, rows), self._own(value, rows)
-                _run_gathered(call, rows, query, *own, view, params, out, lse)
-        if self.transforms is not None:
-            inputs = {**self.batch.inputs, **params.inputs}
-            out.copy_(self.transforms.changed("output", out, self.query_places, inputs))
-
-    def _own(self, keys: Tensor | None, rows: Rows) -> Tensor | None:
-        """Return a call's new keys or values; what is given whole a plan finds by itself."""
-        return _rows(keys, rows) if self.group.spec.cached else keys
-
-    def _transformed(
-        self,
-        transforms: Transforms,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        params: LayerParams,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return queries, keys and values as the layer's variant changes them."""
-        inputs, places = {**self.batch.inputs, **params.inputs}, self.query_places
-        query = transforms.changed("query", query, places, inputs)
-        if key is None or value is None:
-            return query, key, value
-        if not self.group.spec.cached:
-            places = Places.of_keys(self.batch, self.keys_reach)
-            key, value = key[: self.keys_reach], value[: self.keys_reach]
-        return (
-            query, transforms.changed("key", key, places, inputs),
-            transforms.changed("value", value, places, inputs),
-        )  # fmt: skip
-
-    @cached_property
-    def query_places(self) -> Places:
-        """Where the step's tokens stand, for transforms."""
-        return Places.of_queries(self.batch)
-
-
-def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
-    if tensor is None or tensor.dtype.itemsize > 1 or isinstance(rows, slice):
-        return None if tensor is None else tensor[rows]
-    return raw(tensor)[rows].view(tensor.dtype)
-
-
-def _run_gathered(
-    call: Call,
-    rows: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    cache: KVCache | None,
-    params: LayerParams,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Run a call whose tokens don't lie side by side: copied together, and their results back.
-
-    `key` and `value` are the call's own.
-    """
-    taken = _rows(query, rows)
-    assert taken is not None
-    part = out.new_empty(len(rows), *out.shape[1:])
-    part_lse = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
-    call.backend.run(call.plan, taken, key, value, cache, params, part, part_lse)
-    raw(out).index_copy_(0, rows, raw(part))
-    if lse is not None and part_lse is not None:
-        lse.index_copy_(0, rows, part_lse)
 
 
 class Planner(StepPlanner):
@@ -307,7 +318,9 @@ class Planner(StepPlanner):
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
-        self.sharing = Sharing.of(group)
+        self.sharing, self.transforms = Sharing.of(group), Transforms.of(self.spec)
+        self.dtype, self.out_dtype = input_dtype(self.spec), output_dtype(self.spec)
+        self.store, self.rotated_by = None, None
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
@@ -319,22 +332,32 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
-        check_step_mask(self.spec, batch)
+        if batch.mask is not None or self.spec.mask is not None:
+            check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
+        read_back = self.sharing.looks and self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
             others = by_position(self.spec, batch)
             if others and before:
-                raise BatchError("first_positions in a captured step; run such a step outside")
+                raise BatchError("first_positions can't be captured; run such a step eagerly")
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
-            self._check(batch)
-            prompts, rest = whole_prompts(self.spec, batch)
-            assigned = self._assigned(batch, rest)
+            if self.spec.causal:
+                batch.check_queries(self.chooser.without_padding_rows)
+            assert self.group.cache_format is not None
+            batch.check_pages(self.group.cache_format.block_size)
+            prompts = rest = None
+            if self.spec.dense_context:
+                prompts, rest = whole_prompts(self.spec, batch)
+            if rest is not None:
+                assigned = self._of_rest(rest)
+            else:
+                assigned = self.chooser.assign(batch) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
         if before and {phase for phase, _, _ in assigned} - before.keys():
@@ -347,21 +370,21 @@ class Planner(StepPlanner):
             or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
+        if read_back:
+            self.sharing.learn(any(call.saved_bytes for call in calls))
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
-        step = AttentionStep(self.group, batch, calls)
-        if self.spec.cached and batch.slot_mapping is not None:
-            step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
-            step.rotated_by = self.rotated_by
+        rotation = key_rotation = None
         if self.spec.rope is not None:
-            step.rotation = rotation_of(self.spec, batch, None if reuse is None else reuse.rotation)
+            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
             if not self.spec.cached:
-                step.key_rotation = key_rotation_of(self.spec, batch)
-        return step
+                key_rotation = key_rotation_of(self.spec, batch)
+        store = Store(
+            self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
+        )
+        return AttentionStep(self, batch, store, calls)
 
-    def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:
-        """Return who runs what: of the whole step, or of what its whole prompts leave."""
-        if rest is None:
-            return self.chooser.assign(batch) if batch.num_tokens else []
+    def _of_rest(self, rest: Part) -> list[Assignment]:
+        """Return the calls for the rows that a step's whole prompts leave."""
         if not rest.batch.num_tokens:
             return []
         return [
@@ -374,26 +397,14 @@ class Planner(StepPlanner):
         info = self.chooser.chosen["prefill"].info
         form = self.group.kernel_format(info)
         backend = self.group.load("prefill", info, AttentionBackend, spec, form)
-        return self._planned("prefill", info.name, backend, part, None)
+        return planned_call(self.group.cache_format, "prefill", info.name, backend, part)
 
     def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
         earlier = before.get(phase)
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
-        return self._planned(phase, name, self.chooser.find(phase, name).backend, part, earlier)
-
-    def _planned(
-        self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None
-    ) -> Call:
-        if part.batch.shared_prefix is not None:  # nobody reads once what `sharing` didn't ask for
-            part = Part(part.batch.with_shared_prefix(None), part.rows)
+        backend = self.chooser.phases[phase][name].backend
         return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)
-
-    def _check(self, batch: Batch) -> None:
-        if self.spec.causal:
-            check_padding(batch, self.chooser.without_padding_rows)
-        assert self.group.cache_format is not None
-        check_pages(self.spec, batch, self.group.cache_format.block_size)

@@ -1,51 +1,51 @@
 """How are blocks that sequences share read once? A decode as calls and merges, by shared prefix.
 
 Each run of shared blocks is one sequence whose queries are those of all its rows (Hydragen, arXiv
-2402.05099; FlashInfer's cascade, arXiv 2501.01005); each row's own rest is a decode; the parts are
-attention states and merge. Any backend with an LSE serves both.
+2402.05099; FlashInfer's cascade, arXiv 2501.01005). The rest of each row is a decode. The parts are
+attention states, which are merged. Any backend that returns its LSE serves both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import AttentionBackend, LayerParams, MergeBackend
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.backend import AttentionBackend, MergeBackend
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.merge import MergeBuffers, Merged
+from polyattn.runtime.program import Call, Frame, LayerParams, Op, Plan, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import without_first
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.decompose import over_context, unrotated
 
 
-@dataclass(frozen=True)
-class SharedCall:
-    """One level: which query rows it takes (None: all, in order), and the backend's plan for it."""
+class OverShared(Op):
+    """Rows' queries over one level of shared blocks, without sinks."""
 
-    rows: Tensor | None
-    plan: Plan
+    def __init__(self, backend: AttentionBackend, plan: Plan):
+        self.backend, self.plan = backend, plan
+
+    def run(self, frame: Frame) -> None:
+        params = LayerParams(k_scale=frame.params.k_scale, v_scale=frame.params.v_scale)
+        self.backend.run(self.plan, frame.but(params=params))
 
 
 class PrefixPlan(Plan):
-    """The levels' calls, and the decode of what each row has for itself."""
+    """The decode of each row's own keys and the levels' calls, merged."""
 
-    __slots__ = ("levels", "own")
+    __slots__ = ("merged",)
 
-    def __init__(self, batch: Batch, levels: list[SharedCall], own: Plan):
+    def __init__(self, batch: Batch, merged: Merged):
         super().__init__(batch)
-        self.levels, self.own = levels, own
+        self.merged = merged
 
 
 class PrefixDecode:
-    """Runs decodes that share leading blocks; stands where a backend does in a step's calls."""
+    """Runs decodes that share leading blocks, in a backend's place in a step's calls."""
 
     def __init__(self, group: LayerGroup, shared: BackendInfo, own: BackendInfo):
         self.group, spec = group, unrotated(group.spec)
@@ -80,7 +80,7 @@ class PrefixDecode:
 
     @property
     def name(self) -> str:
-        """Who reads what, for people."""
+        """Which backend reads what, for people."""
         return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
@@ -88,10 +88,11 @@ class PrefixDecode:
         levels = batch.shared_prefix
         assert self.cache is not None and levels is not None
         size = self.cache.block_size
-        calls = [self._level(batch, level, size) for level in levels]
-        return PrefixPlan(batch, calls, self._own(batch, levels, size))
+        own = Call("decode", self.own.name, self.own, self._own(batch, levels, size), None)
+        shared = (self._level(batch, level, size) for level in levels)
+        return PrefixPlan(batch, Merged([(None, own), *shared], self.merge, self.buffers))
 
-    def _level(self, batch: Batch, level: tuple[SharedRun, ...], size: int) -> SharedCall:
+    def _level(self, batch: Batch, level: tuple[SharedRun, ...], size: int) -> tuple[Rows, Op]:
         assert batch.block_table is not None
         rows = [row for run in level for row in run.rows]
         width = max(run.count for run in level)
@@ -103,7 +104,7 @@ class PrefixDecode:
         keys = Batch(starts, [run.count * size for run in level], table, device=batch.device)
         whole = rows == list(range(batch.num_seqs))
         taken = None if whole else torch.tensor(rows, dtype=torch.int64, device=batch.device)
-        return SharedCall(taken, self.shared.plan(keys.over_context()))
+        return taken, OverShared(self.shared, self.shared.plan(keys.over_context()))
 
     def _own(self, batch: Batch, levels: Levels, size: int) -> Plan:
         """Plan the rows over what lies behind their shared blocks."""
@@ -117,33 +118,6 @@ class PrefixDecode:
         lens = [n - s * size for n, s in zip(batch.lens, skipped, strict=True)]
         return self.own.plan(Batch(batch.starts, lens, table, device=batch.device))
 
-    def run(
-        self,
-        plan: PrefixPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend to the rows' own keys, then to each level's shared ones, merged in float32."""
-        total, total_lse, part, part_lse = self.buffers.take(query, self.group.spec.v_head_size)
-        self.own.run(plan.own, query, None, None, cache, params, part, total_lse)
-        total.copy_(part)
-        plain = LayerParams(k_scale=params.k_scale, v_scale=params.v_scale)
-        for level in plan.levels:
-            rows = level.rows
-            taken = query if rows is None else query[rows]
-            found, found_lse = part[: len(taken)], part_lse[: len(taken)]
-            self.shared.run(level.plan, taken, None, None, cache, plain, found, found_lse)
-            if rows is None:
-                self.merge.run(total, total_lse, found, found_lse)
-            else:
-                some, some_lse = total[rows], total_lse[rows]
-                self.merge.run(some, some_lse, found, found_lse)
-                total[rows], total_lse[rows] = some, some_lse
-        out.copy_(total)
-        if lse is not None:
-            lse.copy_(total_lse)
+    def run(self, plan: PrefixPlan, frame: Frame) -> None:
+        """Attend to the rows' own keys, then to each level's shared ones, all of them in the cache."""
+        plan.merged.run(frame.but(key=None, value=None))

@@ -14,9 +14,10 @@ from torch import Tensor
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.transforms import Places, Transforms
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.rows import decoded
 from polyattn.runtime.functions.pointwise import Pointwise
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
@@ -68,12 +69,13 @@ def attend(
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
-    key = key.repeat_interleave(spec.gqa_ratio, dim=1)
-    value = value.repeat_interleave(spec.gqa_ratio, dim=1)
+    ratio = spec.gqa_ratio
     if spec.rope is not None and spec.rope.positions == "cache":
-        scores = products_in_cache(spec, spec.rope, query, key) * spec.scale
+        each = key.repeat_interleave(ratio, dim=1)
+        scores = products_in_cache(spec, spec.rope, query, each) * spec.scale
     else:
-        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+        of_groups = query.unflatten(1, (-1, ratio))
+        scores = torch.einsum("qhgd,khd->hgqk", of_groups, key).flatten(0, 1) * spec.scale
     if spec.logit_soft_cap is not None:
         scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
     num_queries, num_keys = query.shape[0], key.shape[0]
@@ -94,7 +96,7 @@ def attend(
         if not pointwise.softmax:
             weights = scores.masked_fill(~mask, 0.0)
             none = scores.new_full((num_queries, spec.num_heads), torch.nan)
-            return torch.einsum("hqk,khd->qhd", weights, value), none
+            return _weighted(weights, value, ratio), none
     scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
@@ -103,7 +105,13 @@ def attend(
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
     lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(-1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+    return _weighted(weights, value, ratio), lse.T
+
+
+def _weighted(weights: Tensor, value: Tensor, ratio: int) -> Tensor:
+    """Return sums of values (keys, num_kv_heads, size) by weights (num_heads, queries, keys)."""
+    of_groups = weights.unflatten(0, (-1, ratio))
+    return torch.einsum("hgqk,khd->qhgd", of_groups, value).flatten(1, 2)
 
 
 def _places(heads: int, queries: int, keys: int, seq: int) -> tuple[Tensor, ...]:
@@ -158,37 +166,34 @@ def read_cache(
     assert batch.block_table is not None
     length, size = batch.lens[index], cache.block_size
     found = []
-    for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
-        rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
-        tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
+    form = cache.format
+    formats = form.rows or (None, None)
+    for stored, scale, format, width in (
+        (cache.key, params.k_scale, formats[0], form.head_size),
+        (cache.value, params.v_scale, formats[1], form.v_head_size),
+    ):
+        blocks = batch.block_table[index, : -(-length // size)].long().to(stored.device)
+        tokens = stored[blocks].flatten(0, 1)[:length]
+        if format is not None:
+            whole = form.head_size if cache.value_in_key else width
+            values = decoded(tokens.cpu(), format, whole, torch.float64)[..., :width]
+            found.append(scaled(values.to(dtype), scale))
+            continue
         found.append(exact(tokens, scale, dtype))
     return found[0], found[1]
 
 
-def four_bits(rows: Tensor) -> Tensor:
-    """Return what NVFP4 rows (tokens, heads, bytes) hold, without the tensor's scale: each by itself."""
-    width = rows.shape[2] * 16 // 9
-    found = torch.empty(*rows.shape[:2], width, dtype=torch.float64)
-    scales = rows[:, :, width // 2 :].contiguous().view(torch.float8_e4m3fn).double()
-    for at in range(width):
-        code = (rows[:, :, at // 2] >> (4 * (at % 2))) & 15
-        sign = 1.0 - 2.0 * (code >> 3).double()
-        exponent, mantissa = (code >> 1) & 3, (code & 1).double()
-        normal = (1.0 + mantissa / 2) * 2.0 ** (exponent.double() - 1)
-        found[:, :, at] = sign * torch.where(exponent == 0, mantissa / 2, normal)
-        found[:, :, at] *= scales[:, :, at // 16]
-    return found
-
-
 def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
-    wide = tensor.detach().to("cpu")
-    wide = four_bits(wide).to(dtype) if wide.dtype == torch.uint8 else wide.to(dtype)
-    if tensor.dtype.itemsize > 1:
-        return wide
+    """Return the values of (tokens, heads, size): 8-bit numbers times their scale, or their head's."""
+    wide = tensor.detach().to("cpu", dtype)
+    return wide if tensor.dtype.itemsize > 1 else scaled(wide, scale)
+
+
+def scaled(wide: Tensor, scale: float | Tensor) -> Tensor:
+    """Return (tokens, heads, size) times their scale, or their head's."""
     if not isinstance(scale, Tensor):
         return wide * scale
-    each = scale.detach().to("cpu", dtype)
+    each = scale.detach().to("cpu", wide.dtype)
     return wide * each.repeat_interleave(wide.shape[1] // len(each))[:, None]
 
 
@@ -224,9 +229,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
-    What comes quantised counts as what it stands for. `transformed`: a variant's transforms are done by
-    who calls. Returns the output (num_tokens, num_heads,
-    v_head_size), never quantised, and the LSE (num_tokens, num_heads).
+    Quantised inputs count as the numbers that they encode. `transformed`: the caller has applied a
+    variant's transforms. Returns the output (num_tokens, num_heads, v_head_size), never quantised, and
+    the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
     query = exact(query, params.q_scale, dtype)

@@ -11,8 +11,8 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost
 from polyattn.spec.key_ranges import key_ranges
-from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -24,7 +24,8 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
         pairs += visible_pairs(spec, query, length)
         keys += _keys_read(spec, query, length)
     width = spec.head_size + spec.v_head_size
-    kv_bytes = int(keys * spec.num_kv_heads * width * ITEM_BYTES[spec.stored_dtype])
+    held = row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
+    kv_bytes = keys * spec.num_kv_heads * sum(held)
     qo_bytes = batch.num_tokens * spec.num_heads * width * STORAGE_DTYPES[spec.dtype].itemsize
     return Cost(2 * pairs * spec.num_heads * width, kv_bytes + qo_bytes)
 

@@ -11,9 +11,25 @@ from polyattn.spec.rope import RopeSpec
 
 
 def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
-    """Return the angle per position of each pair: float64, `(span / 2,)`.
+    """Return the angle per position of each rotated pair (Su et al., 2021, with the rope's scaling).
 
-    `length` is the longest sequence's, in tokens: dynamic NTK and LongRoPE depend on it.
+    The scalings are those of transformers: linear, dynamic NTK, proportional, Llama 3's, YaRN (Peng et
+    al., 2023) and LongRoPE (Ding et al., 2024).
+
+    Args:
+        rope: the layer's rope.
+        length: tokens of the longest sequence; dynamic NTK and LongRoPE depend on it.
+
+    Returns:
+        float64 (span / 2,) on the CPU, in radians per token.
+
+    Raises:
+        Nothing: `RopeSpec` refuses what isn't a rope.
+
+    Examples:
+        >>> inv_freq(RopeSpec(rotary_size=4, base=10000.0)).tolist()
+        [1.0, 0.01]
+
     """
     size = rope.exponent_size or rope.rotary_size
     base = rope.base

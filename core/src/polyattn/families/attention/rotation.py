@@ -21,7 +21,7 @@ OWN_DOUBLES = ("cpu", "cuda")
 
 
 def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
-    """Return whether a layer rotates what it is given. Raises `SpecError` where nobody says so."""
+    """Return whether a layer rotates its inputs. Raises `SpecError` if the caller didn't say."""
     rope = spec.rope
     if rotate not in (None, True, False):
         raise SpecError(
@@ -33,9 +33,9 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
         return False
     if rotate is None:
         raise SpecError(
-            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} elements): say "
-            "rotate=True where queries and keys come unrotated and the layer shall rotate them, or "
-            "rotate=False where they come rotated; spec.replace(rope=None) is the layer without one"
+            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} "
+            f"elements): pass rotate=True if the layer must rotate queries and keys, or "
+            f"rotate=False if they are rotated already; spec.replace(rope=None) is the layer without one"
         )
     if rope.positions == "cache" and not rotate:
         raise SpecError(
@@ -46,7 +46,7 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
 
 
 def rotated_here(spec: LayerSpec, rotate: bool) -> bool:
-    """Whether a layer that rotates does it before attention: in-cache positions are the kernel's."""
+    """Return whether a rotating layer rotates before attention; kernels do in-cache positions."""
     return rotate and spec.rope is not None and spec.rope.positions == "absolute"
 
 
@@ -98,7 +98,26 @@ def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
 
 
 def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
-    """Return the rotation at positions, int64 (num_tokens,), of one sequence of `length` tokens."""
+    """Return the rotation of one sequence's tokens.
+
+    Args:
+        spec: the layer, with a `rope`.
+        positions: int64 (num_tokens,), each token's position.
+        length: tokens of the sequence; some scalings depend on it.
+
+    Returns:
+        The rotation, on the positions' device.
+
+    Raises:
+        Nothing: a layer's spec was checked before.
+
+    Examples:
+        >>> rope = RopeSpec(rotary_size=64)
+        >>> spec = LayerSpec(num_heads=1, head_size=64, rope=rope)
+        >>> rotation_at(spec, torch.arange(3), 3).turns.shape
+        torch.Size([3, 64])
+
+    """
     return _at(spec, positions, [len(positions)], [length])
 
 
@@ -143,7 +162,7 @@ def _frequencies(
     rope: RopeSpec, counts: list[int], lens: list[int], device: torch.device
 ) -> Tensor:
     """Return the angle per position of each pair, (pairs,), or (num_tokens, pairs) by length."""
-    if rope.scaling not in ("dynamic", "longrope"):
+    if not rope.by_length:
         return _on(rope, 0, device)
     assert rope.original_length is not None
     # A length that changes nothing stands for all like it; LongRoPE has two kinds alone.

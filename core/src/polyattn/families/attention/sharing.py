@@ -1,19 +1,25 @@
-"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways.
+"""How are blocks that sequences share read once? Looks for them, and chooses a way.
 
-Each row by itself; in the launch of a backend that takes a batch's `shared_prefix`; or as calls and
-merges (`prefix`), which any backend with an LSE serves. Only what is predicted to win is used.
+The ways are each row by itself; the launch of a backend that takes a batch's `shared_prefix`; or calls
+and merges (`prefix`), which any backend with an LSE serves. Only a way with a predicted gain is used.
 """
 
 from __future__ import annotations
 
-from polyattn.families.attention.choice import loaded_candidate
+from functools import cached_property
+
+import numpy as np
+import torch
+
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import Call, Rows
+from polyattn.runtime.inputs import capturing
+from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
+from polyattn.runtime.step.shared_prefix import may_share, most_saved
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -27,12 +33,21 @@ LAUNCH_US = {"cpu": 0.0}
 ACCELERATOR_LAUNCH_US = 12.0
 """What reading shared keys in a backend's own launch costs beside reading each row by itself, likewise:
 rows break even between 4 and 8 of them, of which the saved bytes take 10 and 24 us."""
+READ_BACK_US = {"cuda": 1000.0}
+"""What reading a block table back from the device costs, in us. A layer must be able to save more.
+The host waits for what the device still runs. The device then idles while the host plans: 962 us for
+64 rows of 2,080 blocks that share one run, of which the copy takes 69 (an H100 whose host is slow,
+benchmarks/results/h100.md, suite `prefix`). On platforms that aren't named here no table is read back."""
+WAITING_RAISES = 2
+"""What `torch.cuda.get_sync_debug_mode` returns after `set_sync_debug_mode("error")`."""
+LONGEST_REST = 64
+"""Steps for which no table is read back, at most, after tables in which too little was shared."""
 CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 
 
 def why_not(spec: LayerSpec) -> str | None:
-    """Say why a layer's decode can't be taken apart by shared prefix, or None."""
+    """Return why a layer's decode can't be split by shared prefix, or None."""
     if spec.latent is not None:
         return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
     for name, asked in (
@@ -50,10 +65,10 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 class Sharing:
-    """What a group can do with decodes that share leading blocks.
+    """The ways in which a group serves decodes that share leading blocks.
 
-    `native`: who reads them once in its own launch; `calls`: who does as calls and merges. `reason`:
-    why neither is there.
+    `native` reads them once in its own launch, `calls` as calls and merges. `reason`: why there is
+    neither.
     """
 
     def __init__(
@@ -64,6 +79,9 @@ class Sharing:
         reason: str = "",
     ):
         self.group, self.native, self.calls, self.reason = group, native, calls, reason
+        form = group.cache_format
+        self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
+        self.rest = self.rested = 0
 
     @classmethod
     def of(cls, group: LayerGroup) -> Sharing:
@@ -75,21 +93,63 @@ class Sharing:
         spec = unrotated(group.spec)
         reason = why_not(spec)
         if spec.length_bounds:
-            reason = "length_bounds: bounds don't say which blocks rows share"
+            reason = "length_bounds: bounds of lengths don't tell which blocks the rows share"
         if reason or not spec.cached:
             return cls(group, None, None, reason or "no layer with cached=False decodes")
         native = _native(group, spec)
-        # Who has a launch of its own was faster in it than as calls wherever both were measured.
+        # A launch of the backend's own was faster than calls wherever both were measured.
         apart = native is None and not spec.graph_capture
         calls = PrefixDecode.of(group) if apart else None
         if native is None and calls is None:
             reason = "none of the candidates reads shared blocks once"
         return cls(group, native, calls, reason or "")
 
+    @cached_property
+    def looks(self) -> bool:
+        """Whether a step's table may be worth reading back at all."""
+        priced = self.group.device.platform in READ_BACK_US
+        return priced and not self.reason and not self.group.spec.graph_capture
+
+    def look(self, step: Batch) -> bool:
+        """Read a table that only the device has back to the host, where that may pay; return whether.
+
+        It may where the lengths are exact and leave room for a layer to save more than it costs. After a
+        table in which too little was shared, some steps' tables stay unread: 1, then 2, 4 and so on. A
+        caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
+        """
+        told = step.shared_prefix is not None or step.host_block_table is not None
+        if told or step.lens_are_bounds:
+            return False
+        table, device = step.block_table, self.group.device
+        cost_us = READ_BACK_US.get(device.platform)
+        if table is None or cost_us is None or self._saved_us(self._most(step)) <= cost_us:
+            return False
+        if capturing(table) or (
+            table.is_cuda and torch.cuda.get_sync_debug_mode() == WAITING_RAISES
+        ):
+            return False
+        if self.rested < self.rest and not self.group.spec.deterministic:
+            self.rested += 1
+            return False
+        step.read_block_table()
+        return True
+
+    def learn(self, shared: bool) -> None:
+        """Rest after a table that was read back in vain; look at the next one after one that wasn't."""
+        self.rest, self.rested = 0 if shared else min(self.rest * 2 or 1, LONGEST_REST), 0
+
+    def _most(self, step: Batch) -> int:
+        """Return the bytes that a step's decodes could save at most, going by their lengths alone."""
+        form = self.group.cache_format
+        assert form is not None
+        own = step.host_lens[step.host_query_lens == 1] - 1
+        blocks = np.maximum(own, 0) // form.block_size
+        return int(blocks.sum() - blocks.max(initial=0)) * self.block_bytes
+
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
         """Return a call for a batch of decodes; None where nothing is shared, not enough, or by nobody.
 
-        `earlier`: the captured call, whose way is kept. Who captures says with a `shared_prefix`, be it
+        `earlier`: the captured call, whose way is kept. The capture says with a `shared_prefix`, be it
         empty, that steps may share.
         """
         form = self.group.cache_format
@@ -100,13 +160,15 @@ class Sharing:
         told = batch if earlier is None else earlier.plan.batch
         if captures and told.shared_prefix is None:
             return None
-        block_bytes = form.block_size * form.bytes_per_token
         if batch.shared_prefix is None and not captures:
-            most = batch.most_shared(form.block_size) * block_bytes
-            if self._way(1, most) is None:
+            table = batch.host_block_table
+            if table is None or not may_share(table):
+                return None
+            most = most_saved(table, np.maximum(batch.host_lens - 1, 0), form.block_size)
+            if self._way(1, most * self.block_bytes) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
-        saved = sum(run.saved for level in levels for run in level) * block_bytes
+        saved = sum(run.saved for level in levels for run in level) * self.block_bytes
         way = self.native if captures else self._way(len(levels), saved)
         if way is None:
             return None
@@ -129,28 +191,30 @@ class Sharing:
             return "a captured step has them with StepGraphs(..., shared_prefix=True)"
         if step.shared_prefix is None and step.host_block_table is None:
             return (
-                "nobody looked, as the block table is on the device alone; give the Batch "
-                "host_block_table= or shared_prefix="
+                "unknown, because the block table is on the device only and wasn't read back; pass "
+                "host_block_table= or shared_prefix= to Batch"
             )
         form = self.group.cache_format
         assert form is not None
         rows = [row for row, count in enumerate(step.query_lens) if count == 1]
         levels = step.part(rows).find_shared_prefix(form.block_size)
         saved = sum(run.saved for level in levels for run in level)
-        megabytes = saved * form.block_size * form.bytes_per_token / 1e6
+        megabytes = saved * self.block_bytes / 1e6
         return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
-        """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""
+        """Return the backend predicted fastest for a step that saves so many bytes; None for none."""
         if not saved_bytes:
             return None
-        device = self.group.device
-        saved_us = saved_bytes / (device.bandwidth or CPU_BANDWIDTH) / 1e3
+        platform, saved_us = self.group.device.platform, self._saved_us(saved_bytes)
         if self.native is not None:
-            launch_us = LAUNCH_US.get(device.platform, ACCELERATOR_LAUNCH_US)
+            launch_us = LAUNCH_US.get(platform, ACCELERATOR_LAUNCH_US)
             return self.native if saved_us > launch_us else None
-        calls_us = (levels + 1) * CALL_US.get(device.platform, ACCELERATOR_CALL_US)
+        calls_us = (levels + 1) * CALL_US.get(platform, ACCELERATOR_CALL_US)
         return self.calls if saved_us > calls_us else None
+
+    def _saved_us(self, saved_bytes: int) -> float:
+        return saved_bytes / (self.group.device.bandwidth or CPU_BANDWIDTH) / 1e3
 
 
 def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
@@ -159,7 +223,7 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
     for info in dict(group.selection.candidates).get("decode", ()):
         able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
         if able and not check(info.capabilities, spec, group.device, "decode"):
-            found = loaded_candidate(group, "decode", info, required=False)
+            found = group.candidate("decode", info, AttentionBackend)
             if found is not None:
-                return found.backend
+                return found
     return None

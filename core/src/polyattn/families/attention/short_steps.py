@@ -1,7 +1,7 @@
-"""Who runs a step that is over before its call returns? Whoever takes tensors by their addresses.
+"""Which backend runs a step that ends before its call returns? One that takes tensors by address.
 
-An accelerator's call returns while its kernel runs. Where that takes a few microseconds the host's time
-is all that a caller waits for, and a library's call takes several times what a launch does.
+An accelerator's call returns while its kernel runs. If the kernel takes a few microseconds, a caller
+waits only for the host, and a library's call takes several times as long as a launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEYS = 512
 
 
 def is_short(spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int]) -> bool:
-    """Whether a step's kernel is over sooner than a library's call."""
+    """Return whether a step's kernel ends sooner than a library's call returns."""
     if max(key_lens, default=0) > KEYS:
         return False
     pairs = sum(q * k for q, k in zip(query_lens, key_lens, strict=True))
@@ -29,16 +29,21 @@ def is_short(spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int]
 def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[int]) -> LayerGroup:
     """Return the group that serves a step of keys given whole: this one, or a short step's.
 
-    A backend that was named stays; so does a CPU's, whose calls return when they are done.
+    A backend that was named stays; so does a CPU's, whose calls return when they are done, and that of a
+    layer whose bits must not depend on the batch.
     """
-    if group.device_type == "cpu" or not is_short(group.spec, query_lens, key_lens):
+    if (
+        group.device_type == "cpu"
+        or group.spec.batch_invariant
+        or not is_short(group.spec, query_lens, key_lens)
+    ):
         return group
     return _lightest(group)
 
 
 @lru_cache(maxsize=1024)
 def _lightest(group: LayerGroup) -> LayerGroup:
-    """Return a group by the best candidate that goes by addresses; this one where nobody else does."""
+    """Return a group by the best candidate that goes by addresses; this one if none other does."""
     for info in dict(group.selection.candidates).get("prefill", ()):
         if info.capabilities.by_address:
             chosen = group.selection.backend("prefill")

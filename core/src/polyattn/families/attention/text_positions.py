@@ -26,8 +26,8 @@ def by_position(spec: LayerSpec, batch: Batch) -> list[tuple[LayerSpec, Part]]:
     for name in ("variant", "mask"):
         if getattr(spec, name) is not None:
             raise BatchError(
-                f"first_positions beside {name}={getattr(spec, name)!r}, which counts given keys; hand "
-                "the positions to its own functions as inputs, and leave first_positions out"
+                f"first_positions beside {name}={getattr(spec, name)!r}, which counts the call's "
+                "keys; pass the positions to its functions as inputs, and leave first_positions out"
             )
     if chunk is not None and any(first % chunk for first in firsts):
         spec, batch = spec.replace(chunk_size=None), _by_chunk(batch, firsts, chunk)

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from polyattn.device import Device
 from polyattn.families.attention import reference
-from polyattn.runtime.backend import AttentionBackend, LayerParams
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Frame, Plan
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LayerSpec
@@ -27,25 +25,15 @@ class Vanilla(AttentionBackend):
 
     name: ClassVar[str] = "VANILLA"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         batch = plan.batch.measured() if self.spec.length_bounds else plan.batch
         found, found_lse = reference.forward(
-            self.spec_of(batch), query, key, value, cache, batch, params, torch.float64,
-            transformed=True,
+            self.spec_of(batch), frame.query, frame.key, frame.value, frame.cache, batch, frame.params,
+            torch.float64, transformed=True,
         )  # fmt: skip
-        write_output(out, found, params.out_scale)
-        if lse is not None:
-            lse.copy_(found_lse)
+        write_output(frame.out, found, frame.params.out_scale)
+        if frame.lse is not None:
+            frame.lse.copy_(found_lse)
 
 
 class VanillaMLA(Vanilla):

@@ -19,8 +19,7 @@ from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
 from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role
@@ -31,6 +30,7 @@ from polyattn.workload.dice import Dice
 from polyattn.workload.judge import judge
 from polyattn.workload.pages import copied, poison, put, same_cache
 from polyattn.workload.steps import (
+    AT_CAP,
     LATER,
     PAGES,
     USUAL,
@@ -73,6 +73,7 @@ class AttentionWorkload(Workload):
         like: AttentionWorkload | None = None,
         full: KVCache | None = None,
         spare: int = 1,
+        first_block: int = 1,
     ):
         """Draw a step.
 
@@ -83,10 +84,13 @@ class AttentionWorkload(Workload):
         - `like`: another layer's step, whose batch this one has too.
         - `full`: a cache of random numbers, anywhere in which the step lies; there is no `keys`.
         - `spare`: columns of the block table beyond the longest sequence's.
+        - `first_block`: the first of a cache's blocks that a sequence may have.
         """
         self.layer, self.lengths, self.dice, self.packed = layer, lengths, dice, packed
         self.numbers, self.skipped, self.spare = numbers, skipped, spare
-        self.offset = OFFSETS.get(numbers, 0.0)
+        self.first_block = first_block
+        at_cap = self.spec.logit_soft_cap or 0.0
+        self.offset = at_cap if numbers == AT_CAP else OFFSETS.get(numbers, 0.0)
         queries, lens = lens_of(lengths)
         self.query = self._drawn("query", sum(queries))
         form = self.group.cache_format
@@ -150,7 +154,9 @@ class AttentionWorkload(Workload):
         if form is None:
             self._lay_given(like)
             return
-        table, num_blocks = self.dice.blocks(lens, form.block_size, self.spare)
+        table, num_blocks = self.dice.blocks(
+            lens, form.block_size, self.spare, first=self.first_block
+        )
         if like is not None and like.cache is not None and like.batch.block_table is not None:
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
         for run in (run for level in shared for run in level):

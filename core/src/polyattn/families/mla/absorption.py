@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache, raw
+from polyattn.runtime.cache.rows import decoded
+from polyattn.runtime.program import LayerParams
 
 Weights = tuple[Tensor, Tensor]
 """W_UK (num_heads, nope size, rank) and W_UV (num_heads, rank, v_head_size)."""
@@ -31,7 +32,10 @@ def cached_rows(cache: KVCache, slots: Tensor, params: LayerParams, dtype: torch
     """Return the latents cached at `slots`, (tokens, rank + rope), as the numbers they stand for."""
     stored = cache.key
     blocks, offsets = slots // cache.block_size, slots % cache.block_size
-    rows = raw(stored)[blocks, offsets, 0].view(stored.dtype).to(dtype)
+    rows, form = raw(stored)[blocks, offsets, 0].view(stored.dtype), cache.format
+    if form.rows is not None:
+        rows = decoded(rows, form.rows[0], form.head_size)
+    rows = rows.to(dtype)
     return rows * params.k_scale if stored.dtype.itemsize == 1 else rows
 
 
@@ -39,7 +43,7 @@ def expand_rows(
     cache: KVCache, slots: Tensor, weights: Weights, params: LayerParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Make keys and values, (tokens, heads, size) each, of the latents cached at `slots`."""
-    rows, rank = cached_rows(cache, slots, params, dtype), cache.value.shape[3]
+    rows, rank = cached_rows(cache, slots, params, dtype), weights[1].shape[1]
     latent, rope = rows[:, :rank], rows[:, rank:]
     heads, nope = weights[0].shape[:2]
     key = rows.new_empty(len(rows), heads, nope + rope.shape[1])

@@ -9,10 +9,10 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
@@ -23,7 +23,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape, positive
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
@@ -32,19 +32,32 @@ from polyattn.spec.layer import LayerSpec
 
 
 class LatentAttention(Layer):
-    """One MLA layer on the selected backends. Forward only: gradients are refused.
+    """One MLA layer on the selected backends (DeepSeek-V2, 2024). Forward only: it refuses gradients.
 
-    - `group`: as `Attention` takes it.
-    - `w_uk` (num_heads, nope size, rank), `w_uv` (num_heads, rank, v_head_size): the halves of the
-      up-projection (`kv_b_proj`), in the layer's dtype, kept by reference as `Attention` keeps its
-      sinks. Without both, the caller absorbs and projects:
-      see `forward`.
-    - `k_scale`: a quantised cache holds `latent / scale`.
-    - `rotate`: where the spec has a `rope`, who rotates the rope parts of queries and keys: True, this
-      layer; False, its caller did. It has to be said.
-    - `checks`: check block tables and slots on the device each step (default: setting `checks`).
+    Args:
+        group: as `Attention` takes it.
+        w_uk: (num_heads, nope size, rank), the key's half of the up-projection (`kv_b_proj`), in the
+            layer's dtype, referenced as `Attention` references its sinks. Without both halves the
+            caller absorbs and projects; `forward` says how.
+        w_uv: (num_heads, rank, v_head_size), the value's half.
+        k_scale: a quantised cache holds `latent / scale`.
+        rotate: required if the spec has a `rope`. True: this layer rotates the rope parts of queries
+            and keys; False: the caller did.
+        checks: check block tables and slots on the device at each step; None: the setting `checks`.
 
-    Raises `SpecError`, and what `LayerGroup` raises.
+    Raises:
+        SpecError: an argument doesn't fit the spec.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> latent = LatentSpec(rank=32, rope_head_size=16)
+        >>> spec = LayerSpec(
+        ...     kind="mla", num_heads=2, head_size=48, v_head_size=32, latent=latent, dtype="float32"
+        ... )
+        >>> layer = LatentAttention(spec, torch.randn(2, 32, 32), torch.randn(2, 32, 32))
+        >>> layer.group.spec.latent.size
+        48
+
     """
 
     family = "mla"
@@ -112,15 +125,28 @@ class LatentAttention(Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's latents in `cache` and attend.
 
-        `query` (num_tokens, num_heads, head_size), the part without positions first; `latent`
-        (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated as the query's
-        rope part is, or neither where the layer has `rotate=True`; both None when the cache holds them
-        already. `topk` int32 (num_tokens, topk), for a sparse layer: positions in the token's
-        sequence, -1 for none. Returns (num_tokens, num_heads, v_head_size), written to `out` where
-        given, and the LSE where the spec says `needs_lse`. A layer without weights takes the absorbed
-        query (num_tokens, num_heads, rank + rope size), gives (num_tokens, num_heads, rank), and serves
-        rows that decode takes.
-        Raises `BatchError`, `CacheError`; nothing was changed then.
+        A layer without weights takes the absorbed query, (num_tokens, num_heads, rank + rope size),
+        returns (num_tokens, num_heads, rank), and serves the rows that decode takes.
+
+        Args:
+            query: (num_tokens, num_heads, head_size), the part without positions first.
+            latent: (num_tokens, rank), after its norm; None: the cache holds it already.
+            rope_key: (num_tokens, rope size), rotated as the query's rope part is; with `rotate=True`
+                neither is.
+            cache: the layer's cache.
+            plan: as `Attention.forward` takes it.
+            topk: int32 (num_tokens, topk), of a sparse layer: positions in the token's sequence, -1 for
+                none.
+            out: (num_tokens, num_heads, v_head_size), written and returned.
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_size). If the spec has `needs_lse`, also the LSE,
+            float32 (num_tokens, num_heads), natural logarithm.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return torch_compile.latent(self, query, latent, rope_key, cache, plan, topk, out)
@@ -146,26 +172,54 @@ class LatentAttention(Layer):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Check what was given and run the step. Writes `out` and `lse`."""
+        """Check the tensors and run the step. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, size), as `forward` takes it.
+            latent: (num_tokens, latent rank); None if it is in the cache.
+            rope_key: (num_tokens, rope size); None if it is in the cache.
+            cache: the latents.
+            topk: int32 (num_tokens, topk): the rows that each token attends to; None: all.
+            out: (num_tokens, num_heads, size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
         self._check(step, query, latent, rope_key, topk, out)
         self.group.check_cache(cache)
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
-        entry = None
+        entry = value = None
         if latent is not None and rope_key is not None:
             entry = torch.cat([latent, rope_key], dim=1)[:, None]
+            value = entry[..., : cache.format.v_head_size]
+        params = self.params
+        params.weights = self.weights
         with own_precision(self.group.device_type):
-            step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
+            step.run(Frame(query, entry, value, cache, params, out, lse, topk))
 
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-        """Store latents and rope keys without attending, as `Attention.store` does keys and values.
+        """Store latents and rope keys without attending.
 
-        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping`, one each.
+        Args:
+            latent: (tokens, rank), any number of tokens.
+            rope_key: (tokens, rope size).
+            cache: the layer's cache.
+            slot_mapping: int64 (tokens,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
         """
         if self.params.rotate:
             raise BatchError(
-                "store() writes rope keys as they are, and this layer rotates; give them to forward, or "
+                "store() writes rope keys as they are, and this layer rotates; pass them to forward, or "
                 "build a layer with rotate=False"
             )
         part, device = self.spec.latent, self.group.torch_device
@@ -225,8 +279,8 @@ class LatentAttention(Layer):
             check_tensor(name, tensor, device)
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, shape, dtype)
-        if self.w_uk is None and step.expansions:
+        if self.w_uk is None and step.expands:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
-                "give them to LatentAttention, or pass shorter rows"
+                "pass them to LatentAttention, or pass shorter rows"
             )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention import reference
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
@@ -78,15 +78,6 @@ def attend(
             )
         )
     return output, lse
-
-
-def index_logits(
-    query: Tensor, weights: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Return `I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s])` for one sequence, as it is written."""
-    query, weights, keys = (t.detach().to("cpu", dtype) for t in (query, weights, keys))
-    scores = torch.einsum("tjd,sd->tjs", query, keys).relu()
-    return torch.einsum("tj,tjs->ts", weights, scores)
 
 
 def _plain(spec: LayerSpec) -> LayerSpec:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from polyattn.families.attention.roofline import visible_pairs
+from polyattn.families.sparse.roofline import index_cost
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 
 
 def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
@@ -26,5 +28,5 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
         rows += min(length, pairs) if query else 0
     width = spec.num_heads * (spec.head_size + spec.v_head_size)
     size = STORAGE_DTYPES[spec.dtype].itemsize
-    cached = rows * latent.size * STORAGE_DTYPES[spec.stored_dtype].itemsize
-    return Cost(flops, cached + batch.num_tokens * width * size)
+    cached = rows * row_widths(spec.stored_dtype, latent.size, latent.rank)[0]
+    return Cost(flops, cached + batch.num_tokens * width * size) + index_cost(spec, batch)

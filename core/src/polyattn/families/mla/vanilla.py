@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from polyattn.families.attention import reference
 from polyattn.families.mla.absorption import cached_rows
-from polyattn.runtime.backend import LayerParams, SparseBackend
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.backend import SparseBackend
+from polyattn.runtime.program import Frame, Plan
 from polyattn.spec.decompose import absorbed
 
 
@@ -20,24 +18,17 @@ class VanillaSparseMLA(SparseBackend):
 
     name: ClassVar[str] = "VANILLA_MLA_SPARSE"
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        rank = cache.value.shape[3]
+    def run(self, plan: Plan, frame: Frame) -> None:
+        cache, choice = frame.cache, frame.choice
+        assert cache is not None and choice is not None
+        rank = cache.format.v_head_size
         alone = absorbed(self.spec).replace(causal=False)
-        for token, row in enumerate(slots.cpu().long()):
+        for token, row in enumerate(choice.cpu().long()):
             chosen = row[row >= 0].to(cache.key.device)
-            keys = cached_rows(cache, chosen, params, torch.float64).cpu()[:, None]
+            keys = cached_rows(cache, chosen, frame.params, torch.float64).cpu()[:, None]
             found, found_lse = reference.attend(
-                alone, query[token : token + 1], keys, keys[..., :rank]
+                alone, frame.query[token : token + 1], keys, keys[..., :rank]
             )
-            out[token].copy_(found[0])
-            if lse is not None:
-                lse[token].copy_(found_lse[0])
+            frame.out[token].copy_(found[0])
+            if frame.lse is not None:
+                frame.lse[token].copy_(found_lse[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,28 +15,26 @@ from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
-from polyattn.spec.layer import LatentSpec, LayerSpec
-from polyattn.workload.base import Workload, picked_rows, spoil_requests
-from polyattn.workload.compare import lse_error, output_error
+from polyattn.spec.latent import LatentSpec
+from polyattn.spec.layer import LayerSpec
+from polyattn.workload.base import picked_rows, spoil_requests
+from polyattn.workload.choosing import ChoosingWorkload
 from polyattn.workload.dice import Dice
-from polyattn.workload.judge import judge
-from polyattn.workload.pages import copied, poison, put, same_cache
+from polyattn.workload.pages import copied, poison, put
 from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
-from polyattn.workload.tolerance import tolerance_of
 
 
-class LatentWorkload(Workload):
+class LatentWorkload(ChoosingWorkload):
     """One step of an MLA layer.
 
     - `query` (tokens, num_heads, size), `latent` (tokens, rank), `rope` (tokens, rope_head_size): what
-      the layer takes, and `topk` (tokens, k) int32 of a sparse one.
+      the layer takes, and `choice` (tokens, k) int32 of a sparse one.
     - `entries` (all tokens, rank + rope_head_size): every sequence's.
     """
 
-    names = ("query", "latent", "rope", "topk")
+    names = ("query", "latent", "rope", "choice")
     cache: KVCache
 
     def __init__(
@@ -54,9 +52,9 @@ class LatentWorkload(Workload):
             seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
-        self.topk = None
+        self.choice = None
         if self.part.topk:
-            self.topk = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
+            self.choice = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
         self._lay(shared, like)
 
     @classmethod
@@ -107,7 +105,7 @@ class LatentWorkload(Workload):
         work = self.but(
             lengths=[self.lengths[i] for i in requests], query=self.query[rows],
             entries=self.entries[picked_rows(lens, requests, self.device)],
-            topk=None if self.topk is None else self.topk[rows],
+            choice=None if self.choice is None else self.choice[rows],
         )  # fmt: skip
         queries, lens = lens_of(work.lengths)
         spoil_requests([(work.query, queries), (work.entries, lens)], spoilt, self.dice)
@@ -136,7 +134,7 @@ class LatentWorkload(Workload):
                 absorbed(self.spec), self.query, None, None, self.held, self.batch, layer.params
             )
         return reference.forward(
-            self.spec, self.query, self.held, self.batch, layer.weights, layer.params, self.topk
+            self.spec, self.query, self.held, self.batch, layer.weights, layer.params, self.choice
         )
 
     @cached_property
@@ -146,29 +144,7 @@ class LatentWorkload(Workload):
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
     def call(self) -> Any:
-        return self.layer(*self.inputs, self.plan, topk=self.topk, out=self.out)
-
-    def run(self, plan: StepPlan | None = None) -> Tensor:
-        self.__dict__.pop("out", None)
-        self.lse = None
-        if self.spec.needs_lse:
-            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
-        self.layer.run(plan or self.plan, *self.inputs, self.topk, self.out, self.lse)
-        return self.out
-
-    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
-        rows = torch.arange(len(self.query)) if rows is None else rows
-        limit = tolerance_of(self.spec)
-        at = rows.to(self.device)
-        yield "output", output_error(self.out[at], self.expected[0][rows]), limit.output
-        if self.lse is not None:
-            yield "LSE", lse_error(self.lse[at], self.expected[1][rows]), limit.lse
-
-    def check_memory(self) -> None:
-        same_cache(self.cache, self.held, self.batch.slot_mapping)
-
-    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
-        judge(self.who, self.spec, self.batch, out, lse, self.expected, label)
+        return self.layer(*self.inputs, self.plan, topk=self.choice, out=self.out)
 
 
 WORKLOAD = LatentWorkload
@@ -185,12 +161,12 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
 
 
 def chosen_positions(lens: list[int], queries: list[int], topk: int, dice: Dice) -> Tensor:
-    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 past them."""
+    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 between them."""
     rows = []
     for length, count in zip(lens, queries, strict=True):
         for at in range(length - count, length):
             row = torch.full((topk,), -1, dtype=torch.int32)
-            seen = dice.order(max(at + 1, 0))[:topk]
-            row[: len(seen)] = seen.int()
+            seen = dice.order(max(at + 1, 0))[: topk - 1 if at % 3 == 2 else topk]
+            row[dice.order(topk)[: len(seen)]] = seen.int()
             rows.append(row)
     return torch.stack(rows) if rows else torch.empty(0, topk, dtype=torch.int32)

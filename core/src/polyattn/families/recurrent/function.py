@@ -11,8 +11,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch import Batch
 
@@ -24,12 +23,30 @@ def recurrence(
     states: Tensor | None = None,
     **fields: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run a recurrence over packed sequences of `query_lens`. Forward only: gradients are refused.
+    """Run a recurrence over packed sequences. Forward only.
 
-    `inputs` in the order of the kind's form (`polyattn.spec.recurrence.FORMS`), (tokens, …); `params` as
-    there. `states` (num_seqs, …): what each sequence starts from; default: zero. `fields`: the
-    `LayerSpec`'s, but the dtype, which is the first input's. Returns the output and the states
-    afterwards, new tensors. Raises `BatchError`, `SpecError`, and what `select` raises.
+    Args:
+        inputs: the kind's inputs in the order of `polyattn.spec.recurrence.FORMS`, (tokens, ...) each.
+        params: the kind's parameters by their names there.
+        query_lens: tokens of each sequence.
+        states: (num_seqs, ...), what each sequence starts from; default: zero.
+        fields: the fields of the `LayerSpec`, without `dtype`, which is the first input's.
+
+    Returns:
+        The output (tokens, ...), and the sequences' new states (num_seqs, ...), new tensors.
+
+    Raises:
+        BatchError: shapes don't fit, or a tensor requires a gradient.
+        SpecError, SelectionError: as `select`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 5, 2, 16)
+        >>> layer = {"kind": "linear", "num_heads": 2, "head_size": 16, "recurrent": RecurrentSpec()}
+        >>> decay = {"decay": torch.tensor([-0.5, -0.1])}
+        >>> out, states = recurrence((q, k, v), decay, [3, 2], **layer)
+        >>> out.shape, states.shape
+        (torch.Size([5, 2, 16]), torch.Size([2, 2, 16, 16]))
+
     """
     group = group_for(inputs[0].device, dtype=inputs[0].dtype, **fields)
     layer = Recurrent(group, checks=False, **params)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.graphs import torch_compile
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
@@ -22,7 +21,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import RecurrentFrame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_state_slots
 from polyattn.selection.selection import Selection
@@ -38,14 +37,33 @@ def input_dtype(spec: LayerSpec, name: str) -> torch.dtype:
 
 
 class Recurrent(Layer):
-    """One recurrent layer on the selected backends. Forward only: gradients are refused.
-
-    `group` as `Attention` takes it. `params` are the tensors that `polyattn.spec.recurrence.FORMS`
-    names, kept by reference as `Attention` keeps its sinks and read as float32 (`layer.weights[name]`
-    is each one's `Weight`). `checks`: check state slots each step (default: setting `checks`).
+    """One recurrent layer on the selected backends. Forward only: it refuses gradients.
 
     The short convolution before a Mamba or delta-rule layer is a layer of its own, of
-    `polyattn.spec.decompose.convolution(spec)`. Raises `SpecError`, and what `LayerGroup` raises.
+    `polyattn.spec.decompose.convolution(spec)`.
+
+    Args:
+        group: as `Attention` takes it.
+        checks: check state slots at each step; None: the setting `checks`.
+        params: the tensors that `polyattn.spec.recurrence.FORMS` names for the kind, with their shapes.
+            They are referenced as `Attention` references its sinks, and read as float32;
+            `layer.weights[name]` is each one's `Weight`.
+
+    Raises:
+        SpecError: a parameter is missing, unknown or of another shape.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> spec = LayerSpec(
+        ...     kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv
+        ... )
+        >>> layer = Recurrent(spec, weight=torch.randn(8, 4))
+        >>> states = layer.group.allocate_states(num_slots=1)
+        >>> batch = Batch.from_lens([5], [5], state_slots=torch.tensor([0]))
+        >>> layer(torch.randn(5, 8), states=states, plan=layer.group.plan(batch)).shape
+        torch.Size([5, 8])
+
     """
 
     family = "recurrent"
@@ -90,7 +108,12 @@ class Recurrent(Layer):
         return {name: weight.current() for name, weight in self.weights.items()}
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of the output for so many tokens."""
+        """Return the shape of the output.
+
+        Args:
+            tokens: the step's tokens.
+
+        """
         return shape_of(self.spec, self.form.output, tokens)
 
     def forward(
@@ -102,15 +125,23 @@ class Recurrent(Layer):
     ) -> Tensor:
         """Run the recurrence over the step's tokens and leave each sequence's new state in its slot.
 
-        `inputs` in the order of the layer's form (Mamba-2: x, dt, B, C, and z where it is gated), packed,
-        (num_tokens, …) in the layer's dtype; dt, g and beta may be float32. `plan` as `Attention` takes
-        it. Returns the output, written to `out` where given. Raises `BatchError`; nothing was changed
-        then.
+        Args:
+            inputs: packed tensors (num_tokens, ...) in the order of the layer's form (Mamba-2: x, dt,
+                B, C, and z if it is gated), in the layer's dtype; dt, g and beta may be float32.
+            states: the layer's states.
+            plan: as `Attention.forward` takes it.
+            out: (num_tokens, ...), written and returned.
+
+        Returns:
+            The output, as the form shapes it.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+
         """
         if torch.compiler.is_compiling():
             return torch_compile.recurrence(self, inputs, states, plan, out)
         step = self.group.plan_for(plan)
-        assert isinstance(step, RecurrentStep)
         if out is None and inputs:
             check_tensor(next(iter(self.form.inputs)), inputs[0], self.group.torch_device)
             shape = self.output_shape(step.batch.num_tokens)
@@ -121,12 +152,23 @@ class Recurrent(Layer):
 
     def run(
         self,
-        step: RecurrentStep,
+        step: StepPlan,
         inputs: tuple[Tensor, ...],
         states: StateCache,
         out: Tensor | None,
     ) -> None:
-        """Check what was given and run the step. Writes `out` and the step's slots of `states`."""
+        """Check the tensors and run the step. Writes `out` and the step's slots of `states`.
+
+        Args:
+            step: the plan.
+            inputs: the kind's inputs, in the order of `forward`.
+            states: the cache of states.
+            out: `output_shape(num_tokens)`, contiguous, in the layer's dtype.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+
+        """
         device = self.group.torch_device
         named = self._named(inputs, step.batch.num_tokens)
         shape = self.output_shape(step.batch.num_tokens)
@@ -147,7 +189,7 @@ class Recurrent(Layer):
         if self.checks and not capturing(out):
             check_state_slots(step.batch, states.num_slots)
         with own_precision(self.group.device_type):
-            step.run(named, self.params, states.data, out)
+            step.run(RecurrentFrame(named, self.params, states.data, out))
 
     def _named(self, inputs: tuple[Tensor, ...], tokens: int) -> dict[str, Tensor]:
         form, spec = self.form, self.spec

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
-
-from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.targets import (
-    StateCopy,
     check_room,
     token_by_token,
     whole_sequences,
@@ -17,48 +15,9 @@ from polyattn.families.recurrent.targets import (
 from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.program import Call
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_queries
-
-
-class RecurrentStep(StepPlan):
-    """The calls of a step over states, and before some of them copies of states."""
-
-    def __init__(
-        self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...],
-        copies: Mapping[int, StateCopy] = {},
-    ):  # fmt: skip
-        super().__init__(group, batch)
-        self._calls, self._copies = calls, dict(copies)
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return self._calls
-
-    def run(
-        self,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Run the recurrence. Writes `out` and the batch's slots of `states`."""
-        for index, call in enumerate(self._calls):
-            if index in self._copies:
-                self._copies[index].run(states)
-            rows = call.rows
-            if rows is None:
-                call.backend.run(call.plan, inputs, params, states, out)
-                continue
-            given = {name: tensor[rows] for name, tensor in inputs.items()}
-            if isinstance(rows, slice):
-                call.backend.run(call.plan, given, params, states, out[rows])
-            else:
-                part = out.new_empty(len(rows), *out.shape[1:])
-                call.backend.run(call.plan, given, params, states, part)
-                out.index_copy_(0, rows, part)
 
 
 class Planner(StepPlanner):
@@ -75,11 +34,14 @@ class Planner(StepPlanner):
             if phase == "decode":
                 self.takes_drafts = info.capabilities.state_targets
 
-    def plan(self, batch: Batch, reuse: Any = None) -> RecurrentStep:
+    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         """Plan one step. Raises `BatchError`."""
-        check_queries(batch)
+        batch.check_queries()
         if batch.state_slots is None and batch.num_seqs:
-            raise BatchError(f"{self.spec} keeps a state; the batch has no state_slots")
+            raise BatchError(
+                f"{self.spec} keeps a state; the batch has no state_slots: pass "
+                f"Batch(state_slots=...)"
+            )
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
         moves = batch.state_targets is not None
         if reuse is not None and moves != (reuse.batch.state_targets is not None):
@@ -92,7 +54,7 @@ class Planner(StepPlanner):
         calls = self._by_phase(batch, before)
         if reuse is not None and {call.phase for call in calls} - before.keys():
             raise BatchError("the captured step has other phases; capture a graph for each kind")
-        return RecurrentStep(self.group, batch, calls)
+        return StepPlan(self.group, batch, calls)
 
     def _by_phase(self, batch: Batch, before: Mapping[str, Any]) -> tuple[Call, ...]:
         phases = by_phase(batch)
@@ -130,8 +92,8 @@ class Planner(StepPlanner):
             return None
         return (
             f"state_targets names a slot for each sequence, and {self.spec} keeps drafts in its own "
-            "state, which a captured step doesn't move; run such a step eagerly, or give a slot for each "
-            "token, which moves the other groups' states alone"
+            "state, which a captured step doesn't move; run such a step eagerly, or pass a slot "
+            "for each token, which moves only the other groups' states"
         )
 
     @property
@@ -139,23 +101,19 @@ class Planner(StepPlanner):
         """Whether a state holds drafts itself, so that the next lengths say how many were accepted."""
         return self.spec.recurrent is not None and self.spec.recurrent.draft_tokens > 0
 
-    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> RecurrentStep:
+    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> StepPlan:
         """Plan a step whose states end elsewhere: each sequence's, or each token's."""
         assert batch.state_targets is not None
         if batch.state_targets.dim() == 1:
             copy, inner = whole_sequences(batch)
-            return RecurrentStep(self.group, batch, self._by_phase(inner, {}), {0: copy})
+            return StepPlan(self.group, batch, (copy, *self._by_phase(inner, {})))
         self._refuse_two_rooms()
         if self.takes_drafts:
             check_room(batch)
-            return RecurrentStep(
-                self.group, batch, (self._call("decode", Part(batch, None), before.get("decode")),)
-            )
-        steps = list(token_by_token(batch))
-        calls = tuple(self._call("decode", part, None) for _, part in steps)
-        return RecurrentStep(
-            self.group, batch, calls, {i: copy for i, (copy, _) in enumerate(steps)}
-        )
+            call = self._call("decode", Part(batch, None), before.get("decode"))
+            return StepPlan(self.group, batch, (call,))
+        steps = ((copy, self._call("decode", part, None)) for copy, part in token_by_token(batch))
+        return StepPlan(self.group, batch, chain.from_iterable(steps))
 
     def _refuse_two_rooms(self) -> None:
         """Refuse a slot for each token where a state has room for drafts itself. Raises `BatchError`."""
@@ -164,7 +122,7 @@ class Planner(StepPlanner):
             raise BatchError(
                 f"state_targets has a slot for each token, and {self.spec} keeps drafts in its own state "
                 f"(recurrent.draft_tokens={form.draft_tokens}); leave them out of this group's batch: "
-                "the next step's lengths say how many were accepted"
+                "the next step's lengths tell how many were accepted"
             )
 
     def _call(self, phase: str, part: Part, earlier: Any) -> Call:

@@ -1,6 +1,6 @@
 """What is the right answer for a recurrence? The published one, a token at a time, in float64.
 
-Written to be read beside `polyattn.spec.recurrence`, and sharing no code with any backend.
+It can be read beside `polyattn.spec.recurrence`, and shares no code with any backend.
 """
 
 from __future__ import annotations

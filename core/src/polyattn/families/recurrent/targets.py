@@ -1,8 +1,8 @@
-"""How does a state get somewhere else than where it was? By a copy before the call that goes on from it.
+"""How does a state get to another slot? A copy before the call that continues from it.
 
-Verifying drafts wants the state after each of a sequence's tokens. A backend that claims `state_targets`
-takes them in one launch; whatever else decodes can do that token by token, each call on a copy of the
-state before, so that no kernel has to know of drafts.
+Verification of drafts needs the state after each of a sequence's tokens. A backend that claims
+`state_targets` writes them in one launch. For others core decodes token by token, each call on a copy
+of the state before, so no kernel has to know about drafts.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.decompositions import Part
+from polyattn.runtime.program import Op, RecurrentFrame
 from polyattn.runtime.step.batch import Batch
 
 
 @dataclass(frozen=True)
-class StateCopy:
+class StateCopy(Op):
     """States that are copied before a call: slots int64 (sequences,) each."""
 
     sources: Tensor
     targets: Tensor
 
-    def run(self, states: Tensor) -> None:
-        """Copy within `states` (slots, …); never waits for the device."""
+    def run(self, frame: RecurrentFrame) -> None:
+        """Copy within the states; never waits for the device."""
+        states = frame.states
         states.index_copy_(0, self.targets, states.index_select(0, self.sources))
 
 
 def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
-    """Return the copies that put each sequence's state where it shall end, and the batch from there."""
+    """Return the copies that put each sequence's state at its target, and the batch from there."""
     targets = batch.state_targets
     assert targets is not None and batch.state_slots is not None
     at = _index(_running(batch, 0), batch)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from polyattn.families.recurrent import reference
 from polyattn.runtime.backend import RecurrentBackend
-from polyattn.runtime.plan import Plan
+from polyattn.runtime.program import Plan, RecurrentFrame
 
 
 class VanillaScan(RecurrentBackend):
@@ -18,14 +16,8 @@ class VanillaScan(RecurrentBackend):
 
     name: ClassVar[str] = "VANILLA_SCAN"
 
-    def run(
-        self,
-        plan: Plan,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
+    def run(self, plan: Plan, frame: RecurrentFrame) -> None:
+        inputs, params = frame.inputs, frame.params
         batch = plan.batch
         assert batch.state_slots is not None
         given = {name: t.detach().to("cpu", torch.float64) for name, t in inputs.items()}
@@ -35,9 +27,9 @@ class VanillaScan(RecurrentBackend):
             if slot < 0 or rows.start == rows.stop:
                 continue
             before = batch.lens[index] - batch.query_lens[index]
-            state = states[slot].to("cpu", torch.float64)
+            state = frame.states[slot].to("cpu", torch.float64)
             state = state if before else torch.zeros_like(state)
             mine = {name: tensor[rows] for name, tensor in given.items()}
             found, state = reference.scan(self.spec, mine, held, state, before)
-            out[rows].copy_(found)
-            states[slot].copy_(state)
+            frame.out[rows].copy_(found)
+            frame.states[slot].copy_(state)

@@ -14,8 +14,7 @@ from torch.nn.functional import normalize
 from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.layer import Recurrent, input_dtype
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec

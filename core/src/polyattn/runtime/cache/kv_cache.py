@@ -1,7 +1,8 @@
-"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
+"""Where are K and V? `KVCache` is one layer's pages in its `CacheFormat`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, nearest, shown
-from polyattn.runtime.cache import nvfp4
+from polyattn.errors import CacheError, flag, nearest, shown
+from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
+from polyattn.spec.row_format import RowFormat
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -26,18 +27,51 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
-    "nvfp4": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+
+def storage_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a cache's storage: of its elements, or of the bytes of its rows.
+
+    Args:
+        name: a cache's dtype (`"bfloat16"`, `"fp8_e4m3"`), or a row format's name.
+
+    Returns:
+        The dtype of torch; uint8 for rows of bytes.
+
+    Raises:
+        Nothing: a spec refuses a name that nothing has.
+
+    Examples:
+        >>> storage_dtype("fp8_e4m3"), storage_dtype("fp8_ds_mla")
+        (torch.float8_e4m3fn, torch.uint8)
+
+    """
+    return STORAGE_DTYPES.get(name, torch.uint8)
 
 
 class KVCache:
     """One layer's paged keys and values.
 
-    `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
-    logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.cache.nvfp4`). `form`: where
-    strides don't say it, because the device's tensors have none. Raises `CacheError`.
+    Both tensors may be views into one storage. They are logical views; their strides say how blocks lie
+    in memory. The last dimension is contiguous. In a cache of rows it is bytes, and a latent's value is
+    its key's row.
+
+    Args:
+        key: (num_blocks, block_size, num_kv_heads, head_size).
+        value: (num_blocks, block_size, num_kv_heads, v_head_size).
+        form: the format, if tensors don't tell it: of rows, and on devices whose tensors have no
+            strides.
+
+    Raises:
+        CacheError: the tensors don't fit each other or the format.
+
+    Examples:
+        >>> cache = KVCache(torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64))
+        >>> cache.num_blocks, cache.format.layout
+        (8, 'NHD')
+
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -58,23 +92,40 @@ class KVCache:
         if key.stride(3) != 1 or value.stride(3) != 1:
             raise CacheError("the head-size dimension of key and value must be contiguous")
         self.key, self.value = key, value
-        if form is not None:
-            _check_form(form)
-            widths = map(form.stored_width, (form.head_size, form.v_head_size))
-            sizes = (form.block_size, form.num_kv_heads, *widths)
-            if sizes != (*key.shape[1:], value.shape[3]):
+        if form is None:
+            if key.dtype == torch.uint8:
                 raise CacheError(
-                    f"form says blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
-                    f"{form.head_size}/{form.v_head_size}; key {tuple(key.shape)} and value "
-                    f"{tuple(value.shape)} are others"
+                    "key and value are rows of bytes, whose format is unknown: pass form=CacheFormat(...)"
                 )
-            self.__dict__["format"] = form
+            return
+        _check_form(form)
+        sizes = (form.block_size, form.num_kv_heads, *form.widths)
+        if sizes != (*key.shape[1:], value.shape[3]):
+            raise CacheError(
+                f"form has blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
+                f"{form.head_size}/{form.v_head_size}, {form.dtype}; key {tuple(key.shape)} and value "
+                f"{tuple(value.shape)} are others"
+            )
+        self.__dict__["format"] = form
 
     @classmethod
     def allocate(
         cls, form: CacheFormat, num_blocks: int, device: torch.device | str = "cpu"
     ) -> KVCache:
-        """Return an uninitialised cache of `num_blocks` blocks of this form."""
+        """Return an uninitialised cache.
+
+        Args:
+            form: its format; a group's is `group.cache_format`.
+            num_blocks: blocks, 1 or more.
+            device: torch's device.
+
+        Returns:
+            The cache.
+
+        Raises:
+            CacheError: the number isn't positive.
+
+        """
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
             raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
         _check_form(form)
@@ -82,57 +133,89 @@ class KVCache:
         special = ALLOCATORS.get(device.type)
         if special is not None:
             return special(form, num_blocks)
-        dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
+        dtype, n, b, h = storage_dtype(form.dtype), num_blocks, form.block_size, form.num_kv_heads
+        of_key, of_value = form.widths
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         if form.layout == "contiguous":
-            if form.head_size != form.v_head_size or form.value_in_key:
+            if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't be contiguous: K and V differ in size")
-            return cls.contiguous(empty(n, 2, h, b, form.stored_width(form.head_size)))
+            return cls.contiguous(empty(n, 2, h, b, of_key), form)
         if form.interleaved:
-            if form.head_size != form.v_head_size or form.value_in_key:
+            if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't interleave K and V of different sizes")
             order = (b, h) if form.layout == "NHD" else (h, b)
-            return cls.packed(empty(n, 2, *order, form.stored_width(form.head_size)), form.layout)
-        each = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
-        sizes = tuple(map(form.stored_width, each))
+            return cls.packed(empty(n, 2, *order, of_key), form.layout, form)
+        sizes = (of_key,) if form.value_in_key else (of_key, of_value)
         if form.layout == "NHD":
             stored = [empty(n, b, h, size) for size in sizes]
         else:
             stored = [empty(n, h, b, size).transpose(1, 2) for size in sizes]
-        value = stored[0][..., : form.v_head_size] if form.value_in_key else stored[1]
-        return cls(stored[0], value)
+        value = stored[0][..., :of_value] if form.value_in_key else stored[1]
+        return cls._of_rows(stored[0], value, form)
 
     @classmethod
-    def packed(cls, storage: Tensor, layout: str = "NHD") -> KVCache:
-        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
+    def _of_rows(cls, key: Tensor, value: Tensor, form: CacheFormat | None) -> KVCache:
+        """Wrap tensors whose strides say their layout; `form` is kept where they are rows of bytes."""
+        if form is None or form.rows is None:
+            return cls(key, value)
+        return cls(key, value, replace(form, layout=_layout(key)))
+
+    @classmethod
+    def packed(
+        cls, storage: Tensor, layout: str = "NHD", form: CacheFormat | None = None
+    ) -> KVCache:
+        """Return a cache over one tensor of blocks of keys and values.
+
+        Args:
+            storage: (num_blocks, 2, block_size, heads, size), or in HND's order.
+            layout: `"NHD"` or `"HND"`.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape, or the layout is unknown.
+
+        """
         check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
         if layout == "contiguous":
-            return cls.contiguous(storage)
+            return cls.contiguous(storage, form)
         if layout not in LAYOUTS:
             raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
-        return cls(storage[:, 0], storage[:, 1])
+        form = None if form is None else replace(form, interleaved=True)
+        return cls._of_rows(storage[:, 0], storage[:, 1], form)
 
     @classmethod
     def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
-        """Wrap one tensor (num_blocks, block_size, heads, size): K, then V, then room.
+        """Return a cache over one tensor whose last dimension holds a key, then its value, then room.
 
-        `heads_first`: (num_blocks, heads, block_size, …). Of an MLA latent, whose value is the first part
-        of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
-        `CacheError`.
+        Args:
+            storage: (num_blocks, block_size, heads, size); of an MLA latent, whose value is the first
+                part of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`.
+            form: the format.
+            heads_first: the storage is (num_blocks, heads, block_size, size).
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape or dtype.
+
         """
         _check_form(form)
         check_is_tensor("storage", storage, error=CacheError)
         flag("heads_first", heads_first, CacheError)
-        of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
+        of_key, of_value = form.widths
         width = of_key if form.value_in_key else of_key + of_value
-        dtype = STORAGE_DTYPES[form.dtype]
+        dtype = storage_dtype(form.dtype)
         if storage.dtype not in (dtype, torch.uint8, torch.int8):
             raise CacheError(
                 f"storage is {storage.dtype}; it must be {dtype}, the form's, or bytes"
@@ -155,26 +238,45 @@ class KVCache:
                 f"{form.num_kv_heads}"
             )
         key, rest = whole[..., :of_key], whole[..., of_key:]
-        return cls(key, (key if form.value_in_key else rest)[..., :of_value])
+        return cls._of_rows(key, (key if form.value_in_key else rest)[..., :of_value], form)
 
     @classmethod
-    def contiguous(cls, storage: Tensor) -> KVCache:
-        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+    def contiguous(cls, storage: Tensor, form: CacheFormat | None = None) -> KVCache:
+        """Return a cache over TensorRT-LLM's contiguous storage.
 
-        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
-        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        Each sequence is one block of `max_len` tokens; its place in the storage is its entry of the
+        block table (`sequence_table`).
+
+        Args:
+            storage: (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+            form: the format, if the storage holds rows of bytes.
+
+        Returns:
+            The cache, a view.
+
+        Raises:
+            CacheError: the storage has another shape.
+
         """
-        cache = cls.packed(storage, "HND")
+        cache = cls.packed(storage, "HND", form)
         form = replace(cache.format, layout="contiguous", interleaved=False)
         return cls(cache.key, cache.value, form)
 
     def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
-        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1).
+        """Return the block table of sequences in a contiguous cache.
 
-        A tensor of places is copied to the host, to be checked. Raises `CacheError`.
+        Args:
+            sequences: each one's place in the storage; a tensor is copied to the host to be checked.
+
+        Returns:
+            int32 (sequences, 1).
+
+        Raises:
+            CacheError: the cache isn't contiguous, or a place is outside of it.
+
         """
         if self.layout != "contiguous":
-            raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+            raise CacheError(f"{self} isn't contiguous; its block tables come from the engine")
         if hasattr(sequences, "tolist"):  # a tensor or an array
             sequences = sequences.tolist()
         if not isinstance(sequences, Sequence):
@@ -191,7 +293,7 @@ class KVCache:
         """Blocks in the cache."""
         return self.key.shape[0]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.key.shape[1]
@@ -211,15 +313,18 @@ class KVCache:
     @cached_property
     def format(self) -> CacheFormat:
         """The form of this cache."""
+        by_block, by_token, by_head, _ = self.key.stride()
+        # NHD's blocks end with a token, HND's with a head.
+        extent = max(self.block_size * by_token, self.key.shape[2] * by_head)
         return CacheFormat(
             block_size=self.block_size,
             num_kv_heads=self.key.shape[2],
-            head_size=_elements(self.key),
-            v_head_size=_elements(self.value),
+            head_size=self.key.shape[3],
+            v_head_size=self.value.shape[3],
             dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
             layout=self.layout,
             value_in_key=self.value_in_key,
-            interleaved=self.key.stride(0) == 2 * self.block_size * self.key.stride(1),
+            interleaved=by_block == 2 * extent,
         )
 
     @cached_property
@@ -227,18 +332,29 @@ class KVCache:
         """The physical order within a block: NHD or HND (NHD where both fit)."""
         if "format" in self.__dict__:
             return self.format.layout
-        token, head = self.key.stride(1), self.key.stride(2)
-        return "NHD" if token >= head or self.key.shape[2] == 1 else "HND"
+        return _layout(self.key)
 
     @cached_property
     def _blocks(self) -> dict[int, tuple[KVCache, int]]:
         return {}
 
-    def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
-        """View the cache in smaller blocks, for a kernel that takes only those.
+    @cached_property
+    def _pages(self) -> dict[int, tuple[KVCache, tuple[int, int, int]]]:
+        return {}
 
-        Returns the view and the number of its blocks from one block of this cache to the next;
-        block i of this cache is blocks `i * step`, `i * step + 1`, … of the view.
+    def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
+        """Return a view of the cache in smaller blocks, for a kernel that takes only those.
+
+        Args:
+            size: tokens of a smaller block, a divisor of the block size.
+
+        Returns:
+            The view, and a step: block i of this cache is blocks `i * step`, `i * step + 1` and so on
+            of it.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
         """
         found = self._blocks.get(size)
         if found is None:
@@ -251,7 +367,41 @@ class KVCache:
                     f"key and value blocks of {self.block_size} can't both be walked in blocks of "
                     f"{size}: their strides differ ({self.key.stride()}, {self.value.stride()})"
                 )
-            found = self._blocks[size] = (KVCache(key, value), step)
+            form = replace(self.format, block_size=size) if self.key.dtype == torch.uint8 else None
+            found = self._blocks[size] = (KVCache(key, value, form), step)
+        return found
+
+    def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
+        """Return a view of the cache as pages of one KV head and consecutive tokens of a block.
+
+        The view is only for reading.
+
+        Args:
+            size: tokens of a page, a divisor of the block size.
+
+        Returns:
+            The view, whose pages overlap if heads or tokens alternate in memory; and the pages between
+            neighbouring blocks, between runs of `size` tokens, and between heads.
+
+        Raises:
+            CacheError: the blocks can't be split so.
+
+        """
+        found = self._pages.get(size)
+        if found is None:
+            if size < 1 or self.block_size % size:
+                raise CacheError(f"size={size} doesn't divide the block size, {self.block_size}")
+            (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
+            if steps != others:
+                raise CacheError(
+                    f"keys and values have different strides ({self.key.stride()}, "
+                    f"{self.value.stride()}), so "
+                    f"that one table can't name the pages of both; allocate the cache in one layout"
+                )
+            form = replace(
+                self.format, block_size=size, num_kv_heads=1, layout="NHD", interleaved=False
+            )
+            found = self._pages[size] = (KVCache(key, value, form), steps)
         return found
 
     def __repr__(self) -> str:
@@ -260,14 +410,35 @@ class KVCache:
 
 
 ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
-"""Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
+"""The allocator of caches for a type of torch device whose tensors have no strides; a plugin sets it."""
 
 
-def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+def _layout(key: Tensor) -> str:
+    token, head = key.stride(1), key.stride(2)
+    return "NHD" if token >= head or key.shape[2] == 1 else "HND"
 
-    uint8 is NVFP4's rows of bytes. `tensor` (tokens, heads, size); `scale`: a number, or a tensor of
-    one a head.
+
+def quantize(
+    tensor: Tensor, dtype: torch.dtype, scale: float | Tensor, rows: RowFormat | None = None
+) -> Tensor:
+    """Return `tensor / scale` in a cache's dtype, rounded and saturated if that is a quantised one.
+
+    Args:
+        tensor: (tokens, heads, size).
+        dtype: of the cache's elements.
+        scale: a number, or float32 (heads,).
+        rows: the format of a cache of rows of bytes.
+
+    Returns:
+        (tokens, heads, size) in `dtype`; with `rows`, uint8 (tokens, heads, row_bytes).
+
+    Raises:
+        CacheError: `dtype` is another dtype of more than 8 bits.
+
+    Examples:
+        >>> quantize(torch.tensor([[[1.0, 300.0]]]), torch.int8, 2.0).tolist()
+        [[[0, 127]]]
+
     """
     if tensor.dtype == dtype:
         return tensor
@@ -276,8 +447,8 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tenso
     else:
         # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
         divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
-    if dtype == torch.uint8:
-        return nvfp4.packed(tensor.float() / divisor)
+    if rows is not None:
+        return encoded(tensor.float() / divisor, rows)
     if dtype == torch.int8:
         return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
     if dtype.itemsize == 1:
@@ -296,14 +467,23 @@ def _check_form(form: Any) -> None:
         )
 
 
-def _elements(stored: Tensor) -> int:
-    """Return the head size of a cache's keys or values."""
-    width = stored.shape[3]
-    return nvfp4.head_size(width) if stored.dtype == torch.uint8 else width
-
-
 def raw(tensor: Tensor) -> Tensor:
-    """View a one-byte float as uint8: many indexing kernels know no fp8."""
+    """Return a tensor of 8-bit floats as bytes, others as they are: many indexing kernels lack fp8.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        A view of dtype uint8, or the tensor itself.
+
+    Raises:
+        Nothing: every tensor has such a view.
+
+    Examples:
+        >>> raw(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
+        torch.uint8
+
+    """
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)
     return tensor
@@ -321,3 +501,21 @@ def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:
     count = (n - 1) * step + block // size
     view = tensor.as_strided((count, size, heads, width), (size * stride[1], *stride[1:]))
     return view, step
+
+
+def _paged(tensor: Tensor, size: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """View (blocks, block_size, heads, width) as pages of one head, and say what lies between."""
+    blocks, block, heads, width = tensor.shape
+    by_block, by_token, by_head, _ = tensor.stride()
+    unit = math.gcd(by_block, size * by_token, by_head)
+    steps = (by_block // unit, size * by_token // unit, by_head // unit)
+    count = (blocks - 1) * steps[0] + (block // size - 1) * steps[1] + (heads - 1) * steps[2] + 1
+    if count > LARGEST_PAGE:
+        raise CacheError(
+            f"a cache of {tuple(tensor.shape)} has {count} pages of {size} tokens, and int32 names "
+            f"{LARGEST_PAGE}; use a larger granularity, or fewer blocks"
+        )
+    return tensor.as_strided((count, size, 1, width), (unit, by_token, by_token, 1)), steps
+
+
+LARGEST_PAGE = (1 << 31) - 1

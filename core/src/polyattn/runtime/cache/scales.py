@@ -1,7 +1,7 @@
-"""How are 8-bit numbers scaled? Each stands for itself times a scale: a number, or a tensor's.
+"""How are 8-bit numbers scaled? Each one is multiplied by a scale, a number or a tensor.
 
-Scales in tensors are read where the kernels run, so that what an engine writes into one counts for the
-next step, in a captured graph too.
+Kernels read scales in tensors when they run. A value that an engine writes into one counts from the
+next step on, also in a captured graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Scale = float | Tensor
 
 
 class ScaleTensor:
-    """A scale as kernels read it, float32 (num_kv_heads,), of a tensor kept by reference."""
+    """A scale that kernels read, float32 (num_kv_heads,), from a tensor that it references."""
 
     def __init__(self, name: str, given: Tensor, heads: int, device: torch.device):
         self.weight = Weight(name, given, device, torch.float32)
@@ -36,13 +36,13 @@ class ScaleTensor:
 
 
 class LayerScales:
-    """A layer's four scales, each of which may be changed.
+    """A layer's four scales: of a quantised query, key, value and output.
 
-    Those of a quantised query, key, value and output; a cache's are the key's and the value's. Of a
-    spec whose `scales` are `"number"`s they are floats, else tensors: a tensor that was given is kept
-    by reference. A tensor's values are not looked at: they may change at any time. Once a graph was
-    captured (`captured`) no scale is replaced: the graph has the number, or the tensor's address. Raises
-    `SpecError`.
+    A cache uses the key's and the value's.
+
+    If the spec's `scales` are `"number"`s they are floats, else tensors, which are referenced and not
+    read: their values may change at any time. After a capture (`captured`) no scale can be replaced,
+    because the graph has the number or the tensor's address. Raises `SpecError`.
     """
 
     NAMES = ("q_scale", "k_scale", "v_scale", "out_scale")
@@ -68,7 +68,7 @@ class LayerScales:
             if isinstance(value, Tensor):
                 raise SpecError(
                     f"{name} is a tensor, and the spec has scales='number'; select with "
-                    "scales='tensor' or 'head', or give a number"
+                    "scales='tensor' or 'head', or pass a number"
                 )
             self.numbers[name] = positive(name, value, used)
             return
@@ -77,9 +77,7 @@ class LayerScales:
         if not isinstance(value, Tensor):
             value = torch.full((heads,) if many else (), positive(name, value, used))
         elif not used:
-            raise SpecError(
-                f"{name} was given, and nothing of this layer is scaled by it ({self.spec})"
-            )
+            raise SpecError(f"{name} scales nothing of this layer; leave it out ({self.spec})")
         if value.shape != (heads,) if many else value.numel() != 1:
             wanted = f"({heads},), one a KV head" if many else "(), one number"
             raise SpecError(
@@ -96,7 +94,7 @@ class LayerScales:
 
 
 def used_scales(spec: LayerSpec) -> frozenset[str]:
-    """Return the names of a layer's scales that scale something."""
+    """Return the names of the scales that a layer uses."""
     found: set[str] = set()
     if spec.stored_dtype != spec.dtype:
         found |= {"k_scale", "v_scale"}
@@ -108,24 +106,42 @@ def used_scales(spec: LayerSpec) -> frozenset[str]:
 
 
 def input_dtype(spec: LayerSpec) -> torch.dtype:
-    """Return what a layer's queries, keys and values come in."""
+    """Return the dtype of a layer's queries, keys and values."""
     return STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
 
 
 def output_dtype(spec: LayerSpec) -> torch.dtype:
-    """Return what a layer's output leaves in."""
+    """Return the dtype of a layer's output."""
     return STORAGE_DTYPES[spec.dtype if spec.out_dtype == "auto" else spec.out_dtype]
 
 
 def of_heads(scale: Scale, heads: int) -> Scale:
-    """Return a scale as it multiplies (…, heads, size): a number, or (heads, 1)."""
+    """Return a scale in the shape that multiplies (..., heads, size): a number, or (heads, 1)."""
     if not isinstance(scale, Tensor):
         return scale
     return scale.repeat_interleave(heads // len(scale))[:, None]
 
 
 def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
-    """Return what (tokens, heads, size) stand for, in `dtype`; what isn't quantised as it is."""
+    """Return a tensor of 8 bits dequantised into a wider dtype.
+
+    Args:
+        tensor: (tokens, heads, size); of 16 or more bits it is converted alone.
+        scale: a number, or float32 (num_kv_heads,).
+        dtype: of the result.
+
+    Returns:
+        (tokens, heads, size) in `dtype`.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> query = torch.ones(1, 1, 2).to(torch.float8_e4m3fn)
+        >>> dequantized(query, 0.5, torch.float32).flatten().tolist()
+        [0.5, 0.5]
+
+    """
     if tensor.dtype.itemsize > 1:
         return tensor.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -136,7 +152,23 @@ def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
 
 
 def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
-    """Write an output (tokens, heads, size) of wider numbers, quantised where `out` is."""
+    """Write a kernel's output to the call's, quantised if that has 8 bits.
+
+    Args:
+        out: (tokens, heads, size), written.
+        found: the output, of the same shape in a wider dtype.
+        scale: the output's scale, a number or float32 (num_kv_heads,), whose first number counts.
+
+    Raises:
+        Nothing: shapes are the caller's own.
+
+    Examples:
+        >>> out = torch.zeros(1, 1, 2, dtype=torch.float8_e4m3fn)
+        >>> write_output(out, torch.tensor([[[1.0, 4.0]]]), 2.0)
+        >>> out.float().flatten().tolist()
+        [0.5, 2.0]
+
+    """
     if out.dtype.itemsize > 1:
         out.copy_(found)
         return

@@ -1,4 +1,4 @@
-"""Where does a recurrent layer's state live? One slot a sequence, in one tensor a layer."""
+"""Where is a recurrent layer's state? One slot for each sequence, in one tensor for each layer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,23 @@ class StateCacheSpec:
 
 
 class StateCache:
-    """One layer's states, `data` (num_slots, …) as the layer's form says, contiguous."""
+    """The states of one recurrent layer.
+
+    Args:
+        data: (num_slots, ...), contiguous: each slot is a state as the layer's form shapes it.
+
+    Raises:
+        CacheError: the tensor isn't contiguous.
+
+    Examples:
+        >>> conv = RecurrentSpec(conv_width=4, activation="silu")
+        >>> spec = LayerSpec(
+        ...     kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv
+        ... )
+        >>> LayerGroup(spec).allocate_states(num_slots=2).data.shape
+        torch.Size([2, 8, 3])
+
+    """
 
     __slots__ = ("data",)
 
@@ -76,11 +92,21 @@ class StateCache:
 
     @staticmethod
     def accepted(targets: Tensor, counts: Tensor) -> Tensor:
-        """Return where sequences go on of whose tokens some were accepted: the next `state_slots`.
+        """Return the next step's `state_slots` after some of this step's drafts were accepted.
 
-        `targets`: the step's `state_targets`, (num_seqs, tokens); `counts` (num_seqs,): how many of each
-        one's tokens count, 1 or more; a padding row's is 1. Never waits for the device.
-        Raises `BatchError`.
+        It never waits for the device.
+
+        Args:
+            targets: the step's `state_targets`, int64 (num_seqs, tokens).
+            counts: accepted tokens of each sequence, integers (num_seqs,), 1 or more; a padding row's
+                is 1.
+
+        Returns:
+            int64 (num_seqs,).
+
+        Raises:
+            BatchError: the shapes don't fit each other.
+
         """
         for name, given, dims in (("targets", targets, 2), ("counts", counts, 1)):
             check_is_tensor(name, given)
@@ -90,7 +116,16 @@ class StateCache:
         return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one slot to another: a prefix's state, to be reused by a sequence that shares it."""
+        """Copy one slot to another: the state of a prefix, for a sequence that shares it.
+
+        Args:
+            source: the slot to read.
+            target: the slot to write.
+
+        Raises:
+            CacheError: a slot is out of range.
+
+        """
         for name, slot in (("source", source), ("target", target)):
             if not isinstance(slot, int) or not 0 <= slot < self.num_slots:
                 raise CacheError(

@@ -1,4 +1,4 @@
-"""Does a variant's function couple requests? Each is run on examples, whole and in parts."""
+"""Does a variant's function couple requests? Runs each one on examples, whole and in parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ Call = Callable[[list[Tensor]], Tensor]
 
 @lru_cache(maxsize=256)
 def check_coupling(variant: AttentionVariant, spec: LayerSpec = TOY) -> None:
-    """Check that a variant's functions of elements see one head of one token, those of scores one pair.
+    """Check what a variant's functions depend on.
 
-    A function that can't run on the examples, whose own tensors are of a layer's sizes say, is judged
-    when a layer of that `spec` is made. Raises `SpecError`.
+    Functions of elements may depend on one head of one token, and functions of scores on one pair.
+
+    A function that can't run on the examples, for example because its tensors have a layer's sizes, is
+    checked when a layer of that `spec` is built. Raises `SpecError`.
     """
     with torch.device("cpu"):  # whatever the caller's default is, the meta device say
         _check(variant, spec)
@@ -95,7 +97,7 @@ def _problem(
         return None
     what = "one head of one token" if function.which in TRANSFORMS else "one pair of query and key"
     remedy = (
-        "reduce over a head's elements alone, as in .mean(-1, keepdim=True)"
+        "reduce over a head's elements only, as in .mean(-1, keepdim=True)"
         if function.which in TRANSFORMS
         else "a function of scores reduces nothing"
     )

@@ -1,4 +1,4 @@
-"""What happens to a tile of scores? A layer's variant and its step's mask, as functions to call."""
+"""How are the scores of a tile changed? A layer's variant and its step's mask, as functions."""
 
 from __future__ import annotations
 
@@ -45,9 +45,18 @@ _STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of one pair of query and key, and the inputs that it takes by name.
+    """A function of one pair of query and key.
 
-    `which`: `"score_mod"`, say; `source`: what is written by hand for it, where a language was named.
+    Attributes:
+        call: the function.
+        names: the inputs that it takes, by name.
+        which: its place in a variant (`"score_mod"`).
+        source: its hand-written source in a language that was asked for, or None.
+
+    Examples:
+        >>> Function(lambda score, b, h, q, k, slope: score * slope, ("slope",)).names
+        ('slope',)
+
     """
 
     call: Callable[..., Any]
@@ -56,6 +65,13 @@ class Function:
     source: str | None = None
 
     def __call__(self, *places: Tensor, inputs: Mapping[str, Tensor]) -> Any:
+        """Return what the function returns.
+
+        Args:
+            places: the score or element and its indices, which broadcast.
+            inputs: the variant's inputs by name.
+
+        """
         return self.call(*places, **{name: inputs[name] for name in self.names})
 
 
@@ -63,9 +79,19 @@ class Function:
 class Pointwise:
     """A layer's functions of scores.
 
-    `score_mod` (score, b, h, q_idx, kv_idx), None where scores stay; `mask_mods` (b, h, q_idx, kv_idx),
-    all of which must hold; `softmax`: whether weights are a softmax of scores; `inputs`: all that the
-    functions read, by name.
+    Attributes:
+        score_mod: takes (score, b, h, q_idx, kv_idx); None: scores stay.
+        mask_mods: take (b, h, q_idx, kv_idx); a query sees a key if all hold.
+        softmax: whether the weights are a softmax of the scores.
+        inputs: all that the functions read, by name.
+
+    Examples:
+        >>> variant = AttentionVariant(name="near", mask_mod=lambda b, h, q, k: q - k < 2)
+        >>> pointwise = Pointwise.of_variant(variant)
+        >>> places = torch.tensor(0), torch.tensor(0), torch.tensor(5), torch.arange(6)
+        >>> pointwise.visible(places, {}).tolist()
+        [False, False, False, False, True, True]
+
     """
 
     score_mod: Function | None
@@ -75,10 +101,15 @@ class Pointwise:
 
     @classmethod
     def of(cls, spec: LayerSpec, language: str = "") -> Pointwise | None:
-        """Return a layer's functions, or None where it has neither variant nor step's mask.
+        """Return a layer's functions; None if it has neither a variant nor a step's mask.
 
-        `language`: what they will be generated in, if they are. Raises `SpecError` where a function
-        can't be had.
+        Args:
+            spec: the layer.
+            language: of the code that will be generated, if any: `"triton"`.
+
+        Raises:
+            SpecError: a function can't be imported or read.
+
         """
         variant = variant_of(spec)
         if variant is None and spec.mask is None:
@@ -94,7 +125,16 @@ class Pointwise:
 
     @classmethod
     def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
-        """Return a variant's functions. Raises `SpecError`."""
+        """Return a variant's functions.
+
+        Args:
+            variant: a registered one.
+            language: of the code that will be generated, if any: `"triton"`.
+
+        Raises:
+            SpecError: a function can't be imported or read.
+
+        """
         score, mask = (function_of(variant, name, language) for name in ("score_mod", "mask_mod"))
         masks = () if mask is None else (mask,)
         return cls(score, masks, variant.softmax, variant.parsed)
@@ -107,7 +147,14 @@ class Pointwise:
     def score(
         self, score: Tensor, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the changed scores; `places` are b, h, q_idx and kv_idx, which broadcast to them."""
+        """Return the changed scores, in the shape and dtype of `score`.
+
+        Args:
+            score: the scaled, capped and biased scores.
+            places: b, h, q_idx and kv_idx, which broadcast to the scores.
+            inputs: the variant's inputs by name.
+
+        """
         if self.score_mod is None:
             return score
         changed = torch.as_tensor(self.score_mod(score, *places, inputs=inputs))
@@ -115,7 +162,13 @@ class Pointwise:
         return changed if changed.shape == score.shape else changed.expand_as(score)
 
     def visible(self, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Return whether the masks show these pairs, None where there is no mask."""
+        """Return whether the masks show these pairs, bool; None if there is no mask.
+
+        Args:
+            places: b, h, q_idx and kv_idx, which broadcast.
+            inputs: the variant's inputs by name.
+
+        """
         seen = None
         for mask in self.mask_mods:
             found = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()
@@ -124,7 +177,7 @@ class Pointwise:
 
 
 def function_of(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
-    """Return a variant's `query_mod`, say, as a function to call, or None. Raises `SpecError`."""
+    """Return one of a variant's functions (`"query_mod"`) to call, or None. Raises `SpecError`."""
     given = getattr(variant, which)
     if given is None:
         return None
@@ -141,9 +194,9 @@ def function_of(variant: AttentionVariant, which: str, language: str = "") -> Fu
 def layer_inputs(
     spec: LayerSpec, given: Mapping[str, Any] | None, device: torch.device
 ) -> tuple[dict[str, Weight], tuple[str, ...]]:
-    """Return what a layer brings of its variant's inputs, and the names of what its steps must bring.
+    """Return the variant's inputs that a layer brings, and the names of those that its steps must bring.
 
-    Tensors are kept by reference. Raises `SpecError`.
+    Tensors are referenced. Raises `SpecError`.
     """
     pointwise = Pointwise.of(spec)
     declared = {} if pointwise is None else pointwise.inputs
@@ -154,7 +207,7 @@ def layer_inputs(
     for name, value in (given or {}).items():
         if name not in declared:
             raise SpecError(
-                f"inputs has {name!r}, which {spec} takes none of; it takes "
+                f"inputs has {name!r}, which {spec} doesn't take; it takes "
                 f"{', '.join(declared) or 'none'}"
             )
         tensor = as_tensor(f"inputs[{name!r}]", value, SpecError)
@@ -173,9 +226,9 @@ def _declared(variant: str | None, mask: str | None, generation: int) -> dict[st
 
 
 def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
-    """Check that a step brings its layer's mask, and no other layer's. Raises `BatchError`.
+    """Check that a step brings the mask that its layer needs. Raises `BatchError`.
 
-    Cross-attention has none: a step's mask is of its own tokens' keys.
+    Cross-attention has none, because a step's mask is over its own tokens' keys.
     """
     kind = None if batch.mask is None else batch.mask.kind
     if spec.mask is None and kind is not None and spec.role is not Role.CROSS:
@@ -192,13 +245,13 @@ def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
 
 
 def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> None:
-    """Check that a step brings all that its layer doesn't. Raises `BatchError`."""
+    """Check that a step brings every input that its layer doesn't. Raises `BatchError`."""
     for name in names:
         declared = _declared(spec.variant, spec.mask, generation())[name]
         if name not in batch.inputs:
             raise BatchError(
-                f"input {name!r} ({declared}) is missing: give it to the layer, "
-                f"Attention(group, inputs={{{name!r}: ...}}), or with the step, Batch(..., inputs=...)"
+                f"input {name!r} ({declared}) is missing: pass it to the layer, Attention(group, "
+                f"inputs={{{name!r}: ...}}), or with the step, Batch(..., inputs=...)"
             )
         tensor, wanted = batch.inputs[name], INPUT_DTYPES[declared.dtype]
         sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
@@ -213,9 +266,9 @@ def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> 
 def example_inputs(
     pointwise: Pointwise, spec: LayerSpec, generator: torch.Generator, num_seqs: int
 ) -> dict[str, Tensor]:
-    """Return random tensors for a variant's inputs: floats are normal, integers 0 or 1, bits random.
+    """Return random tensors for a variant's inputs: normal floats, integers of 0 or 1, random bits.
 
-    What verification and the conformance kit run where nobody gave any.
+    Verification and the conformance kit use them.
     """
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
     found = {}

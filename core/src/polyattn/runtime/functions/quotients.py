@@ -1,4 +1,4 @@
-"""When may a generator multiply instead of dividing? Where a score is divided by a constant."""
+"""When may a generator multiply instead of dividing? If a score is divided by a constant."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ from polyattn.runtime.functions.tracing import Trace
 
 
 def reciprocal(trace: Trace, number: int) -> float | None:
-    """Return what a value is multiplied by where a score is divided by a constant; None elsewhere.
+    """Return the factor by which a generator multiplies instead of dividing a score by a constant.
 
-    A quotient of places is left one: times 1 / 49, 49 is less than 1.
+    A quotient of positions stays a division: 49 times 1 / 49 is less than 1, and would round to 0.
+
+    Args:
+        trace: the functions' operations.
+        number: the operation's number in the trace.
+
+    Returns:
+        1 / divisor, or None where the operation isn't such a division.
+
+    Raises:
+        Nothing: the operation is one of the trace's.
+
+    Examples:
+        >>> def halved(score, b, h, q_idx, kv_idx):
+        ...     return score / 2.0
+        >>> found = trace(Function(halved, ()), (), {})
+        >>> [reciprocal(found, n) for n, node in enumerate(found.nodes) if node.op == "truediv"]
+        [0.5]
+
     """
     node = trace.nodes[number]
     if node.op != "truediv" or trace.nodes[node.args[1]].op != "constant":

@@ -1,7 +1,7 @@
-"""What does a function of scores compute? Traced by torch.fx into a few plain operations.
+"""What does a function of scores compute? torch.fx traces it into a few plain operations.
 
-A generator writes each as source in its own language. Whatever isn't among `OPERATIONS` is refused by
-its name, and so is control flow on what is traced.
+A generator writes each operation in its own language. Operations outside of `OPERATIONS`, and control
+flow on traced values, are refused by name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from polyattn.errors import BatchError, PolyattnError, describe
+from polyattn.runtime.cache.bits import half, single
+from polyattn.runtime.cache.rows import function_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.written import written_problem
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
@@ -32,11 +35,13 @@ OPERATIONS = {
 }  # fmt: skip
 """What a generator must know, with the numbers of operands; beside these: places, constants, `load`
 (an input at indices), `size` (of an input's dimension) and `written` (a call of a source by hand)."""
+OF_BYTES = {"shl": 2, "shr": 2, "half": 1, "single": 1}
+"""Operations of a format of rows alone: shifts, and 16 or 32 bits read as a float."""
 _TO_BOOL = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "to_bool"})
 _LOGIC = frozenset({"and", "or", "xor", "not"})
 _TO_FLOAT = frozenset(
     {"truediv", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
-     "to_float"}
+     "to_float", "half", "single"}
 )  # fmt: skip
 
 
@@ -45,7 +50,14 @@ def _kind_of(place: str) -> str:
 
 
 class UntraceableError(PolyattnError):
-    """A function that can't be generated: the message names the operation."""
+    """A function can't be generated; the message names the operation.
+
+    Examples:
+        >>> trace(Function(lambda score, b, h, q, k: score.cumsum(0), ()), (), {})
+        Traceback (most recent call last):
+        polyattn.runtime.functions.tracing.UntraceableError: ...
+
+    """
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,20 @@ class Node:
 class Trace:
     """Functions as operations, each after its operands.
 
-    `score` and `mask`: the numbers of the results, None where there is none. `inputs`: what is loaded,
-    by name; `constants`: the values of those that a function has captured; `written`: the source that
-    calls are of.
+    Attributes:
+        nodes: the operations.
+        inputs: what is loaded, by name.
+        constants: the tensors that a function has captured, by name.
+        score: the number of the new score's operation; None: scores stay.
+        mask: the number of the mask's operation; None: there is no mask.
+        written: the hand-written source that calls are of, or None.
+
+    Examples:
+        >>> doubled = Function(lambda score, b, h, q_idx, kv_idx: score * 2, ())
+        >>> found = trace(doubled, (), {})
+        >>> found.nodes[found.score].op, found.mask
+        ('to_float', None)
+
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -80,7 +103,15 @@ class Trace:
     _known: dict[Any, int] = field(default_factory=dict)
 
     def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:
-        """Return the number of an operation's result; equal operations are one."""
+        """Return the number of an operation's result; equal operations share one.
+
+        Args:
+            op: the operation's name.
+            args: the numbers of its operands.
+            what: a constant, a name or a dtype that it needs.
+            kind: of the result: `"float"`, `"int"` or `"bool"`; `""`: it follows from the operands.
+
+        """
         kind = kind or self._kind(op, args)
         key = (op, args, type(what), what, kind)
         if key not in self._known:
@@ -104,9 +135,14 @@ class Trace:
         return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
 
     def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
-        """Return where inputs lie: of each its address, then the size and stride of each dimension.
+        """Return each input's address, then the size and stride of each of its dimensions.
 
-        Raises `BatchError`.
+        Args:
+            given: the inputs by name.
+
+        Raises:
+            BatchError: an input is empty.
+
         """
         rows = []
         for name, declared in self.inputs.items():
@@ -121,14 +157,26 @@ class Trace:
         return rows
 
     def captured(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the functions' own surroundings, as their inputs are declared."""
+        """Return the tensors that the functions close over, in their declared dtypes.
+
+        Args:
+            device: where they go.
+
+        """
         return {
             name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
             for name, tensor in self.constants.items()
         }
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
-        """Add a function, the last `places` of `PLACES` being its arguments; return its result."""
+        """Return the number of a function's result, whose operations are added.
+
+        Args:
+            function: the function.
+            inputs: the variant's inputs by name.
+            places: how many of `PLACES`, from the last, are its arguments.
+
+        """
         wanted = PLACES[len(PLACES) - places :]
         if function.source is None:
             return _Reader(self, inputs).read(function, wanted)
@@ -142,7 +190,27 @@ class Trace:
 def trace(
     score_mod: Function | None, mask_mods: tuple[Function, ...], inputs: dict[str, VariantInput]
 ) -> Trace:
-    """Trace a layer's functions together. Raises `UntraceableError`."""
+    """Return the operations of a layer's functions, traced together by torch.fx.
+
+    Args:
+        score_mod: the function of scores, or None.
+        mask_mods: the functions of masks, all of which must hold.
+        inputs: what the functions read, by name.
+
+    Returns:
+        The operations; `score` and `mask` say which are the results.
+
+    Raises:
+        UntraceableError: a function does what no operation is for, or decides by a traced value.
+
+    Examples:
+        >>> def causal(b, h, q_idx, kv_idx):
+        ...     return q_idx >= kv_idx
+        >>> found = trace(None, (Function(causal, ()),), {})
+        >>> [node.op for node in found.nodes][-2:], found.mask == len(found.nodes) - 1
+        (['ge', 'to_bool'], True)
+
+    """
     found = Trace()
     if score_mod is not None:
         result = found.function(score_mod, inputs, 5)
@@ -153,11 +221,46 @@ def trace(
     return found
 
 
+def trace_rows(format: RowFormat, size: int) -> Trace:
+    """Return the operations of a format's `decode`, traced by torch.fx.
+
+    Args:
+        format: the format.
+        size: elements of a row.
+
+    Returns:
+        The operations: `score` is the element, the place `"d"` which one, and a `load` of `"row"` a
+        byte, an integer.
+
+    Raises:
+        UntraceableError: `decode` does what no operation is for, or decides by a traced value.
+
+    Examples:
+        >>> from polyattn import row_formats
+        >>> found = trace_rows(row_formats()["int4"], 32)
+        >>> sorted({node.what for node in found.nodes if node.op == "load"})
+        ['row']
+
+    """
+    decode = function_of(format, "decode")
+    function = Function(lambda d, *, row: decode(row, d, size), ("row",))
+    found = Trace()
+    reader = _Reader(found, {"row": VariantInput("int32", ("*",))}, OPERATIONS | OF_BYTES)
+    result = reader.read(function, ("d",))
+    found.score = found.add("to_float", (result,))
+    return found
+
+
 class _Reader:
     """Reads one function's torch.fx graph into a trace."""
 
-    def __init__(self, trace: Trace, inputs: dict[str, VariantInput]):
-        self.trace, self.declared = trace, inputs
+    def __init__(
+        self,
+        trace: Trace,
+        inputs: dict[str, VariantInput],
+        operations: Mapping[str, int] = OPERATIONS,
+    ):
+        self.trace, self.declared, self.operations = trace, inputs, operations
         self.values: dict[fx.Node, Any] = {}
 
     def read(self, function: Function, places: tuple[str, ...]) -> int:
@@ -188,7 +291,7 @@ class _Reader:
     def _value(self, node: fx.Node, root: nn.Module) -> Any:
         if node.op == "placeholder":
             name = str(node.target)
-            if name in PLACES and name not in self.declared:
+            if name in (*PLACES, "d") and name not in self.declared:
                 return self.trace.add("place", what=name, kind=_kind_of(name))
             return _Input(name, self.declared[name])
         if node.op == "get_attr":
@@ -198,13 +301,14 @@ class _Reader:
             target = _METHODS.get(str(target), target)
         known = _TARGETS.get(target)
         name = getattr(target, "__name__", str(target))
-        if known is None:
+        if known is None or (known in OF_BYTES and known not in self.operations):
             raise UntraceableError(f"operation {name!r}")
         args = tuple(self._operand(a) for a in node.args)
         kwargs = {k: self._operand(v) for k, v in node.kwargs.items()}
-        if known in OPERATIONS and (kwargs or len(args) != OPERATIONS[known]):
+        count = self.operations.get(known)
+        if count is not None and (kwargs or len(args) != count):
             raise UntraceableError(f"operation {name!r} with {len(args)} operands and {kwargs}")
-        if known in OPERATIONS:
+        if count is not None:
             return self.trace.add(known, tuple(map(self.number, args)))
         return getattr(self, f"_{known}")(*args, **kwargs)
 
@@ -355,7 +459,8 @@ def _targets() -> dict[Any, str]:
         "relu": (torch.relu, nn.functional.relu), "square": (torch.square,),
         "sigmoid": (torch.sigmoid, nn.functional.sigmoid), "tanh": (torch.tanh,),
         "reciprocal": (torch.reciprocal,), "full_like": (torch.full_like,),
-        "to_bool": (), "same": (),
+        "to_bool": (), "same": (), "shl": (operator.lshift, torch.bitwise_left_shift),
+        "shr": (operator.rshift, torch.bitwise_right_shift), "half": (half,), "single": (single,),
     }  # fmt: skip
     plain = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil")
     for name in plain:
@@ -381,9 +486,24 @@ _TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_boo
 
 
 def untraceable(variant: AttentionVariant, target: str, language: str = "") -> str | None:
-    """Say why a variant's functions can't be generated for `target`, in words for people, or None.
+    """Return why a variant's functions can't be generated for a target, in words for people, or None.
 
-    `language`: one of `LANGUAGES`, whose source written by hand needs no tracing.
+    Args:
+        variant: the variant.
+        target: what they would be generated for, as the message names it ("Triton").
+        language: a language of sources written by hand, which need no tracing; default: none.
+
+    Returns:
+        The reason, or None.
+
+    Raises:
+        SpecError: a function of the variant can't be loaded.
+
+    Examples:
+        >>> variant = AttentionVariant(name="odd", score_mod=lambda score, b, h, q, k: score.cumsum(0))
+        >>> untraceable(variant, "Triton")
+        "...cumsum..., which isn't generated for Triton"
+
     """
     if (problem := written_problem(variant, language)) is not None:
         return problem

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.spec.checks import flag, integer
+from polyattn.errors import flag, integer
 
 
 def sigmoid(
@@ -35,8 +35,23 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     """Return T5's bucket of each distance from -max_distance to max_distance, int32.
 
     As in Raffel et al. (2020): half of the buckets are exact distances, the rest grow logarithmically up
-    to `max_distance`. `bidirectional`: an encoder's, half of whose buckets are for keys to come.
-    Raises `SpecError`.
+    to `max_distance`.
+
+    Args:
+        num_buckets: buckets of the checkpoint's bias.
+        max_distance: the distance, in tokens, from which on all share a bucket.
+        bidirectional: an encoder's; half of its buckets are for keys after the query.
+
+    Returns:
+        int32 (2 * max_distance + 1,).
+
+    Raises:
+        SpecError: a number is too small.
+
+    Examples:
+        >>> t5_buckets(4, 4, bidirectional=False).tolist()
+        [3, 3, 2, 1, 0, 0, 0, 0, 0]
+
     """
     flag("bidirectional", bidirectional)
     integer("num_buckets", num_buckets, 4 if bidirectional else 2)
@@ -61,7 +76,22 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
 
     As in DeBERTa-v2 and v3 (He et al., 2021), counted from 0: 2 * num_buckets of them, those near 0 of
     one distance each, the rest growing logarithmically. `relative_bias` counts key minus query, DeBERTa
-    query minus key, so the order is reversed. Raises `SpecError`.
+    query minus key, so the order is reversed.
+
+    Args:
+        num_buckets: buckets to each side.
+        max_distance: the distance, in tokens, from which on all share a bucket.
+
+    Returns:
+        int32 (2 * max_distance + 1,).
+
+    Raises:
+        SpecError: a number is too small.
+
+    Examples:
+        >>> deberta_buckets(4, 8).shape
+        torch.Size([17])
+
     """
     integer("num_buckets", num_buckets, 2)
     integer("max_distance", max_distance, num_buckets // 2 + 2)
@@ -78,7 +108,7 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
 def vision_local(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, grid_width: Tensor, radius: Tensor
 ) -> Tensor:
-    """Whether a patch lies within `radius` rows and columns, patches being numbered row by row."""
+    """Return whether a patch is within `radius` rows and columns; patches are numbered row by row."""
     rows = torch.abs(q_idx // grid_width - kv_idx // grid_width)
     columns = torch.abs(q_idx % grid_width - kv_idx % grid_width)
     return (rows <= radius) & (columns <= radius)
@@ -88,7 +118,7 @@ def step_mask(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *,
     mask_bits: Tensor, mask_start: Tensor, mask_width: Tensor, mask_query: Tensor, mask_key: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Whether a query's row of its sequence's mask has the key; what lies before `mask_key` it sees."""
+    """Return whether a query sees a key by its sequence's mask; it sees all keys before `mask_key`."""
     row = mask_start[b] + (q_idx - mask_query[b]) * mask_width[b]
     column = kv_idx - mask_key[b]
     return (column < 0) | mask_bits[row + torch.clamp(column, min=0)]
@@ -99,6 +129,6 @@ def block_mask(
     mask_bits: Tensor, mask_start: Tensor, mask_width: Tensor, mask_query: Tensor,
     mask_rows: Tensor, mask_columns: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Whether a block of keys is among those of the query's row of blocks."""
+    """Return whether a key's block is in the query's row of blocks."""
     row = mask_start[b] + (q_idx - mask_query[b]) // mask_rows * mask_width[b]
     return mask_bits[row + kv_idx // mask_columns]

@@ -1,4 +1,4 @@
-"""Does a source that was written by hand define the functions that it stands for?"""
+"""Does hand-written source define the functions that it replaces?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from polyattn.spec.variant import AttentionVariant
 
 
 def written_problem(variant: AttentionVariant, language: str) -> str | None:
-    """Say what a variant's source in a language lacks, in words for people; None where nothing is.
+    """Return what a variant's source in a language lacks, in words for people, or None.
 
-    Raises `SpecError` where its file can't be read.
+    Raises `SpecError` if its file can't be read.
     """
     text = variant.source(language)
     if text is None:

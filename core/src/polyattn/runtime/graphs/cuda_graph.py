@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: any number of layers and groups in one capture, one graph a step's size."""
+"""CUDA graphs of whole steps: any number of layers and groups in one capture, a graph for each size."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, shown
+from polyattn.errors import BatchError, flag, shown
 from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 
 Step = Callable[..., Any]
 """`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
 
 
 class StepGraph:
-    """One captured step of up to so many rows, tokens and keys as its buffers have room for.
+    """One captured step, for up to as many rows, tokens and keys as its buffers hold.
 
-    The graph holds a plan of its own for each group, which `replay` plans anew into the same buffers.
+    The graph has a plan for each group, which `replay` plans again into the same buffers.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
@@ -86,16 +84,30 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The captured steps of a model, one for each size; a step runs in the smallest that fits.
+    """The captured steps of a model, one graph for each size; a step runs in the smallest that fits.
 
-    - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
-    - `sizes`: a `StepSize` each, or a number of rows of `query_len` tokens; `max_len`: the most keys of
-      a row. Rows of several tokens need groups of `graph_capture="uniform"`, sizes with prompts `"any"`.
-      A size of `state_targets` serves steps that have them, each token's or each sequence's.
-    - `shared_prefix`: whether layers shall read blocks that rows share once for all, where their backend
-      does that in its own launch. That launch is captured then, whatever later steps share.
+    The graphs share one pool of memory, so a result is valid until the next replay of any of them.
 
-    The graphs share one pool of memory: their results are valid until the next replay of any.
+    Args:
+        groups: the groups whose layers a step runs.
+        step: `step(plans, **inputs)` runs the model's layers.
+        sizes: each a `StepSize`, or a number of rows of `query_len` tokens. Rows of several tokens need
+            groups of `graph_capture="uniform"`, sizes with prompts need `"any"`.
+        max_len: the most keys of a row.
+        query_len: query tokens of a row.
+        shared_prefix: whether layers read blocks that rows share once for all of them, if their backend
+            does so in its own launch. That launch is captured, whatever later steps share.
+
+    Raises:
+        SpecError, BatchError: a group can't be captured, or no size fits.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, head_size=64, graph_capture="single_token_decode")
+        >>> def step(plans, query):  # the model's layers, over its caches
+        ...     return query
+        >>> if torch.cuda.is_available():
+        ...     graphs = StepGraphs([LayerGroup(spec)], step, sizes=[8, 64], max_len=4096)
+
     """
 
     def __init__(
@@ -134,17 +146,49 @@ class StepGraphs:
         ]
 
     def capture(self, inputs: Mapping[str, Tensor]) -> None:
-        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        """Capture every size, the largest first, so that the smaller ones fit into its memory.
+
+        Args:
+            inputs: for each keyword argument of `step` a tensor (tokens, ...) of its dtype and trailing
+                shape; values don't matter.
+
+        Raises:
+            BatchError, SpecError: a group can't be captured at a size.
+
+        """
         pool = torch.cuda.graph_pool_handle()
         for graph in reversed(self.graphs):
             graph.capture(inputs, pool)
 
     def find(self, batch: Batch) -> StepGraph | None:
-        """Return the smallest graph that the step fits, None where it must run eagerly."""
+        """Return the smallest graph that the step fits.
+
+        Args:
+            batch: the step.
+
+        Returns:
+            The graph, or None if the step must run eagerly.
+
+        Raises:
+            Nothing: `replay` raises.
+
+        """
         return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
-        """Run a step in the graph for its size. Raises `BatchError` where there is none."""
+        """Run a step in the graph of its size.
+
+        Args:
+            batch: the step.
+            inputs: the keyword arguments of `step`; they are copied into the graph's tensors.
+
+        Returns:
+            What `step` returned, for the step's own tokens; valid until the next replay.
+
+        Raises:
+            BatchError: the step fits no graph.
+
+        """
         graph = self.find(batch)
         if graph is None:
             sizes = "; ".join(str(g.buffers.size) for g in self.graphs)

@@ -1,8 +1,8 @@
-"""What does a captured step of prompts beside decodes read? Buffers of its metadata, prompts first.
+"""What does a captured step with prompts and decodes read? Buffers of metadata, prompts first.
 
-A launch's grid is the capture's, so each kind of row has room of its own: prompts' tokens lie at the
-front, decodes behind them. What prompts leave of their room is one more row, whose keys are whatever
-block 0 holds: it stores nothing, and nobody reads its output.
+A launch's grid is fixed at the capture, so each kind of row has room of its own: prompts' tokens at the
+front, decodes behind them. One more row fills the room that prompts leave. It reads the keys of block
+0, stores nothing, and its output isn't used.
 """
 
 from __future__ import annotations

@@ -9,20 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
 from polyattn.spec.kinds import GraphCapture
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a captured step has room for: `rows` of `query_len` tokens each, the decodes of an engine.
+    """What a captured step has room for.
 
-    With `prompts` beside them, rows of any number of tokens, `prompt_tokens` of all together at most.
-    `state_targets`: for steps whose recurrences' states go where `Batch.state_targets` says, and for
-    none else. Raises `BatchError`.
+    Attributes:
+        rows: rows of `query_len` tokens each, an engine's decodes.
+        query_len: query tokens of such a row.
+        prompts: further rows of any number of tokens.
+        prompt_tokens: the most tokens of all prompts together.
+        state_targets: it serves steps with `Batch.state_targets`, and no others.
+
+    Raises:
+        BatchError: a number doesn't fit the others.
+
+    Examples:
+        >>> StepSize(rows=8, prompts=2, prompt_tokens=512).query_len
+        1
+
     """
 
     rows: int
@@ -43,11 +53,11 @@ class StepSize:
                 "positive, or both 0"
             )
         if not self.rows and not self.prompts:
-            raise BatchError("StepSize.rows=0: give rows or prompts")
+            raise BatchError("StepSize.rows=0: set rows or prompts")
         if self.prompts and self.state_targets:
             raise BatchError(
                 f"StepSize.state_targets=True beside prompts={self.prompts}: prompts' states stay in "
-                "their slots; capture a size of rows alone"
+                "their slots; capture a size with prompts=0"
             )
 
     @property

@@ -18,8 +18,8 @@ from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.group import StepPlan, plan_of
 from polyattn.runtime.inputs import refuse_gradients
-from polyattn.runtime.plan import StepPlan, plan_of
 from polyattn.runtime.step.batch import Batch
 
 _numbers = itertools.count(1)
@@ -150,7 +150,9 @@ def _attention(
     found, step = _found(layer, plan, query.shape[0])
     cache = None
     if key_cache is not None and value_cache is not None:
-        cache = KVCache(key_cache, value_cache)
+        form = found.group.cache_format
+        rows = form is not None and form.rows is not None
+        cache = KVCache(key_cache, value_cache, form if rows else None)
     found.run(step, query, key, value, cache, out, lse)
 
 
@@ -166,7 +168,8 @@ def _latent(
     layer: int,
 ) -> None:
     found, step = _found(layer, plan, query.shape[0])
-    whole = KVCache(cache, cache[..., : found.spec.latent.rank])
+    form = found.group.cache_format
+    whole = KVCache(cache, cache[..., : form.widths[1]], form if form.rows else None)
     found.run(step, query, latents, rope_key, whole, topk, out, lse)
 
 

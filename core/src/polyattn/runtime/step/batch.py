@@ -1,4 +1,4 @@
-"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens live."""
+"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens are."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import torch_device
-from polyattn.runtime.step.batch_checks import (
-    LARGEST,
-    check_lengths,
-    check_table_width,
-    check_tensors,
-    integers,
-    on_host,
-)
-from polyattn.runtime.step.lengths import Lengths
+from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
+from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
     check_own_tokens,
     may_share,
-    most_saved,
     restricted,
     shared_prefixes,
 )
@@ -36,46 +27,61 @@ from polyattn.runtime.step.step_mask import StepMask, step_inputs
 Ints = Sequence[int] | Tensor
 
 
-class Batch(Lengths):
+class Batch:
     """One step's sequences, packed one after another without padding. A value: it never changes.
 
-    - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
-      total.
-    - `seq_lens` (num_seqs,): cached context plus new tokens of each sequence. For layers that are
-      not cached: the number of its keys.
-    - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
-      length are never read. None where there is no cache.
-    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
-      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
-    - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
-      -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
-    - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
-      being left as they are; or (num_seqs, tokens): where the state after each of its tokens goes, so
-      that of several drafts any number can be accepted (`StateCache.accepted`). A padding row's, and
-      what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
-    - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
-      `key` and `value`; default: packed one after another. Gaps are left alone.
-    - `first_positions` (num_seqs,): for layers that are not cached, the position in its text of each
-      sequence's first key: what came before is not given. Default: 0, where texts begin. `chunk_size`
-      and `sink_tokens` count from there, and so do rotations; windows and ALiBi go by distances.
-    - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
-      that rotate; (axes, num_tokens) where `rope.sections` has several axes. None: a sequence's last
-      tokens stand at its end. A padding row's is 0, or whatever is given.
-    - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
-      blocks that sequences share are read without waiting for the device. On the CPU it follows.
-    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
-      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
-      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
-    - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
-    - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
+    A sequence of one query token is a decode, wherever it stands. A padding row has one query token,
+    length 0 and slot -1. Any negative slot counts as -1; a layer with `checks` refuses others. The
+    constructor copies lengths on a device to the host once. `examples/engine_metadata.py` has
+    TensorRT-LLM's and vLLM's names for the fields.
 
-    Sequences of one query token are served as decodes, wherever they stand. A padding row has one
-    query token, length 0 and slot -1. Of slots any negative one is taken as -1; a layer with `checks`
-    refuses others. Lengths given as device tensors are copied to the host once.
-    `examples/engine_metadata.py` has the names of TensorRT-LLM and vLLM for all this.
-    Raises `BatchError`.
+    Args:
+        query_start_loc: (num_seqs + 1,): where each sequence's query tokens start; ends with their
+            total.
+        seq_lens: (num_seqs,): tokens of each sequence, cached and new. Without a cache: its keys.
+        block_table: int32 (num_seqs, max_blocks): each sequence's cache blocks; kernels never read
+            entries past its length. None: there is no cache.
+        slot_mapping: int64 or int32 (num_tokens,): where each new token is stored, `block * block_size
+            + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
+        state_slots: int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers; -1
+            for a padding row. A sequence whose length is its query's starts with a fresh state.
+        state_targets: int64 (num_seqs,): where each sequence's new state goes instead of `state_slots`,
+            which stay; or (num_seqs, tokens): where the state after each of its tokens goes, so that
+            any number of drafts can be accepted (`StateCache.accepted`). -1 for a padding row and
+            behind a sequence's last token. Several sequences may start from one slot then.
+        key_starts: (num_seqs,): without a cache, where each sequence's keys start in `key` and `value`;
+            default: packed one after another. Gaps aren't read.
+        first_positions: (num_seqs,): without a cache, the position of each sequence's first key in its
+            text; default: 0. `chunk_size`, `sink_tokens` and rotations count from there; windows and
+            ALiBi go by distances.
+        positions: int64 or int32 (num_tokens,): each query token's position, for layers that rotate;
+            (axes, num_tokens) if `rope.sections` has several axes. None: a sequence's last tokens stand
+            at its end. A padding row's is any.
+        host_block_table: int32 (num_seqs, max_blocks), NumPy: the same table on the host. Blocks that
+            sequences share are found there without waiting for the device.
+        shared_prefix: runs of blocks that rows share, outermost level first, as `shared_prefixes`
+            returns them. None: they are found in `host_block_table`, and on CUDA in a copy of
+            `block_table` if that may save much, which waits for the device. They never change what rows
+            attend to.
+        mask: a `CustomMask` or a `BlockSparseMask`, if the layer's spec has a `mask`.
+        inputs: of a layer's variant, by name, what the layer doesn't bring.
+        device: of the tensors; default: the first tensor's, else the CPU.
+
+    Raises:
+        BatchError: a field has another shape or dtype, or contradicts another one.
+
+    Examples:
+        >>> table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+        >>> batch = Batch([0, 5, 6], [5, 20], table, torch.tensor([48, 49, 50, 51, 52, 35]))
+        >>> batch.num_prefill_tokens, batch.num_decode_tokens
+        (5, 1)
+
     """
 
+    starts: list[int]
+    lens: list[int]
+    device: torch.device
+    first_positions: list[int] | None = None
     causal: bool = True
     """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
     num_contexts: int | None = None
@@ -118,13 +124,13 @@ class Batch(Lengths):
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
-        check_tensors(self)
+        _check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _one_each("key_starts", key_starts, self.lens)
         if first_positions is not None:
             self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
-        self.inputs = step_inputs(self, inputs)
+        self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
@@ -163,8 +169,28 @@ class Batch(Lengths):
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
-        stored.
+        Args:
+            query_lens: query tokens of each sequence.
+            seq_lens: tokens of each sequence, cached and new.
+            block_table: as in `Batch`.
+            block_size: tokens of a block of the cache, from which slots follow; None stores nothing.
+            state_slots: as in `Batch`.
+            state_targets: as in `Batch`.
+            key_starts: as in `Batch`.
+            first_positions: as in `Batch`.
+            positions: as in `Batch`.
+            mask: as in `Batch`.
+            inputs: as in `Batch`.
+            host_block_table: as in `Batch`.
+            shared_prefix: as in `Batch`.
+            device: as in `Batch`.
+
+        Returns:
+            The batch.
+
+        Raises:
+            BatchError: as `Batch`.
+
         """
         query_lens = integers("query_lens", query_lens)
         for index, length in enumerate(query_lens):
@@ -178,7 +204,7 @@ class Batch(Lengths):
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
-                raise BatchError("block_table without block_size; give the cache's block size")
+                raise BatchError("block_table without block_size; pass the cache's block size")
             if type(block_size) is not int or not 0 < block_size <= LARGEST:
                 raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
             batch.slot_mapping = batch.tail_slots(block_size)
@@ -196,10 +222,20 @@ class Batch(Lengths):
         slot_mapping: Tensor | None,
         positions: Tensor | None = None,
     ) -> Batch:
-        """A batch over device buffers that a captured graph reads; copies nothing.
+        """Return a batch over device buffers that a captured graph reads; copies nothing.
 
-        `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
-        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
+        Args:
+            starts: on the host, what `query_start_loc` holds, or the most that it will ever hold.
+            lens: on the host, what `seq_lens` holds, or the most that it will ever hold.
+            query_start_loc: int32 (num_seqs + 1,).
+            seq_lens: int32 (num_seqs,).
+            block_table: int32 (num_seqs, blocks); None without a cache.
+            slot_mapping: int64 (num_tokens,); None if nothing is stored.
+            positions: int64 (num_tokens,), for rotations; None: they follow from the lengths.
+
+        Raises:
+            BatchError: `slot_mapping` isn't int64, so it would be copied.
+
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
@@ -210,6 +246,102 @@ class Batch(Lengths):
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return len(self.lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the batch."""
+        return self.starts[-1]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of the sequences that have one each, as vLLM's metadata counts them."""
+        return int((self.host_query_lens == 1).sum())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Query tokens of all other sequences, as vLLM's metadata counts them."""
+        return self.num_tokens - self.num_decode_tokens
+
+    @cached_property
+    def host_starts(self) -> Integers:
+        """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""
+        return np.array(self.starts, np.int64)
+
+    @cached_property
+    def host_lens(self) -> Integers:
+        """`lens` as int64 (num_seqs,), NumPy; not to be written to."""
+        return np.array(self.lens, np.int64)
+
+    @cached_property
+    def host_query_lens(self) -> Integers:
+        """Query tokens of each sequence as int64 (num_seqs,), NumPy."""
+        return self.host_starts[1:] - self.host_starts[:-1]
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """Query tokens of each sequence, on the host."""
+        return list(self.host_query_lens.tolist())
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """The longest query."""
+        return int(self.host_query_lens.max(initial=0))
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """The longest sequence."""
+        return int(self.host_lens.max(initial=0))
+
+    @cached_property
+    def all_decode(self) -> bool:
+        """Whether there are sequences, and every one has exactly one query token."""
+        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
+
+    @cached_property
+    def query_start_loc(self) -> Tensor:
+        """int32 (num_seqs + 1,) on the device."""
+        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """int32 (num_seqs,) on the device."""
+        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
+
+    @property
+    def host_positions(self) -> np.ndarray[Any, Any]:
+        """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
+        behind = self.host_lens - self.host_starts[1:]
+        if self.first_positions:
+            behind = behind + np.array(self.first_positions, np.int64)
+        places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
+        return places.clip(min=0)
+
+    @property
+    def text_lens(self) -> list[int]:
+        """How long each sequence's text is: its keys, and what came before the first of them."""
+        if not self.first_positions:
+            return self.lens
+        return [a + b for a, b in zip(self.first_positions, self.lens, strict=True)]
+
+    @cached_property
+    def key_starts(self) -> list[int]:
+        """Where each sequence's keys start, on the host: packed, where nothing else was said."""
+        return [0, *accumulate(self.lens)][:-1]
+
+    @cached_property
+    def keys_packed(self) -> bool:
+        """Whether the keys lie one after another without gaps."""
+        return self.key_starts == [0, *accumulate(self.lens)][:-1]
+
+    @cached_property
+    def key_start_loc(self) -> Tensor:
+        """int32 (num_seqs + 1,) on the device: where packed keys start, ending with their total."""
+        return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
 
     @property
     def block_tables(self) -> Tensor | None:
@@ -229,6 +361,15 @@ class Batch(Lengths):
         if self.block_table is None or self.device.type != "cpu":
             return None
         return self.block_table.numpy()
+
+    def read_block_table(self) -> None:
+        """Copy the block table to the host, where only the device has it: waits for the device.
+
+        A batch never changes, so once is enough. A copy of an earlier step's table is never taken, though
+        the tensor be the same: its version doesn't count what kernels and replayed graphs write.
+        """
+        if self.host_block_table is None and self.block_table is not None:
+            self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
@@ -251,9 +392,11 @@ class Batch(Lengths):
         return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
 
     def part(self, seqs: slice | list[int]) -> Batch:
-        """Return some of the sequences as a batch of their own, without what they store and rotate.
+        """Return some of the sequences as a batch of their own, without slots and positions.
 
-        A slice gives views, so that a captured graph goes on reading the same buffers.
+        Args:
+            seqs: their numbers. A slice gives views, so a captured graph reads the same buffers.
+
         """
         whole = range(self.num_seqs)
         chosen = whole[seqs] if isinstance(seqs, slice) else seqs
@@ -309,16 +452,28 @@ class Batch(Lengths):
         return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
-        """Return the same batch over another block table."""
+        """Return the same batch over another block table.
+
+        Args:
+            block_table: int32 (num_seqs, blocks), on the batch's device.
+
+        """
         batch = self.copy()
         batch.__dict__.pop("host_block_table", None)
         batch.block_table = block_table
         return batch
 
     def find_shared_prefix(self, block_size: int) -> Levels:
-        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+        """Return `shared_prefix`, or what `host_block_table` shows; () if neither is known.
 
-        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        A row's last token is its own, so that each row attends to something alone.
+
+        Args:
+            block_size: of the cache, in tokens.
+
+        Raises:
+            BatchError: `shared_prefix` leaves a row no token of its own.
+
         """
         if self.shared_prefix is not None:
             check_own_tokens(self.shared_prefix, self.lens, block_size)
@@ -328,15 +483,13 @@ class Batch(Lengths):
             return ()
         return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
 
-    def most_shared(self, block_size: int) -> int:
-        """Return how many block reads `host_block_table` may show to be saved, not looked at closely."""
-        table = self.host_block_table
-        if table is None:
-            return 0
-        return most_saved(table, np.maximum(self.host_lens - 1, 0), block_size)
-
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
-        """Return the same batch, told which blocks its rows share."""
+        """Return the same batch with the blocks that its rows share.
+
+        Args:
+            levels: the shared runs of blocks, level by level; None: unknown.
+
+        """
         batch = self.copy()
         batch.shared_prefix = levels
         return batch
@@ -350,13 +503,74 @@ class Batch(Lengths):
         batch.causal = False
         return batch
 
-    def tail_slots(self, block_size: int) -> Tensor:
-        """Return the slots of each sequence's last tokens, as many as its query has.
+    def check_queries(self, unable: Sequence[str] = ()) -> None:
+        """Check that each length covers its query's tokens; a padding row's length is 0.
 
-        Raises `BatchError` where a sequence is longer than its row of the block table.
+        Args:
+            unable: the backends of the step that take padding rows of one query token only.
+
+        Raises:
+            BatchError: a length is shorter than its query.
+
+        """
+        missing = self.host_lens < self.host_query_lens
+        if not missing.any():
+            return
+        for index in missing.nonzero()[0].tolist():
+            query, length = self.query_lens[index], self.lens[index]
+            short = f"seq_lens[{index}]={length} is shorter than its query of {query} tokens"
+            if length:
+                raise BatchError(f"{short}; it counts cached context plus new tokens")
+            if query > 1 and unable:
+                raise BatchError(
+                    f"{short}, and {', '.join(sorted(set(unable)))} takes padding rows (length 0) of one "
+                    "query token only; count cached context plus new tokens, pass padding as rows of one "
+                    "token, or choose a backend that claims padding_rows"
+                )
+
+    def check_pages(self, block_size: int) -> None:
+        """Check on the host that each length fits its row of the block table.
+
+        Args:
+            block_size: of the cache, in tokens; the batch's slots must come from the same size.
+
+        Raises:
+            BatchError: a row is too short, the sizes differ, or there is no block table.
+
+        """
+        if self.block_table is None:
+            if not self.lens:
+                return
+            raise BatchError(
+                "the layer attends over a cache, and the batch has no block_table: pass "
+                "Batch(block_table=...)"
+            )
+        if self.block_size not in (None, block_size):
+            raise BatchError(
+                f"block_size={self.block_size}, with which the batch was made, differs from the cache's "
+                f"{block_size}; pass the cache's block size to Batch.from_lens"
+            )
+        width = self.block_table.shape[1]
+        if self.max_seq_len <= width * block_size:
+            return
+        index = self.lens.index(self.max_seq_len)
+        raise BatchError(
+            f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
+            f"length {self.max_seq_len} needs {-(-self.max_seq_len // block_size)}"
+        )
+
+    def tail_slots(self, block_size: int) -> Tensor:
+        """Return int64 (num_tokens,): the slots of each sequence's last tokens, one per query token.
+
+        Args:
+            block_size: of the cache, in tokens.
+
+        Raises:
+            BatchError: a sequence is longer than its row of the block table.
+
         """
         assert self.block_table is not None
-        check_table_width(self, block_size)
+        self.check_pages(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
@@ -378,3 +592,62 @@ def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:
             f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
         )
     return places
+
+
+def _check_tensors(batch: Batch) -> None:
+    """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
+    many = getattr(batch.state_targets, "ndim", 1) == 2
+    for name, tensor, dtype, shape in (
+        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
+        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
+        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
+        (
+            "state_targets", batch.state_targets, torch.int64,
+            (batch.num_seqs, None) if many else (batch.num_seqs,),
+        ),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
+        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
+            free = "tokens" if name == "state_targets" else "max_blocks"
+            wanted = ", ".join(free if n is None else str(n) for n in shape)
+            raise BatchError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
+                f"({wanted})"
+            )
+        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise BatchError(
+                f"{name}'s columns are {tensor.stride(1)} apart; kernels need adjacent columns: "
+                f"pass {name}.contiguous()"
+            )
+        if not same_device(tensor.device, batch.device):
+            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+    _check_shape_of_positions(batch)
+
+
+def _check_shape_of_positions(batch: Batch) -> None:
+    positions = batch.positions
+    if positions is None:
+        return
+    check_is_tensor("positions", positions)
+    whole = positions.dtype in (torch.int64, torch.int32)
+    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
+    if not whole or not fits:
+        raise BatchError(
+            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
+            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
+        )
+    if not same_device(positions.device, batch.device):
+        raise BatchError(
+            f"positions is on {positions.device}, the batch on {batch.device}; move one"
+        )
+
+
+def _as_wide(tensor: torch.Tensor) -> bool:
+    """Whether int32 is all that the tensor's device has: widened, it stays what it is."""
+    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
+        return False
+    return tensor[:0].long().dtype == torch.int32

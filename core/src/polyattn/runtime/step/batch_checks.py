@@ -2,120 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import check_is_tensor, same_device
+from polyattn.errors import BatchError
+from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
-from polyattn.spec.checks import LONGEST
 from polyattn.spec.key_ranges import key_ranges
 
 if TYPE_CHECKING:
     from polyattn.runtime.cache.kv_cache import KVCache
-    from polyattn.runtime.step.batch import Batch
     from polyattn.spec.layer import LayerSpec
-
-
-LARGEST = (1 << 31) - 1
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def integers(name: str, values: Any) -> list[int]:
-    """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
-            raise BatchError(
-                f"{name} is {values.dtype} of shape {tuple(values.shape)}; it must be one-dimensional "
-                "int32"
-            )
-        return list(values.tolist())
-    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
-        raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
-    if isinstance(values, np.ndarray) and values.ndim != 1:
-        raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
-    found = list(values) if not isinstance(values, np.ndarray) else values.tolist()
-    for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
-            raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
-        found[index] = int(value)
-    return found
-
-
-def on_host(name: str, values: list[int]) -> Integers:
-    """Return integers as int64, NumPy. Raises `BatchError` where kernels can't count so far."""
-    try:
-        found = np.array(values, np.int64)
-    except OverflowError:
-        found = None
-    if found is None or found.max(initial=0) > LARGEST:
-        raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
-    return found
-
-
-def check_lengths(starts: Integers, lens: Integers) -> None:
-    """Check that starts never decrease and lengths are not negative. Raises `BatchError`."""
-    if not len(starts) or starts[0] != 0:
-        raise BatchError(f"query_start_loc={starts[:4].tolist()}… must start with 0")
-    if len(starts) != len(lens) + 1:
-        raise BatchError(
-            f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
-            "than there are sequences"
-        )
-    queries = starts[1:] - starts[:-1]
-    if queries.min(initial=0) < 0:
-        index = int((queries < 0).argmax())
-        raise BatchError(
-            f"query_start_loc[{index + 1}]={starts[index + 1]} is less than the entry before it "
-            f"({starts[index]}); it must never decrease"
-        )
-    if lens.min(initial=0) < 0:
-        index = int((lens < 0).argmax())
-        raise BatchError(f"seq_lens[{index}]={lens[index]} is negative")
-    for name, counts in (("seq_lens", lens), ("query_lens", queries)):
-        if counts.max(initial=0) > LONGEST:
-            index = int(counts.argmax())
-            raise BatchError(
-                f"{name}[{index}]={counts[index]} is more than {LONGEST}, the longest sequence; split it"
-            )
-
-
-def check_tensors(batch: Batch) -> None:
-    """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
-    many = getattr(batch.state_targets, "ndim", 1) == 2
-    for name, tensor, dtype, shape in (
-        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
-        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
-        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-        (
-            "state_targets", batch.state_targets, torch.int64,
-            (batch.num_seqs, None) if many else (batch.num_seqs,),
-        ),
-    ):  # fmt: skip
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
-            free = "tokens" if name == "state_targets" else "max_blocks"
-            wanted = ", ".join(free if n is None else str(n) for n in shape)
-            raise BatchError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
-                f"({wanted})"
-            )
-        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise BatchError(
-                f"{name}'s columns are {tensor.stride(1)} apart; kernels read them as neighbours: "
-                f"give {name}.contiguous()"
-            )
-        if not same_device(tensor.device, batch.device):
-            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
-    _check_shape_of_positions(batch)
 
 
 def check_positions(batch: Batch, axes: int) -> None:
@@ -131,96 +30,6 @@ def check_positions(batch: Batch, axes: int) -> None:
             f"positions has shape {tuple(batch.positions.shape)}; the layer's rotary embedding takes "
             f"{many}: ({f'{axes}, ' if axes > 1 else ''}{batch.num_tokens}{',' * (axes == 1)})"
         )
-
-
-def _check_shape_of_positions(batch: Batch) -> None:
-    positions = batch.positions
-    if positions is None:
-        return
-    check_is_tensor("positions", positions)
-    whole = positions.dtype in (torch.int64, torch.int32)
-    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
-    if not whole or not fits:
-        raise BatchError(
-            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
-            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
-        )
-    if not same_device(positions.device, batch.device):
-        raise BatchError(
-            f"positions is on {positions.device}, the batch on {batch.device}; move one"
-        )
-
-
-def _as_wide(tensor: torch.Tensor) -> bool:
-    """Whether int32 is all that the tensor's device has: widened, it stays what it is."""
-    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
-        return False
-    return tensor[:0].long().dtype == torch.int32
-
-
-def check_queries(batch: Batch) -> int | None:
-    """Check that each length counts its query's tokens, but a padding row's, which is 0.
-
-    Returns the first padding row of several query tokens, None without one. Raises `BatchError`.
-    """
-    queries, lens = batch.host_query_lens, batch.host_lens
-    missing = lens < queries
-    if not missing.any():
-        return None
-    several = None
-    for index in missing.nonzero()[0].tolist():
-        query, length = batch.query_lens[index], batch.lens[index]
-        if length:
-            raise BatchError(
-                f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
-                "cached context plus new tokens"
-            )
-        if query > 1 and several is None:
-            several = index
-    return several
-
-
-def check_padding(batch: Batch, unable: Sequence[str]) -> None:
-    """Check the queries of a step. `unable`: who of those that may run it takes padding rows of one query
-    token alone. Raises `BatchError`.
-    """
-    several = check_queries(batch)
-    if several is not None and unable:
-        raise BatchError(
-            f"seq_lens[{several}]=0 is shorter than its query of {batch.query_lens[several]} tokens, and "
-            f"{', '.join(sorted(set(unable)))} takes padding rows (length 0) of one query token alone; "
-            "count cached context plus new tokens, give padding as rows of one token, or choose a "
-            "backend that claims padding_rows"
-        )
-
-
-def check_table_width(batch: Batch, block_size: int) -> None:
-    """Check on the host that each length fits its row of the block table. Raises `BatchError`.
-
-    `block_size` is the cache's: that of which the batch's slots were made must be the same.
-    """
-    if batch.block_table is None:
-        return
-    if batch.block_size not in (None, block_size):
-        raise BatchError(
-            f"block_size={batch.block_size}, with which the batch was made, isn't the cache's "
-            f"{block_size}; give Batch.from_lens the cache's"
-        )
-    width = batch.block_table.shape[1]
-    if batch.max_seq_len <= width * block_size:
-        return
-    index = batch.lens.index(batch.max_seq_len)
-    raise BatchError(
-        f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
-        f"length {batch.max_seq_len} needs {-(-batch.max_seq_len // block_size)}"
-    )
-
-
-def check_pages(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host that a step over a cache says where each length lies. Raises `BatchError`."""
-    if batch.block_table is None and batch.num_seqs:
-        raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
-    check_table_width(batch, block_size)
 
 
 def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
@@ -255,13 +64,43 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
 
 
 def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host the lengths and the block table of a step over a cache. Raises `BatchError`."""
-    check_queries(batch)
-    check_pages(spec, batch, block_size)
+    """Check on the host a step over a cache: its lengths, and the shape of its block table.
+
+    Args:
+        spec: the layer.
+        batch: the step.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: lengths contradict one another, or the block table has too few columns.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, head_size=64)
+        >>> check_paged_batch(spec, Batch.from_lens([1], [5], torch.zeros(1, 1).int(), 16), 16)
+
+    """
+    batch.check_queries()
+    batch.check_pages(block_size)
 
 
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
-    """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
+    """Check a batch's block table and slots by their values, which costs a copy to the host.
+
+    Args:
+        batch: the step.
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block.
+
+    Raises:
+        BatchError: a block or a slot lies outside the cache, or two tokens have one slot.
+
+    Examples:
+        >>> table = torch.tensor([[9]], dtype=torch.int32)
+        >>> check_on_device(Batch.from_lens([1], [5], table, 16), num_blocks=4, block_size=16)
+        Traceback (most recent call last):
+        polyattn.errors.BatchError: block_table[0, 0]=9 points outside the cache's 4 blocks
+
+    """
     if batch.block_table is not None:
         table = batch.block_table.cpu()
         for index, length in enumerate(batch.lens):
@@ -343,13 +182,13 @@ def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) ->
             missing = slot < 0 and token < wanted and not batch.lens_are_bounds
             if not -1 <= slot < num_slots or (slot >= 0 and token >= wanted) or missing:
                 raise BatchError(
-                    f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} states "
-                    "has one, and what lies behind them is -1"
+                    f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} "
+                    f"states has one, and entries after them are -1"
                 )
             if slot in sources and (sources[slot] != index or slot in shared):
                 raise BatchError(
-                    f"{what}={slot} is where sequence {sources[slot]} starts from; of such slots a "
-                    "sequence's states may take its own alone"
+                    f"{what}={slot} is the slot that sequence {sources[slot]} starts from; only "
+                    f"that sequence may write to it"
                 )
             if slot in taken and slot >= 0:
                 raise BatchError(f"{what}={slot} is {taken[slot]} too; each state needs its own")

@@ -1,9 +1,9 @@
 """Which keys does a beam see? TensorRT-LLM's `cache_indirection`, as a block table of single tokens.
 
-A beam that goes on from another's hypothesis copies no key: for each token the indirection names the beam
-that wrote it. Blocks of one token say just that, so every backend that takes them serves beams, as rows
-of a decode; beams of one sequence have its context's entries in common, which is what decodes by shared
-prefix look for.
+A beam that continues another's hypothesis copies no key: the indirection names, for each token, the
+beam that wrote it. Blocks of one token express just that. So every backend that takes them serves
+beams, as rows of a decode. Beams of one sequence share the entries of its context, which decodes with
+shared prefixes read once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import integers
+from polyattn.runtime.step.integers import integers
 
 
 def beam_batch(
@@ -27,17 +27,31 @@ def beam_batch(
 ) -> Batch:
     """Return a step of one new token for each beam, over blocks of one token.
 
-    - `seq_lens` (num_seqs,): tokens of each sequence's beams, the new one included; all beams of one
-      are as long.
-    - `block_table` int32 (num_seqs, beams, max_blocks): where each beam writes; the context's blocks
-      may be the same for all beams of a sequence.
-    - `cache_indirection` int32 (num_seqs, beams, max_len): the beam, 0 to beams - 1, that wrote each
-      token a beam sees. Of the new token it is the beam itself, whatever is given; entries past a
-      length are never read.
-    - `block_size`: tokens in a block of `block_table`.
+    Rows are sequence by sequence, beam by beam.
 
-    Rows are sequence by sequence, beam by beam; the batch is over `cache.in_blocks_of(1)[0]`, of a
-    group whose `block_size` is 1. Raises `BatchError`.
+    Args:
+        seq_lens: (num_seqs,), tokens of each sequence's beams, the new one included; all beams of one
+            are as long.
+        block_table: int32 (num_seqs, beams, max_blocks), where each beam writes; the context's blocks
+            may be the same for all beams of a sequence.
+        cache_indirection: int32 (num_seqs, beams, max_len), the beam, 0 to beams - 1, that wrote each
+            token a beam sees. Of the new token it is the beam itself, whatever is passed; entries past
+            a length are never read.
+        block_size: tokens in a block of `block_table`.
+
+    Returns:
+        A batch over `cache.in_blocks_of(1)[0]`, of a group whose `block_size` is 1.
+
+    Raises:
+        BatchError: shapes, dtypes or values don't fit.
+
+    Examples:
+        >>> table = torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32)
+        >>> written_by = torch.zeros(1, 2, 5, dtype=torch.int32)
+        >>> batch = beam_batch([5], table, written_by, block_size=4)
+        >>> batch.num_seqs, batch.block_table[1].tolist()
+        (2, [0, 1, 2, 3, 8])
+
     """
     lens = integers("seq_lens", seq_lens)
     _check(lens, block_table, cache_indirection, block_size)

@@ -1,4 +1,4 @@
-"""How is a block table read otherwise? In smaller blocks, from a later block on, with a first column."""
+"""How is a block table transformed? Into smaller blocks, without first blocks, with a first column."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from polyattn.selection.cache_format import CacheFormat
 
 
 def with_a_column(batch: Batch) -> Batch:
-    """Return the batch with a block table that kernels can look into before they know a length.
+    """Return the batch with a block table of at least one column.
 
-    A table without columns, which only empty sequences can have, becomes one of block 0 alone.
+    Kernels read the first column before they know a length. A table without columns, which only empty
+    sequences can have, becomes one of block 0.
     """
     table = batch.block_table
     if table is None or table.shape[1]:

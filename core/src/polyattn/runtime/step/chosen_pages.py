@@ -1,4 +1,4 @@
-"""What is a decode under a block-sparse mask? A plain one, over a table of its chosen pages alone."""
+"""How is a decode under a block-sparse mask planned? As a plain one over its chosen pages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,25 @@ Ints = NDArray[np.int64]
 def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
     """Return decodes as the same queries over the blocks of keys that their mask chooses, packed.
 
-    `batch`: of one query token each, whose block table counts blocks of `block_size`. The result has no
-    mask, and its lengths count chosen keys: for kernels to which a key's place means nothing. None
-    where the mask's blocks are not whole blocks of the cache.
+    It serves kernels to which a key's position means nothing: the new batch has no mask, and its lengths
+    count chosen keys alone.
+
+    Args:
+        batch: one query token a sequence, with a `BlockSparseMask`.
+        block_size: tokens of a block of the block table.
+
+    Returns:
+        The new batch, or None if the mask's blocks aren't whole blocks of the cache.
+
+    Raises:
+        Nothing: the batch was checked before.
+
+    Examples:
+        >>> table = torch.tensor([[4, 7, 5]], dtype=torch.int32)
+        >>> mask = BlockSparseMask([0, 2], [0, 2], block=(1, 16))
+        >>> over_chosen_pages(Batch.from_lens([1], [40], table, 16, mask=mask), 16).block_table[:, :2]
+        tensor([[4, 5]], dtype=torch.int32)
+
     """
     mask, table = batch.mask, batch.block_table
     if not isinstance(mask, BlockSparseMask) or table is None or mask.block[1] % block_size:

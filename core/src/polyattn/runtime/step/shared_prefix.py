@@ -1,7 +1,7 @@
-"""Which sequences share a prefix? Read off the block table: rows that agree in a leading run.
+"""Which sequences share a prefix? Found in the block table: rows with the same leading blocks.
 
-The runs form a forest, as in a radix tree (SGLang's RadixAttention, arXiv 2312.07104): the rows of a
-run go on together, one by one or in smaller groups, which are the runs of the next level.
+The runs form a forest, as in a radix tree (SGLang's RadixAttention, arXiv 2312.07104). The rows of a
+run continue alone or in smaller groups, which are the runs of the next level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ FIRST_LOOK = 128
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Blocks `first` to `first + count` of `rows` are the same, as is all that lies before them."""
+    """A run of blocks that rows of a step share; they share everything before it, too.
+
+    Attributes:
+        rows: indices of the rows.
+        first: column of the block table at which the run starts.
+        count: blocks of the run.
+
+    Examples:
+        >>> SharedRun(rows=(0, 1), first=0, count=8).count
+        8
+
+    """
 
     rows: tuple[int, ...]
     first: int
@@ -42,11 +53,26 @@ def shared_prefixes(
 ) -> Levels:
     """Return the runs of blocks that two rows or more share, outermost level first.
 
-    `block_table` int32 (num_seqs, max_blocks) on the host; `lens` (num_seqs,): how many leading
-    tokens of each row may be shared, which is its context, so that each of its queries sees them
-    all. A block counts only where it is full in every row of its run. `()` where nothing is
-    shared. Rows of a run, and runs of a level by their first row, are in ascending order; each
-    run's rows but not all of them go on in one run of the level above. Raises `BatchError`.
+    A block counts only where it is full in every row of its run. Rows of a run, and runs of a level
+    by their first row, are in ascending order; each run's rows but not all of them go on in one run
+    of the level above.
+
+    Args:
+        block_table: int32 (num_seqs, max_blocks), on the host.
+        lens: (num_seqs,), how many leading tokens of each row may be shared: its context, so that each
+            of its queries sees them all.
+        block_size: tokens in a block.
+
+    Returns:
+        Levels of `SharedRun`s; `()` where nothing is shared.
+
+    Raises:
+        BatchError: shapes, dtypes or values don't fit.
+
+    Examples:
+        >>> shared_prefixes(np.array([[7, 1], [7, 2]], np.int32), [20, 24], 16)
+        ((SharedRun(rows=(0, 1), first=0, count=1),),)
+
     """
     if not isinstance(block_table, np.ndarray) or block_table.dtype.kind != "i":
         raise BatchError(f"block_table={shown(block_table)} must be an ndarray of int32")
@@ -84,9 +110,9 @@ def shared_prefixes(
 
 
 def check_forest(levels: Levels, lens: Sequence[int]) -> None:
-    """Check that runs given for rows of such lengths are a forest. Raises `BatchError`.
+    """Check that runs for rows of such lengths are a forest. Raises `BatchError`.
 
-    Whether the rows' block tables really agree there says `check_shared_blocks`.
+    `check_shared_blocks` checks that the rows' block tables agree there.
     """
     if not isinstance(levels, tuple) or not all(isinstance(level, tuple) for level in levels):
         raise BatchError(
@@ -130,7 +156,7 @@ def _check_run(name: str, run: SharedRun, rows: int) -> None:
 
 
 def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
-    """Check that rows really have the blocks of their runs in common. Raises `BatchError`."""
+    """Check that rows have the same blocks in their runs. Raises `BatchError`."""
     for run in (run for level in levels for run in level):
         blocks = table[list(run.rows), run.first : run.first + run.count]
         differs = np.argwhere(blocks != blocks[0])
@@ -156,7 +182,7 @@ def check_own_tokens(levels: Levels, lens: Sequence[int], block_size: int) -> No
 
 
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
-    """Return the forest of some of the rows, numbered anew in their order."""
+    """Return the forest of some of the rows, renumbered in their order."""
     numbers = {row: number for number, row in enumerate(rows)}
     found = []
     for level in levels:
@@ -172,7 +198,7 @@ def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
 
 
 def may_share(block_table: NDArray[np.int32]) -> bool:
-    """Whether two rows begin with one block: all that the common case, no sharing at all, costs."""
+    """Return whether two rows begin with one block: the only cost of the common case, no sharing."""
     if block_table.size == 0:
         return False
     ordered = np.sort(block_table[:, 0])

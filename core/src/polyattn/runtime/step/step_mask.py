@@ -5,23 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import as_tensor, check_is_tensor
-from polyattn.runtime.step.batch_checks import integers
-
-if TYPE_CHECKING:
-    from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.integers import integers
 
 
 class StepMask(ABC):
-    """What a batch says of who sees what, beside the layer's own mask.
+    """A mask that a batch brings beside the layer's own mask.
 
-    `kind`: the `LayerSpec.mask` that it is for.
+    `kind` is the `LayerSpec.mask` that it is for.
     """
 
     kind: str
@@ -32,11 +29,22 @@ class StepMask(ABC):
 
 
 class CustomMask(StepMask):
-    """Packed boolean masks: for each sequence a row for each of its queries, True where it sees a key.
+    """Packed boolean masks: each sequence has a row for each of its queries, True where it sees a key.
 
-    - `bits` bool (total,): the sequences' masks one after another, each row by row.
-    - `over`: `"new"`, a mask is (query_len, query_len) over the step's own tokens, and every key before
-      them is seen (trees of drafted tokens); `"all"`, it is (query_len, seq_len).
+    Args:
+        bits: bool (total,), the sequences' masks one after another, each row by row.
+        over: `"new"`: a mask is (query_len, query_len) over the step's own tokens, and every earlier
+            key is seen (trees of drafted tokens). `"all"`: it is (query_len, seq_len).
+
+    Raises:
+        BatchError: `bits` isn't such a tensor, or `over` is another word.
+
+    Examples:
+        >>> CustomMask.tree([[-1, 0, 0]]).bits.view(3, 3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+
     """
 
     kind = "custom"
@@ -50,7 +58,19 @@ class CustomMask(StepMask):
 
     @classmethod
     def pack(cls, masks: Sequence[Tensor], over: str = "new") -> CustomMask:
-        """Pack a mask (query_len, keys) of each sequence. Raises `BatchError`."""
+        """Return the packed masks of a step's sequences.
+
+        Args:
+            masks: for each sequence bool (query_len, keys), True where a query sees a key.
+            over: as in `CustomMask`.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: a mask isn't a tensor of booleans.
+
+        """
         for index, mask in enumerate(masks):
             check_is_tensor(f"masks[{index}]", mask)
         rows = [mask.flatten() for mask in masks]
@@ -60,8 +80,16 @@ class CustomMask(StepMask):
     def tree(cls, parents: Sequence[Sequence[int]]) -> CustomMask:
         """Return the mask of trees of drafted tokens: a token sees its ancestors, itself and the context.
 
-        `parents`: for each sequence its tokens' parents, as places among them; -1 for those that follow
-        the context itself. A parent stands before its children. Raises `BatchError`.
+        Args:
+            parents: for each sequence the parents of its tokens, as indices among them; -1 for a token
+                that follows the context. A parent stands before its children.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: a parent doesn't stand before its child.
+
         """
         masks = []
         for index, family in enumerate(parents):
@@ -81,9 +109,21 @@ class CustomMask(StepMask):
     def prefix_lm(
         cls, prefixes: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> CustomMask:
-        """Return the mask of a prefix-LM: a prefix is seen by all, what follows it is causal.
+        """Return the mask of a prefix-LM: every query sees the prefix, and the rest is causal.
 
-        For layers with `causal=False`. `prefixes`: tokens of each sequence's prefix. Raises `BatchError`.
+        For layers with `causal=False`.
+
+        Args:
+            prefixes: tokens of each sequence's prefix.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: the lists differ in length, or a number is negative.
+
         """
         masks = []
         counts = _counts(prefixes=prefixes, query_lens=query_lens, seq_lens=seq_lens)
@@ -95,9 +135,18 @@ class CustomMask(StepMask):
 
     @classmethod
     def documents(cls, documents: Sequence[Sequence[int]], query_lens: Sequence[int]) -> CustomMask:
-        """Return the mask of documents packed into sequences: a token sees those of its own.
+        """Return the mask of documents packed into sequences: a token sees those of its own document.
 
-        `documents`: for each sequence every key's document, any integers. Raises `BatchError`.
+        Args:
+            documents: for each sequence the document of every key, as any integers.
+            query_lens: query tokens of each sequence.
+
+        Returns:
+            The mask.
+
+        Raises:
+            BatchError: the lists differ in length, or an entry isn't an integer.
+
         """
         masks = []
         ids = [integers(f"documents[{i}]", each) for i, each in enumerate(documents)]
@@ -108,7 +157,17 @@ class CustomMask(StepMask):
         return cls.pack(masks, "all")
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """`step_mask`'s tensors."""
+        """Return the tensors that the feature `step_mask` reads, by name.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+            device: where the tensors go.
+
+        Raises:
+            BatchError: the number of bits doesn't match the lengths.
+
+        """
         pairs = list(zip(query_lens, lens, strict=True))
         if self.over == "new":
             # A padding row has a query token and no key.
@@ -129,14 +188,22 @@ class CustomMask(StepMask):
 
 
 class BlockSparseMask(StepMask):
-    """Rows of blocks (block-sparse rows, BSR): for each row of queries the blocks of keys that it sees.
+    """Block-sparse rows (BSR): each row of queries has the blocks of keys that it sees.
 
-    - `block` (Br, Bc): Br neighbouring queries, counted from the step's first of a sequence, share a row;
-      a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
-    - `indptr` (rows + 1,), `indices` (blocks,): the rows of all sequences one after another,
-      ceil(query_len / Br) each; row r sees blocks `indices[indptr[r] : indptr[r + 1]]`.
+    Args:
+        indptr: (rows + 1,): row r sees blocks `indices[indptr[r] : indptr[r + 1]]`. The rows of all
+            sequences follow one another, ceil(query_len / Br) for each.
+        indices: (blocks,): numbers of blocks.
+        block: (Br, Bc): Br neighbouring queries, counted from the sequence's first in the step, share a
+            row; a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
 
-    Raises `BatchError`.
+    Raises:
+        BatchError: the numbers contradict one another.
+
+    Examples:
+        >>> BlockSparseMask([0, 2], [0, 2], block=(1, 16)).block
+        (1, 16)
+
     """
 
     kind = "block_sparse"
@@ -157,9 +224,22 @@ class BlockSparseMask(StepMask):
     def of(
         cls, mask: CustomMask, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that hold whatever a mask shows, a tree's over new tokens with their context.
+        """Return the blocks that contain what a mask shows; of a tree over new tokens, with the context.
 
-        Exactly that mask where its borders are blocks' borders (always, for blocks of 1 x 1).
+        It is exactly that mask if its borders are blocks' borders, as always for blocks of 1 x 1.
+
+        Args:
+            mask: the mask.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+            block: (query rows, keys) of a block.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: the mask doesn't have these lengths.
+
         """
         if not isinstance(mask, CustomMask):
             raise BatchError(f"mask={shown(mask)} must be a CustomMask")
@@ -187,9 +267,22 @@ class BlockSparseMask(StepMask):
     def sliding_window(
         cls, window: int, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that hold each query and the `window` - 1 keys before it.
+        """Return the blocks that contain each query and the `window` - 1 keys before it.
 
-        Exactly that window for blocks of 1 x 1; else what a spec's `sliding_window` beside it leaves.
+        It is exactly that window for blocks of 1 x 1; for others set the spec's `sliding_window` too.
+
+        Args:
+            window: keys that a query sees, itself included.
+            query_lens: query tokens of each sequence.
+            seq_lens: keys of each sequence.
+            block: (query rows, keys) of a block.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: the window is below 1.
+
         """
         if type(window) is not int or window < 1:
             raise BatchError(f"window={shown(window)} must be 1 or more: a query sees itself")
@@ -205,15 +298,36 @@ class BlockSparseMask(StepMask):
 
     @classmethod
     def of_pages(cls, pages: Sequence[Sequence[int]], page_size: int) -> BlockSparseMask:
-        """Return the mask of decodes that each read some of their sequence's pages (Quest).
+        """Return the mask of decodes that each read some of their sequence's pages.
 
-        `pages`: for each sequence the numbers of its pages, counted from its first key.
+        As in Quest (Tang et al., 2024).
+
+        Args:
+            pages: for each sequence the numbers of its pages, counted from its first key.
+            page_size: tokens of a page.
+
+        Returns:
+            The mask of blocks.
+
+        Raises:
+            BatchError: a number isn't a page.
+
         """
         indptr = [0, *accumulate(len(row) for row in pages)]
         return cls(indptr, [page for row in pages for page in row], (1, page_size))
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """`block_mask`'s tensors."""
+        """Return the tensors that the feature `block_mask` reads, by name.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+            device: where the tensors go.
+
+        Raises:
+            BatchError: a row names a block that its sequence lacks, or the rows don't match.
+
+        """
         height, width = self.block
         rows = [-(-q // height) for q in query_lens]
         if sum(rows) != len(self.indptr) - 1:
@@ -283,7 +397,13 @@ def _columns(device: Any, **columns: list[int]) -> dict[str, Tensor]:
     }
 
 
-def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def step_inputs(
+    given: Mapping[str, Any] | None,
+    mask: StepMask | None,
+    query_lens: list[int],
+    lens: list[int],
+    device: torch.device,
+) -> dict[str, Tensor]:
     """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
     found = {}
     if given is not None and not isinstance(given, Mapping):
@@ -292,11 +412,11 @@ def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tens
         if not isinstance(name, str):
             raise BatchError(f"inputs has {shown(name)}; its keys are the variant's names")
         tensor = as_tensor(f"inputs[{name!r}]", value)
-        if name.startswith("mask_") and batch.mask is not None:
+        if name.startswith("mask_") and mask is not None:
             raise BatchError(f"inputs[{name!r}]: that name is the step's mask's; rename it")
-        found[name] = tensor.to(batch.device)
-    if batch.mask is None:
+        found[name] = tensor.to(device)
+    if mask is None:
         return found
-    if not isinstance(batch.mask, StepMask):
-        raise BatchError(f"mask={shown(batch.mask)} must be a CustomMask or a BlockSparseMask")
-    return found | batch.mask.inputs(batch.query_lens, batch.lens, batch.device)
+    if not isinstance(mask, StepMask):
+        raise BatchError(f"mask={shown(mask)} must be a CustomMask or a BlockSparseMask")
+    return found | mask.inputs(query_lens, lens, device)

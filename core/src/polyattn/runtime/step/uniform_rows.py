@@ -1,4 +1,4 @@
-"""What takes a kernel that knows no packed queries? Rows of one number of tokens each."""
+"""How do kernels without packed queries run? Over rows with the same number of tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from polyattn.runtime.step.batch import Batch
 
 
 class UniformRows:
-    """A batch's tokens as (num_seqs, longest query). Where all are as long, both ways are views.
+    """A batch's tokens as (num_seqs, longest query); views, if all rows have the same length.
 
-    A shorter row is filled up at its front with its own first token: a mask that is aligned to the
-    bottom right leaves the others where they belong.
+    A shorter row is padded at its front with its own first token. A mask that is aligned to the bottom
+    right leaves the other tokens in place.
+
+    Args:
+        batch: the step.
+
+    Raises:
+        Nothing: the batch was checked before.
+
+    Examples:
+        >>> rows = UniformRows(Batch.from_lens([1, 2], [5, 6]))
+        >>> rows.spread(torch.tensor([7, 8, 9])).tolist()
+        [[7, 7], [8, 9]]
+
     """
 
     def __init__(self, batch: Batch):
@@ -36,11 +48,21 @@ class UniformRows:
         return self.take is None
 
     def spread(self, packed: Tensor) -> Tensor:
-        """Return (tokens, ...) as (num_seqs, longest query, ...)."""
+        """Return (num_seqs, longest query, ...).
+
+        Args:
+            packed: (tokens, ...).
+
+        """
         taken = packed if self.take is None else packed[self.take]
         return taken.view(*self.shape, *packed.shape[1:])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return (num_seqs, longest query, ...) as (tokens, ...)."""
+        """Return (tokens, ...).
+
+        Args:
+            rows: (num_seqs, longest query, ...).
+
+        """
         flat = rows.flatten(0, 1)
         return flat if self.give is None else flat.index_select(0, self.give)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyattn.errors import CacheError, SettingsError
 from polyattn.selection.selection import SelectedLayers
@@ -15,28 +15,6 @@ from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.runners import Options
 from polyattn.tools.replay.trace import Request
-
-if TYPE_CHECKING:
-    from polyattn.tools.cli.running import RunOptions
-
-
-def check_beams(options: RunOptions) -> None:
-    """Refuse what doesn't go with `--beams`, before anything runs. Raises `SettingsError`."""
-    flag = f"--beams={options.beams}"
-    if options.weights is None:
-        raise SettingsError(
-            f"{flag} searches by a model's own tokens; say which: --weights=FOLDER, or --weights=random"
-        )
-    for name, given, usual in (
-        ("samples", options.samples, None),
-        ("arrivals", options.arrivals, "all"),
-        ("plot", options.plot, None),
-    ):
-        if given != usual:
-            raise SettingsError(
-                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
-                "beams; drop one of them"
-            )
 
 
 def search(
@@ -55,31 +33,31 @@ def search(
     memories = [
         GroupMemory(g, options, n) for g, n in zip(groups, _blocks(groups, options), strict=True)
     ]
-    found = BeamSearch(
+    beam_search = BeamSearch(
         model, memories, beams, max(r.output for r in requests), check_tokens=options.check_tokens
     )
     hypotheses: list[list[Hypothesis]] = []
     first = 0
     while first < len(requests):
-        count = _together(requests[first:], first, found, options)
+        count = _together(requests[first:], first, beam_search, options)
         wave = requests[first : first + count]
         prompts = [
             prompt_tokens(request, first + i, model.vocabulary, options.seed)
             for i, request in enumerate(wave)
         ]
-        hypotheses += found.run(prompts, [request.output for request in wave])
+        hypotheses += beam_search.run(prompts, [request.output for request in wave])
         first += count
     return {
         "beams": beams,
         "requests": len(requests),
-        "steps": found.steps,
-        "seconds": found.seconds,
+        "steps": beam_search.steps,
+        "seconds": beam_search.seconds,
         "generated_tokens": sum(request.output for request in requests),
-        "widest_decode": found.widest,
-        "most_blocks": found.most_blocks,
-        "blocks_copied": found.copied,
-        "checked_tokens": found.checker.checked,
-        "max_error": found.checker.worst,
+        "widest_decode": beam_search.widest,
+        "most_blocks": beam_search.most_blocks,
+        "blocks_copied": beam_search.copied,
+        "checked_tokens": beam_search.checker.checked,
+        "max_error": beam_search.checker.worst,
         "hypotheses": [
             [{"tokens": list(one.tokens), "score": one.score} for one in each]
             for each in hypotheses

@@ -27,9 +27,10 @@ from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, bundled_models, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, progress, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
@@ -68,6 +69,9 @@ def show(
             raise SettingsError(f"--{name}={value} must be positive, {LONGEST} at most")
     if plot:
         check_plot(plot)
+    for text in texts:
+        if text in bundled_models() or Path(text).exists():
+            raise SettingsError(f"batch {text!r} is a model's name; pass --model {text}")
     batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
     if lengths is not None:
         batches = {
@@ -119,9 +123,11 @@ def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
     """The bytes that a batch's cache and its queries, keys, values and output take at least."""
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
     stepping = spec.num_heads * (spec.head_size + spec.v_head_size) + widths
-    cached = 2 if spec.kv_cache_dtype == "auto" else 1
+    cached = spec.num_kv_heads * sum(
+        row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
+    )
     tokens, queries = sum(n for _, n in lengths), sum(q for q, _ in lengths)
-    return float(cached * widths * tokens + 2 * stepping * queries)
+    return float(cached * tokens + 2 * stepping * queries)
 
 
 class Bench:
@@ -215,7 +221,7 @@ class Bench:
     def _limit(self, cost: Cost) -> float:
         """The larger of the times that moving the bytes and doing the operations take.
 
-        The bytes move as fast as a copy of at most as many does: in a cache, or in memory.
+        The bytes move as fast as a copy or a read of at most as many: in a cache, or in memory.
         """
         levels: dict[int, float] = self.limits["copies_gb_per_s"]
         within = [size for size in levels if size <= cost.bytes] or [min(levels)]
@@ -273,31 +279,41 @@ def sharing(step: AttentionWorkload) -> dict[str, int]:
 
 
 def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
-    """Return this machine's copy bandwidths and its matmul rate in the spec's dtype, measured.
+    """Return this machine's bandwidths and its matmul rate, measured.
 
-    `copies_gb_per_s` is by the bytes that a copy reads and writes: each level of the memory has its own;
-    `copy_gb_per_s` is the largest copy's, the memory's own.
-    A larger copy is never the faster one: what slows small copies down is their launch.
+    `copies_gb_per_s`: by the bytes that a copy moves, for each level of the memory: the faster of a copy
+    and a sum, which only reads. `copy_gb_per_s`: the largest one's, the memory's. A larger copy is never
+    the faster one: launches slow the small ones down. `matmul_tflop_per_s`: in the spec's dtype. On a CPU
+    also in float32, where torch may have no kernel for that dtype; and all figures are the best of all
+    threads and of one, which is faster where others use the processor.
     """
     big = device.type != "cpu"
     source = torch.randn(1 << (29 if big else 25), device=device)
     target = torch.empty_like(source)
-    rates: dict[int, float] = {}
-    part = source.numel()
-    while 8 * part >= SMALLEST_COPY:
-        to, of = target[:part], source[:part]
-        seconds = statistics.median(repeat(partial(to.copy_, of), device, 0.05))
-        rates[8 * part] = max(8 * part / seconds / 1e9, *rates.values(), 0.0)
-        part //= 4
+    dtypes = {getattr(torch, spec.dtype)} if big else {getattr(torch, spec.dtype), torch.float32}
     size = 8192 if big else 1024
-    left, right = (
-        torch.randn(size, size, device=device).to(getattr(torch, spec.dtype)) for _ in range(2)
-    )
-    matmul = statistics.median(repeat(lambda: torch.mm(left, right), device, 0.2))
+    left, right = (torch.randn(size, size, device=device) for _ in range(2))
+    rates: dict[int, float] = {}
+    seconds: list[float] = []
+    threads = torch.get_num_threads()
+    for used in {threads} if big else {threads, 1}:
+        torch.set_num_threads(used)
+        part, slower = source.numel(), 0.0
+        while 8 * part >= SMALLEST_COPY:
+            to, of = target[:part], source[:part]
+            copied = 8 * part / min(repeat(partial(to.copy_, of), device, 0.05))
+            read = 4 * part / min(repeat(of.sum, device, 0.05))
+            slower = max(copied / 1e9, read / 1e9, slower, rates.get(8 * part, 0.0))
+            rates[8 * part] = slower
+            part //= 4
+        for dtype in dtypes:
+            product = partial(torch.mm, left.to(dtype), right.to(dtype))
+            seconds += repeat(product, device, 0.2)
+    torch.set_num_threads(threads)
     return {
         "copy_gb_per_s": rates[8 * source.numel()],
         "copies_gb_per_s": rates,
-        "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
+        "matmul_tflop_per_s": 2 * size**3 / min(seconds) / 1e12,
     }
 
 
@@ -331,8 +347,8 @@ def _print(
         for size, rate in sorted(limits["copies_gb_per_s"].items())
     )
     console.print(
-        f"limits measured now: {spec.dtype} matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy, in "
-        f"GB/s, of {copies}\n",
+        f"limits measured now: matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy or read, in GB/s, "
+        f"of {copies}\n",
         highlight=False,
     )
     made = table(

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from polyattn.registry.catalogue import CATALOGUE, our_distributions
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
+from polyattn.registry.installed import Registry
 
 
 def generated(registry: Registry) -> str:

@@ -16,9 +16,10 @@ from polyattn import __version__
 from polyattn.device import Device
 from polyattn.errors import PluginError, PolyattnError, SettingsError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
 from polyattn.registry.distributions import requires_of_polyattn
 from polyattn.registry.info import API_VERSION
+from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.registry.requirements import requirement_problem
@@ -95,13 +96,13 @@ def _torch(problems: list[str]) -> str:
 
 
 def _requirements() -> list[str]:
-    """Return what polyattn itself requires and doesn't find: pip lets others replace a package."""
+    """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
     return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
-    """Return the notes on plugins that import torch behind the first, which had imported it for all.
+    """Return the notes on plugins that import torch after the first one, which imported it for all.
 
     They are asked in a process of their own, without those that are known, until there is no more.
     """
@@ -126,7 +127,7 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
 
 def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
     """Return the device of each platform that is here."""
-    found = {}
+    devices = {}
     for name, claimed in registry.platforms.items():
         try:
             device = ask_detector(claimed)
@@ -135,11 +136,11 @@ def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
             problems.append(f"{owner.origin}: platform {name}: {error} ({owner.removal})")
             continue
         if device is not None:
-            found[name] = device
-    if not found:
+            devices[name] = device
+    if not devices:
         remedy = "; ".join(registry.disabled) or 'install a plugin: pip install "polyattn[cpu]"'
         problems.append(f"no device is found; {remedy}")
-    return found
+    return devices
 
 
 def _backends(
@@ -172,36 +173,36 @@ def _backends(
 def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -> list[str]:
     """Return what is wrong with backends that settings name; none of them is ever replaced."""
     states = {row["name"]: row["state"] for row in rows}
-    found = []
+    faults = []
     for override in (override for source in settings.sources for override in source):
         try:
             state = states[registry.backend(override.backend).name]
         except PluginError as error:
             why = str(error).partition("\n")[0]  # what else is wrong is said beside it
-            found.append(f"{override.source}={override}: {why}")
+            faults.append(f"{override.source}={override}: {why}")
         else:
             if not state.startswith("ready"):
-                found.append(f"{override.source}={override} can't run here: {state}")
-    return found
+                faults.append(f"{override.source}={override} can't run here: {state}")
+    return faults
 
 
 def _timings(
     settings: Settings, devices: dict[str, Device], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Return each timing table and whom it is for; what is ignored of those for devices here.
+    """Return each timing table and its device; what is ignored of those for devices here.
 
-    A table of another device is no problem, and neither is one that is out of date: who runs is
-    chosen by priority then. A file that is no table is.
+    A table of another device is no problem, and neither is one that is out of date: priorities
+    choose then. A file that isn't a table is a problem.
     """
-    found = timings(settings)
-    problems += found.broken
+    tables = timings(settings)
+    problems += tables.broken
     return [
         {
             "path": table.path, "device": table.device, "measured": table.measured,
             "models": len(table.entries), "here": any(table.is_for(d) for d in devices.values()),
             "ignored": [note for d in devices.values() for note in table.notes(d)],
         }
-        for table in found.tables
+        for table in tables.tables
     ]  # fmt: skip
 
 

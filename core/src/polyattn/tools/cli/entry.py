@@ -1,7 +1,7 @@
 """Where the `polyattn` script starts, and where every error becomes a line and an exit code.
 
-0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`). 2: what was asked can't be
-done. 130: interrupted.
+0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`, `claim`) or absent (`why`).
+2: what was asked can't be done. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from polyattn._version import __version__
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.tools.cli import stdout
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 INTERRUPTED = 130  # typer's too, which says nothing
 
@@ -30,6 +33,7 @@ def main() -> int:
         return 2
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _dropped
     return run(sys.argv[1:])
 
 
@@ -50,6 +54,12 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _dropped(exception: UnraisableHookArgs) -> None:
+    """Report an exception that Python drops, unless `_interrupt` raised it and raises it again."""
+    if not (_interrupts and isinstance(exception.exc_value, KeyboardInterrupt)):
+        sys.__unraisablehook__(exception)
+
+
 def _heard() -> None:
     """Let no interrupt that arrived be raised again."""
     global _interrupts
@@ -66,6 +76,11 @@ def run(arguments: Sequence[str]) -> int:
             if code == INTERRUPTED or _interrupts:
                 raise KeyboardInterrupt
             return code
+        except Exception as error:
+            # An import that an interrupt ended may fail later: "numpy has no attribute 'ndarray'".
+            if _interrupts:
+                raise KeyboardInterrupt from error
+            raise
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:

@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from polyattn.api import select, unmatched_overrides
-from polyattn.errors import SelectionError, SettingsError
+from polyattn.errors import SelectionError, SettingsError, ranges
 from polyattn.registry.devices import resolve_device
-from polyattn.selection.decision import verdict_line
-from polyattn.selection.selection import Selection
+from polyattn.selection.selection import Selection, verdict_line
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import group_layers, kv_sources, ranges
+from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
@@ -35,6 +35,7 @@ def show(
     as_json: bool,
     reading: Reading = AS_IT_IS,
     plot: Path | None = None,
+    formats: bool = False,
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
     if plot:
@@ -44,29 +45,43 @@ def show(
     specs = read_specs(model, spec_json, reading)[1]
     groups = group_layers(specs)
     resolved = resolve_device(device)
-    found: list[_Group] = []
+    selected: list[_Group] = []
     for spec, layers in groups.items():
-        read = kv_sources(specs, layers)
+        read = kv_sources(specs, layers), choice_sources(specs, layers)
         try:
-            found.append((spec, layers, read, select(spec, resolved, settings=settings)))
+            selected.append((spec, layers, read, select(spec, resolved, settings=settings)))
         except SelectionError as error:
-            found.append((spec, layers, read, error))
+            selected.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
-    predicted = [_predicted(result, steps, settings) for *_, result in found]
+    predicted = [_predicted(result, steps, settings) for *_, result in selected]
+    compared = steps or {text: parse_batch(text) for text in DEFAULT_STEPS}
+    costs = [
+        formats_of(spec, len(layers), resolved, settings, compared)
+        if formats and spec.cached and not spec.kind.is_recurrent
+        else []
+        for spec, layers, *_ in selected
+    ]
     if as_json:
-        rows = [_json(*g, times) for g, times in zip(found, predicted, strict=True)]
+        rows = [
+            _json(*g, times) | ({"formats": cost} if cost else {})
+            for g, times, cost in zip(selected, predicted, costs, strict=True)
+        ]
         print_json({"device": str(resolved), "groups": rows, "notes": notes})
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
-        for (spec, layers, read, result), times in zip(found, predicted, strict=True):
+        for (spec, layers, read, result), times, cost in zip(
+            selected, predicted, costs, strict=True
+        ):
             console.print(_tree(spec, layers, read, result), highlight=False)
             for text, step in times.items():
                 print_forecast(text, step)
+            if cost:
+                print_formats(cost, compared)
         for note in notes:
             console.print(f"note: {note}", markup=False)
     if plot:
-        _plot(found, predicted, plot, str(resolved))
-    return int(any(isinstance(result, SelectionError) for *_, result in found))
+        _plot(selected, predicted, plot, str(resolved))
+    return int(any(isinstance(result, SelectionError) for *_, result in selected))
 
 
 DEFAULT_STEPS = ("32q1s4k", "q2k")
@@ -78,7 +93,7 @@ def _predicted(
     steps: Mapping[str, list[tuple[int, int]]],
     settings: Settings,
 ) -> dict[str, dict[str, Any]]:
-    """Return what each step takes; without steps the usual two, where a timing table speaks of them.
+    """Return each step's times; without steps those of the usual two, if a timing table has them.
 
     A choice that the user forced is compared with every backend that can serve.
     """
@@ -89,8 +104,8 @@ def _predicted(
         with suppress(SelectionError):
             free = select(result.spec, result.device, settings=replace(settings, sources=()))
     usual = {} if steps else {text: parse_batch(text) for text in DEFAULT_STEPS}
-    found = {text: forecast(result, rows, free) for text, rows in (steps or usual).items()}
-    return {text: step for text, step in found.items() if steps or step["calls"]}
+    forecasts = {text: forecast(result, rows, free) for text, rows in (steps or usual).items()}
+    return {text: step for text, step in forecasts.items() if steps or step["calls"]}
 
 
 def _plot(
@@ -108,34 +123,39 @@ def _plot(
     }
     if not panels:
         raise SettingsError(f"--plot={path}: {UNMEASURED}, so there are no times to plot")
-    plot_values(panels, path, f"predicted on {device}", "us")
+    plot_values(panels, path, f"predicted on {device}", "microseconds")
 
 
-_Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]
+_Sources = tuple[tuple[int, ...], tuple[int | None, ...]]
+"""For each layer whose keys it reads, and whose choice it attends to."""
+_Group = tuple[LayerSpec, list[int], _Sources, Selection | SelectionError]
 """A group's spec, its layers, whose keys each reads, and what was selected."""
 
 
 def _json(
     spec: LayerSpec,
     layers: list[int],
-    read: tuple[int, ...],
+    read: _Sources,
     result: Selection | SelectionError,
     predicted: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read)}
+    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read[0])}
+    if spec.chooses:
+        base["choice_source"] = list(read[1])
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
     return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
 
 
 def _tree(
-    spec: LayerSpec, layers: list[int], read: tuple[int, ...], found: Selection | SelectionError
+    spec: LayerSpec, layers: list[int], read: _Sources, found: Selection | SelectionError
 ) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
-    for source in sorted(set(read)):
-        readers = [i for i, other in zip(layers, read, strict=True) if other == source != i]
-        if readers:
-            tree.add(f"layers {ranges(readers)} read the keys of layer {source}")
+    for sources, what in zip(read, ("read the keys", "attend to the choice"), strict=True):
+        for source in sorted(each for each in {*sources} if each is not None):
+            readers = [i for i, other in zip(layers, sources, strict=True) if other == source != i]
+            if readers:
+                tree.add(f"layers {ranges(readers)} {what} of layer {source}")
     if isinstance(found, SelectionError):
         tree.add(f"[red]{escape(str(found))}[/]")
         return tree

@@ -1,4 +1,4 @@
-"""Can a file be written? Said before the work, not after."""
+"""Can a file be written? Checked before the work, not after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would a step take on each backend? `explain --batch`: predicted times, and what they are of."""
+"""How long would a step take on each backend? `explain --batch`: predicted times by term."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyattn.selection.step_choice import CallChoice, step_choice
 from polyattn.spec.timing import TERMS
 from polyattn.tools.cli.output import add_row, console, table
 
-UNMEASURED = "no timing table that counts on this device speaks of this layer"
+UNMEASURED = "no timing table for this device covers this layer"
 
 
 def forecast(
@@ -47,14 +47,14 @@ def forecast(
             for n, us in sorted(times(call).items(), key=lambda item: item[1])
         ]
 
-    made = [
+    predicted = [
         {
             "rows": call.rows, "phase": call.phase, "kind": call.kind, "backend": call.name,
             "shape": call.shape._asdict(), "candidates": candidates(call), "why": _why(call, times(call)),
         }
         for call in calls
     ]  # fmt: skip
-    return {"calls": made, "chosen": {c.rows: c.name for c in calls}, "why": ""}
+    return {"calls": predicted, "chosen": {c.rows: c.name for c in calls}, "why": ""}
 
 
 def _why(call: CallChoice, times: Mapping[str, float]) -> str:
@@ -85,8 +85,8 @@ def print_forecast(text: str, found: dict[str, Any]) -> None:
         )  # fmt: skip
         if not call["candidates"]:
             continue
-        made = table("  backend", ">us", *(f">{term}" for term in TERMS))
+        rows = table("  backend", ">us", *(f">{term}" for term in TERMS))
         for row in call["candidates"]:
             terms = [f"{row['terms'][term]:.1f}" for term in TERMS]
-            add_row(made, f"  {row['backend']}", f"{row['us']:.1f}", *terms)
-        console.print(made)
+            add_row(rows, f"  {row['backend']}", f"{row['us']:.1f}", *terms)
+        console.print(rows)

@@ -16,7 +16,7 @@ def parse_batch(text: str) -> list[tuple[int, int]]:
     Parts are joined by `_`; each is `[count]q<query>[s<sequence>]`, `k` meaning 1,024. Without `s`
     the sequence is as long as the query. Raises `SettingsError`.
     """
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for part in text.split("_"):
         match = _PART.fullmatch(part)
         if not match:
@@ -31,12 +31,12 @@ def parse_batch(text: str) -> list[tuple[int, int]]:
                 f"batch {text!r}: {part!r} needs at least one sequence, and a sequence no shorter "
                 "than its query"
             )
-        if len(found) + count > MOST_SEQUENCES:
+        if len(pairs) + count > MOST_SEQUENCES:
             raise SettingsError(
                 f"batch {text!r}: {part!r} makes more than {MOST_SEQUENCES} sequences; name fewer"
             )
-        found += [(query, length)] * count
-    return found
+        pairs += [(query, length)] * count
+    return pairs
 
 
 def _number(text: str) -> int:

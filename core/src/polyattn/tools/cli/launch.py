@@ -16,11 +16,11 @@ LAUNCH = "torchrun --nproc-per-node={0} -m polyattn run MODEL --context-parallel
 
 def check_launch(size: int) -> None:
     """Check that there are `size` processes, and give each its accelerator. Raises `SettingsError`."""
-    found = os.environ.get("WORLD_SIZE", "1")
-    if size > 1 and found != str(size):
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if size > 1 and processes != str(size):
         raise SettingsError(
-            f"--context-parallel={size} needs {size} processes and there are {found}; start them with "
-            + LAUNCH.format(size)
+            f"--context-parallel={size} needs {size} processes and there are {processes}; start them "
+            f"with {LAUNCH.format(size)}"
         )
     if size > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,4 +1,4 @@
-"""`polyattn list`: who is installed, and what is missing? Imports neither torch nor a vendor library."""
+"""`polyattn list`: what is installed, and what is missing? Imports neither torch nor a vendor library."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from polyattn.registry.catalogue import install_command, not_installed
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import availabilities, running
 from polyattn.settings import current
@@ -24,7 +25,7 @@ def show(as_json: bool, everything: bool = False) -> int:
     """Print plugins, integrations, backends and problems; with `everything`, what isn't installed too.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
-    Whether its device is here as well, `doctor` says: asking imports torch.
+    `doctor` says whether its device is here too: asking imports torch.
     """
     registry = discover()
     rows = backend_rows(registry)
@@ -114,7 +115,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "plugin": registry.owners[info.name].name,
             "platforms": list(info.capabilities.platforms),
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
-            "proof": {where: proof.value for where, proof in info.proof.items()},
+            "proof": {where: info.proof_at(where).value for where in info.proof},
             "problem": problem,
             "runs": "" if problem else running(info, timeout),
             "builds": _builds(info, timeout),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyattn._version import __version__
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.tools.cli import stdout
 
 app = typer.Typer(
@@ -50,7 +51,8 @@ CacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-dtype",
-        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or a format of rows: "
+        f"{', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may add others.",
     ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
@@ -138,6 +140,9 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Compare the formats that the cache could have.")
+    ] = False,
     kv_cache_dtype: CacheDtypeOption = None,
     block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
@@ -150,7 +155,7 @@ def explain(
     from polyattn.tools.cli.models import Reading
 
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot, formats))
 
 
 @app.command()
@@ -170,6 +175,19 @@ def build(
 
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(lambda: show(model, spec, device, backend, reading))
+
+
+@app.command()
+def why(
+    process: Annotated[
+        int | None, typer.Argument(help="A process's id (default: all that run).", min=1)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show which backends a running process uses, and why."""
+    from polyattn.tools.cli.why import show
+
+    _finish(lambda: show(process, json))
 
 
 @app.command()
@@ -193,7 +211,7 @@ def run(
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
-    max_tokens: Annotated[int, count("Most tokens generated a request.")] = 32,
+    max_tokens: Annotated[int, count("Most tokens generated for a request.")] = 32,
     scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
     token_budget: Annotated[int, count("Most tokens in a step.")] = 2048,
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
@@ -203,10 +221,10 @@ def run(
     kv_cache_dtype: CacheDtypeOption = None,
     fp8_compute: Annotated[
         bool,
-        typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
+        typer.Option("--fp8-compute", help="Let kernels multiply in fp8_e4m3 over such a cache."),
     ] = False,
     sliding_window: Annotated[
-        int | None, count("Let every attention layer see the last N tokens alone.")
+        int | None, count("Let every attention layer see only the last N tokens.")
     ] = None,
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
@@ -214,7 +232,7 @@ def run(
     yes: Annotated[
         bool, typer.Option("--yes", help="Draw random weights of any size without asking.")
     ] = False,
-    check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
+    check: Annotated[int, count("Tokens checked for each layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
@@ -266,7 +284,7 @@ def bench(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Draw each batch's lengths anew: uniform, zipf or one-long, of the same mean, or "
+            help="Draw each batch's lengths again: uniform, zipf or one-long, of the same mean, or "
             "trace:FILE."
         ),
     ] = None,
@@ -326,6 +344,10 @@ def tune(
     quantized: Annotated[
         bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
     ] = True,
+    batch_invariant: Annotated[
+        str | None,
+        typer.Option(help="Measure the layers at this level too: batch, steps or calls."),
+    ] = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
     kv_cache_dtype: CacheDtypeOption = None,
@@ -340,7 +362,17 @@ def tune(
     reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(
         lambda: show(
-            model or [], device, backend or [], trace, out, seconds, json, plot, quantized, reading
+            model or [],
+            device,
+            backend or [],
+            trace,
+            out,
+            seconds,
+            json,
+            plot,
+            quantized,
+            reading,
+            batch_invariant,
         )
     )
 

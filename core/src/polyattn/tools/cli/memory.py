@@ -1,4 +1,4 @@
-"""Is there room for what a command asks? Said before the work, not by the kernel's killer."""
+"""Is there room for a command's tensors? Checked before the work, not by the kernel's OOM killer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_room(needed: float, what: str, device: Device) -> None:
 
 @contextmanager
 def said_plainly(remedy: str) -> Iterator[None]:
-    """Turn an allocation that fails all the same into a `SettingsError` with a remedy."""
+    """Turn an allocation that still fails into a `SettingsError` with a remedy."""
     import torch
 
     try:

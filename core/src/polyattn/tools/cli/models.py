@@ -38,7 +38,7 @@ def find_config(name: str | None) -> Path:
         raise ConfigError(f"model {shown(name)} can't be read: {describe(error)}") from error
     if there:
         kind = "no such file" if path.is_dir() and not file.exists() else "is not a regular file"
-        raise ConfigError(f"{file}: {kind}; give a config.json or its directory")
+        raise ConfigError(f"{file}: {kind}; name a config.json or its directory")
     raise ConfigError(
         f"model {shown(name)} is neither a file nor a bundled model{nearest(name, bundled_models())}"
     )
@@ -84,7 +84,7 @@ def read_specs(
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long
             raise ConfigError(f"{path}: is no config: {describe(error)}") from None
     if model is not None:
-        raise SettingsError(f"model {model!r} and --spec name different layers; give one of them")
+        raise SettingsError(f"model {model!r} and --spec name different layers; use one of them")
     try:
         spec = LayerSpec.from_json(spec_json)
         if reading.kv_cache_dtype is not None:

@@ -31,7 +31,7 @@ console = _terminal if _terminal.is_terminal else Console(file=cast(TextIO, _Own
 
 @contextmanager
 def progress(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show on standard error, where it is a terminal, what a command is at; yields what tells it."""
+    """Show progress on standard error if it is a terminal; yields the function that reports it."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -54,11 +54,15 @@ class _Narrow(Table):
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table with the house style; columns that start with `>` are right-aligned."""
-    made = _Narrow(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    narrow = _Narrow(
+        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     for column in columns:
         right = column.startswith(">")
-        made.add_column(column.removeprefix(">"), justify="right" if right else "left")
-    return made
+        narrow.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
+    return narrow
 
 
 def add_row(to: Table, *cells: str) -> None:

@@ -55,6 +55,25 @@ def plot_run(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _points(
+    axis: Any,
+    values: Mapping[str, float],
+    labels: Sequence[str],
+    colours: Sequence[str],
+    **texts: str,
+) -> None:
+    """Draw a labelled point for each name and value, from the top down, on a logarithmic axis."""
+    axis.scatter(list(values.values()), list(values), c=colours)
+    for (name, value), label in zip(values.items(), labels, strict=True):
+        axis.annotate(f"  {label}", (value, name), verticalalignment="center")
+    axis.set(xscale="log", **texts)
+    axis.xaxis.set_major_formatter("{x:,.9g}")
+    axis.xaxis.set_minor_formatter("")  # the points have their numbers
+    axis.grid(axis="x", which="both", alpha=0.3)
+    axis.margins(x=0.15, y=0.2)
+    axis.invert_yaxis()
+
+
 def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Write a point for each backend and batch, grouped by batch, the choice in a darker colour."""
     batches = list(dict.fromkeys(row["batch"] for row in rows))
@@ -62,19 +81,12 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     for axis, batch in zip(axes[:, 0], batches, strict=True):
         shown = [row for row in rows if row["batch"] == batch]
         colours = ["tab:blue" if row["selected"] else "lightsteelblue" for row in shown]
-        axis.scatter([row["ms"] for row in shown], [row["backend"] for row in shown], c=colours)
-        for row in shown:
-            axis.annotate(
-                f"  {row['over_best']:.2f}", (row["ms"], row["backend"]), verticalalignment="center"
-            )
         axis.axvline(shown[0]["limit_ms"], color="tab:red", linestyle="--")
-        axis.set(
-            title=batch, xlabel="ms (dashed: the machine's limit); the numbers are ratios to the best",
-            xscale="log",
+        _points(
+            axis, {row["backend"]: row["ms"] for row in shown},
+            [f"{row['over_best']:.2f}" for row in shown], colours, title=batch,
+            xlabel="ms (dashed: the machine's limit); the numbers are ratios to the best",
         )  # fmt: skip
-        axis.grid(axis="x", which="both", alpha=0.3)
-        axis.margins(y=0.2)
-        axis.invert_yaxis()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
@@ -86,10 +98,7 @@ def plot_values(
     count = sum(map(len, groups.values()))
     figure, axes = _figure(len(groups), 0.8 + 0.35 * count + 0.6 * len(groups))
     for axis, (group, values) in zip(axes[:, 0], groups.items(), strict=True):
-        axis.scatter(list(values.values()), list(values), color="tab:blue")
-        axis.set(title=group, xlabel=unit, xscale="log")
-        axis.grid(axis="x", which="both", alpha=0.3)
-        axis.margins(y=0.2)
-        axis.invert_yaxis()
+        labels = [f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in values.values()]
+        _points(axis, values, labels, ["tab:blue"] * len(values), title=group, xlabel=unit)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

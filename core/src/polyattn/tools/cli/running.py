@@ -19,10 +19,10 @@ from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated
-from polyattn.spec.huggingface import read_config
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
-from polyattn.tools.cli.beams import check_beams, print_search, search
+from polyattn.spec.models import model_reader
+from polyattn.tools.cli.beams import print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, Reading, bundled, read_specs
@@ -36,14 +36,12 @@ from polyattn.tools.replay.runners import Options, Ranks
 from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
-PRETENDED = (
-    "interpreted on this machine's CPU: results are checked, times say nothing of the device"
-)
+PRETENDED = "interpreted on this machine's CPU: results are checked, times aren't the device's"
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line gave."""
+    """The command line's values."""
 
     model: str | None
     trace: Path | None
@@ -84,6 +82,26 @@ class RunOptions:
 LAYERS_OF_A_WHOLE_MODEL = 10**9
 
 
+def _check_beams(options: RunOptions) -> None:
+    """Refuse what doesn't go with `--beams`, before anything runs. Raises `SettingsError`."""
+    flag = f"--beams={options.beams}"
+    if options.weights is None:
+        raise SettingsError(
+            f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
+            f"--weights=random"
+        )
+    for name, given, usual in (
+        ("samples", options.samples, None),
+        ("arrivals", options.arrivals, "all"),
+        ("plot", options.plot, None),
+    ):
+        if given != usual:
+            raise SettingsError(
+                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
+                "beams; drop one of them"
+            )
+
+
 def show(options: RunOptions) -> int:
     """Serve and print the report."""
     for name, most in (("scale", LARGEST_SCALE), ("cache_gb", LARGEST_CACHE)):
@@ -96,7 +114,7 @@ def show(options: RunOptions) -> int:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
     if options.beams is not None:
-        check_beams(options)
+        _check_beams(options)
     model = model_of(options.model, options.weights)
     reading = Reading(options.assume, options.ignore, options.kv_cache_dtype)
     path, specs = read_specs(model, None, reading)
@@ -153,20 +171,23 @@ def _serve(
         if pretends:
             console.print(f"  {PRETENDED}", markup=False)
     requests = [request.scaled(options.scale) for request in requests]
-    requests, clipped = fit_requests(requests, read_config(path), served, options.max_tokens)
+    config = model_reader().read_config(path)
+    requests, clipped = fit_requests(requests, config, served, options.max_tokens)
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         if options.beams is not None and model is not None:
-            made = _engine_options(options, ranks)
-            return _print_beams(search(groups, requests, made, options.beams, model), options, path)
+            engine_options = _engine_options(options, ranks)
+            return _print_beams(
+                search(groups, requests, engine_options, options.beams, model), options, path
+            )
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
         report = _run(engine, quiet=options.json or silent)
     if silent:
         return 0
     if options.json:
-        found = _json(_name(path), groups, options, clipped, report)
-        print_json({"interpreted": pretends, **found})
+        summary = _json(_name(path), groups, options, clipped, report)
+        print_json({"interpreted": pretends, **summary})
     else:
         _print_report(report, clipped, options)
     if options.plot:
@@ -340,7 +361,9 @@ def cache_lines(report: Report) -> list[str]:
             f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
         )
     if shared["states_copied"]:
-        lines.append(f"states: {shared['states_copied']} times a sequence went on from a snapshot")
+        lines.append(
+            f"states: {shared['states_copied']} times a sequence continued from a snapshot"
+        )
     for usage in report.usage:
         if usage.shared_bytes and usage.unshared:
             lines.append(f"each row reads shared blocks for itself: {usage.unshared}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
-from polyattn.registry.info import BackendInfo
+from polyattn.registry.info import BackendInfo, Proof
 
 COMMON = frozenset({"causal", "gqa"})
 """Features that are left out where a backend has them: nearly all do."""
@@ -19,8 +20,10 @@ def matrix(infos: Iterable[BackendInfo]) -> str:
     lines = [
         "# What each backend claims",
         "",
-        "Generated from the plugins' declarations; each claim is a test of the conformance kit. All",
-        "serve a causal mask and groups of query heads unless their features say `no …`.",
+        "Generated from the plugins' declarations and the kits' records; each claim is a test of the",
+        "kit. All serve a causal mask and groups of query heads unless their features say `no …`. How",
+        "far they are proven follows from records: `measured` where each case of today's claims passed,",
+        "`measured in part` where a record names no cases or lacks some; `declared` is a plugin's word.",
     ]
     for plugin, members in sorted(plugins.items()):
         lines += ["", f"## {plugin.replace('_', '-')}", ""]
@@ -36,10 +39,10 @@ def _row(info: BackendInfo) -> list[str]:
     caps = info.capabilities
     roles = sorted(role.value for role in caps.roles)
     serves = [", ".join(sorted(kind.value for kind in caps.kinds)), ", ".join(sorted(caps.phases))]
-    if not caps.phases & {"store", "merge"}:
+    if not caps.phases & SERVICES:
         serves.append(", ".join(roles))
-        given = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
-        serves.append(given.get(caps.cached, "over a cache and given keys"))
+        keys = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
+        serves.append(keys.get(caps.cached, "over a cache and given keys"))
         if caps.decode_query_lens > 1:
             serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
         if caps.state_targets:
@@ -65,12 +68,32 @@ def _row(info: BackendInfo) -> list[str]:
     features += [f"not together: {'; '.join(apart)}"] if apart else []
     return [
         info.name,
-        f"{_platforms(info)}: {', '.join(f'{w} {p.value}' for w, p in info.proof.items())}",
+        f"{_platforms(info)}: {'; '.join(_proofs(info))}",
         "; ".join(serves),
         f"{', '.join(sorted(caps.dtypes))}; {', '.join(sorted(caps.kv_cache_dtypes))}",
         "; ".join(sizes),
         ", ".join(features),
     ]
+
+
+def _proofs(info: BackendInfo) -> Iterator[str]:
+    """Yield how far a backend is proven, by build where these differ, with the record that says so."""
+    for where, declared in info.proof.items():
+        platforms = [p for p in info.proof if p != where and info.proof[p] is not declared]
+        builds: dict[str, list[str]] = {}
+        for build in info.builds:
+            if (where == "cpu") != ("cpu" in build.capabilities.platforms) and info.variants:
+                continue
+            records = build.records(where)
+            level = build.proof_at(where).value
+            if records and declared is Proof.MEASURED:
+                level = f"[{level}: {records[0].text}](../{records[0].path})"
+            elif declared is Proof.MEASURED and platforms:  # which is said of the platform
+                continue
+            builds.setdefault(level, []).append(build.build)
+        for level, names in builds.items():
+            some = declared is Proof.MEASURED and info.variants
+            yield f"{where} {level}" + (f" ({', '.join(names)})" if some else "")
 
 
 def _platforms(info: BackendInfo) -> str:

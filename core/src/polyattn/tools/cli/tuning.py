@@ -42,6 +42,7 @@ def show(
     plot: Path | None = None,
     quantized: bool = True,
     reading: Reading = AS_IT_IS,
+    batch_invariant: str | None = None,
 ) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
     if not 0 <= seconds <= LONGEST:
@@ -65,7 +66,10 @@ def show(
     traces = {"trace": of_trace(trace)}
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
-    _measure(tuning, _layers(models, resolved, quantized, reading), seconds, quiet=as_json)
+    specs = _layers(models, resolved, quantized, reading)
+    if batch_invariant is not None:
+        specs += [spec.replace(batch_invariant=batch_invariant) for spec in specs]
+    _measure(tuning, specs, seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
     written = path if found else None  # an older table isn't given up for an empty one
@@ -104,7 +108,7 @@ def _layers(
         changes = {name: value for name, value in cache.items() if value is not None}
         usual = layers(device.is_accelerator, quantized)
         return list(dict.fromkeys(spec.replace(**changes) for spec in usual))
-    found: dict[LayerSpec, None] = {}
+    measured: dict[LayerSpec, None] = {}
     for model in models:
         source, specs = read_specs(model, None, reading)
         mine = [
@@ -114,8 +118,8 @@ def _layers(
         ]
         if not mine:
             raise SettingsError(f"{source}: has no attention layer with a cache to measure")
-        found |= dict.fromkeys(mine)
-    return list(found)
+        measured |= dict.fromkeys(mine)
+    return list(measured)
 
 
 def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: bool) -> None:
@@ -178,5 +182,6 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)
-    end = f"written: {path}" if path else "no table is written: too few points for any"
+    nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
+    end = f"written: {path}" if path else nothing
     console.print(f"{report['points']} points on {device}; {end}", markup=False, highlight=False)

@@ -52,12 +52,12 @@ class Whole:
             return
         what = f"--weights={RANDOM} draws {self.bytes / 2**30:.3g} GiB"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise SettingsError(f"{what}; nobody is there to ask: pass --yes to draw them")
+            raise SettingsError(f"{what}; no terminal to ask at: pass --yes to draw them")
         if not typer.confirm(f"{what}. Go on?", err=True):
             raise SettingsError(f"{what}; the answer was no")
 
     def announce(self) -> None:
-        """Say on standard error what is waited for before anything is served."""
+        """Print on standard error what the command waits for before it serves."""
         doing = (
             "drawing random weights"
             if isinstance(self.source, RandomWeights)
@@ -74,7 +74,7 @@ class Whole:
 
 
 def model_of(model: str | None, weights: str | None) -> str | None:
-    """Return whose config is meant: the model's that is named, else the checkpoint's own.
+    """Return the config: the named model's, else the checkpoint's own.
 
     Raises `SettingsError` where `--weights` is neither a folder nor `random`.
     """
@@ -86,7 +86,7 @@ def model_of(model: str | None, weights: str | None) -> str | None:
         folder = False
     if not folder:
         raise SettingsError(
-            f"--weights={shown(weights)} is no folder; give a checkpoint's, or '{RANDOM}'"
+            f"--weights={shown(weights)} is no folder; name a checkpoint's, or '{RANDOM}'"
         )
     return str(Path(weights).absolute()) if model is None else model
 

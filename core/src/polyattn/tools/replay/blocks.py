@@ -1,4 +1,4 @@
-"""Who uses which cache block? Counts users; what is kept for later goes when the room is needed."""
+"""Which requests use which cache block? Counts users, and evicts unused blocks when room is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyattn.errors import CacheError
 class BlockAllocator:
     """Hands out the blocks of one paged cache.
 
-    A block that is kept (`keep`) outlives its last user until its room is needed; then the one
+    A block that is kept (`keep`) stays after its last user until its room is needed; then the one
     unused longest goes first, and `evicted` is told.
     """
 

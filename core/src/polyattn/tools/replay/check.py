@@ -114,11 +114,11 @@ class Checker:
             rows, _ = reference.read_cache(spec, cache, batch, index, layer.params)
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
-            seen = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
+            visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
             if topk is not None:
-                seen = topk[token][topk[token] >= 0].cpu().long()
+                visible = topk[token][topk[token] >= 0].cpu().long()
             keys, values = reference_latent.keys_and_values(
-                rows[seen, 0], (w_uk[heads], w_uv[heads])
+                rows[visible, 0], (w_uk[heads], w_uv[heads])
             )
             expected, _ = reference.attend(alone, query[token : token + 1, heads], keys, values)
             error = output_error(out[token : token + 1, heads], expected)
@@ -161,15 +161,15 @@ class Checker:
                 return tensor.detach().to("cpu", torch.float64)
 
             named = zip(form.inputs.items(), inputs, strict=True)
-            given = {name: cut(x[rows], letters) for (name, letters), x in named}
+            exact_inputs = {name: cut(x[rows], letters) for (name, letters), x in named}
             params = {name: cut(p, form.params[name]) for name, p in layer.params.items()}
             state = cut(before, form.state)
             had = batch.lens[index] - batch.query_lens[index]
             if not had:
                 state = torch.zeros_like(state)
-            expected, after = reference_recurrent.scan(part, given, params, state, had)
-            found = out[rows][:, heads].reshape(count, -1)
-            error = output_error(found, expected.reshape(count, -1))
+            expected, after = reference_recurrent.scan(part, exact_inputs, params, state, had)
+            result = out[rows][:, heads].reshape(count, -1)
+            error = output_error(result, expected.reshape(count, -1))
             if count == batch.query_lens[index]:
                 now = cut(states.data[batch.state_slots[index]], form.state)
                 error = max(error, output_error(now.reshape(1, -1), after.reshape(1, -1)))

@@ -16,7 +16,7 @@ from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
 from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.step.cost import Cost, batch_cost
-from polyattn.spec.huggingface import Config
+from polyattn.spec.models import ModelConfig
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.memory import (
@@ -266,15 +266,16 @@ def _cached(
     """Return what runs a group of decoder layers, or in a whole model its memory."""
     if layers.num_caches(len(layers.layers)) < len(layers.layers) and (model or options.context):
         raise ConfigError(
-            "layers that read another layer's keys (kv_source) are served by themselves alone; leave out "
+            "layers that read another layer's keys (kv_source) are served without weights on one "
+            "rank; leave out "
             "--weights and --context-parallel"
         )
     if model is not None:
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
         return options.context.runner(layers, options, num_blocks)
-    made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
-    return made(layers, options, num_blocks)
+    runner = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
+    return runner(layers, options, num_blocks)
 
 
 def _block_bytes(runner: Runner) -> int:
@@ -285,7 +286,10 @@ def _block_bytes(runner: Runner) -> int:
 
 
 def fit_requests(
-    requests: Sequence[Request], cfg: Config, specs: Sequence[LayerSpec], max_tokens: int | None
+    requests: Sequence[Request],
+    cfg: ModelConfig,
+    specs: Sequence[LayerSpec],
+    max_tokens: int | None,
 ) -> tuple[list[Request], int]:
     """Clip requests to what the model takes; returns them and how many were clipped."""
     if not specs:

@@ -48,8 +48,8 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
                 f"--cache-gb={options.cache_bytes / 2**30:g} holds not one block of {size} "
                 f"tokens at {sum(widths)} bytes a token; raise it"
             )
-    made = zip(sizes, counts, windows, strict=True)
-    return [Pool(size * ranks, count, window) for size, count, window in made]
+    shares = zip(sizes, counts, windows, strict=True)
+    return [Pool(size * ranks, count, window) for size, count, window in shares]
 
 
 SNAPSHOT_TOKENS = 16

@@ -1,8 +1,8 @@
 """Which blocks hold a prompt's leading tokens? A radix tree of token runs, as SGLang's RadixAttention.
 
 An edge is a run of tokens and the blocks that hold them (Zheng et al., arXiv 2312.07104). Runs part
-between blocks, so that each block has one place; inside a block a prompt is matched token by token: what
-agrees is copied by whoever goes on differently. The last run of a prompt may end inside a block.
+between blocks, so that each block has one place; inside a block a prompt is matched token by token: a
+sequence that continues differently copies what agrees. The last run of a prompt may end inside a block.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class PrefixTree:
 
     def match(self, tokens: Tokens) -> Match:
         """Return what is cached of the leading tokens of a prompt, int64 (tokens,)."""
-        size, run, found = self.block_size, self._root, list[int | None]()
+        size, run, blocks = self.block_size, self._root, list[int | None]()
         while True:
-            rest = tokens[len(found) * size :]
+            rest = tokens[len(blocks) * size :]
             child, alike = run.closest(rest)
             if child is None:
-                return Match(found)
+                return Match(blocks)
             whole = alike // size
-            found += child.blocks[:whole]
+            blocks += child.blocks[:whole]
             if whole < len(child.blocks):
                 tail = alike % size
                 source = child.blocks[whole] if tail else None
-                return Match(found, source, tail if source is not None else 0)
+                return Match(blocks, source, tail if source is not None else 0)
             run = child
 
     def insert(self, tokens: Tokens, blocks: list[int | None]) -> Match:

@@ -16,13 +16,15 @@ from torch import Tensor
 from polyattn import (
     Attention,
     Batch,
+    Indexer,
+    IndexerSpec,
     KVCache,
     LatentAttention,
     LayerGroup,
     Recurrent,
     SelectedLayers,
     StepPlan,
-    choose_tokens,
+    select,
 )
 from polyattn.families.attention.workload import widths
 from polyattn.families.mla.workload import latent_weights
@@ -175,12 +177,12 @@ class AttentionRunner(Runner):
         seconds, plan = self.plan(batch)
         for layer, cache, own in zip(self.layers, self.caches, self.own, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
-            given = (key, value) if stores and own else (None, None)
+            new = (key, value) if stores and own else (None, None)
             started = self.clock()
-            got = layer(query, *given, cache, plan)
+            got = layer(query, *new, cache, plan)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
-            checker.check(layer, query, given, cache, batch, out)
+            checker.check(layer, query, new, cache, batch, out)
         return seconds
 
 
@@ -199,11 +201,10 @@ class LatentRunner(Runner):
         assert latent is not None
         self.latent, self.index_keys = latent, list[Tensor]()
         if latent.topk:
-            dtype = STORAGE_DTYPES[self.spec.dtype]
-            shape = (num_blocks, self.caches[0].block_size, latent.index_head_size)
-            self.index_keys = [
-                torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
-            ]
+            small = IndexerSpec(num_heads=1, head_size=1, budget=latent.topk)  # for another layer's
+            chosen = self.spec.replace(indexer=self.spec.indexer or small)
+            self.indexer = Indexer(select(chosen, self.group.device))
+            self.index_keys = [self.indexer.allocate_cache(num_blocks) for _ in range(self.count)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, latent, rope key) for one layer and step."""
@@ -230,14 +231,12 @@ class LatentRunner(Runner):
 
     def _choose(self, index: int, batch: Batch) -> Tensor:
         """Store the step's index keys and choose what each token attends to."""
-        spec, tokens, keys = self.latent, batch.num_tokens, self.index_keys[index]
-        assert batch.slot_mapping is not None and spec.topk is not None
-        kept = batch.slot_mapping >= 0
-        new = self.draw(tokens, spec.index_head_size)
-        keys.view(-1, spec.index_head_size)[batch.slot_mapping[kept]] = new[kept]
-        query = self.draw(tokens, spec.index_heads, spec.index_head_size)
-        weights = self.draw(tokens, spec.index_heads)
-        return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
+        spec, tokens, keys = self.indexer.spec, batch.num_tokens, self.index_keys[index]
+        assert batch.slot_mapping is not None
+        self.indexer.store(self.draw(tokens, spec.head_size), keys, batch.slot_mapping)
+        query = self.draw(tokens, spec.num_heads, spec.head_size)
+        weights = self.draw(tokens, spec.num_heads)
+        return self.indexer(query, keys, batch, weights)[:, 0]
 
 
 class RecurrentRunner(Runner):

@@ -1,4 +1,4 @@
-"""Continuous batching: who runs in the next step, within a token budget and the cache's room."""
+"""Continuous batching: which requests run next, within a token budget and the cache's room."""
 
 from __future__ import annotations
 
@@ -202,24 +202,24 @@ class Scheduler:
             return True
         # At least one token is left to compute: its output is what the request is after.
         limit = min(sequence.request.prompt, sequence.known - 1)
-        found = [pool.tree.match(names) for pool in self.pools]
+        matches = [pool.tree.match(names) for pool in self.pools]
         length, before = limit, -1
         while length != before:  # what one pool lacks, none can use
             before = length
-            for pool, match in zip(self.pools, found, strict=True):
+            for pool, match in zip(self.pools, matches, strict=True):
                 length = min(length, pool.usable(match, length))
         if self._comes(names[:limit], length):
             return False
         held: list[Held] = []
-        for pool, match in zip(self.pools, found, strict=True):
-            taken = pool.take(match, length)
-            if taken is None:  # then there is none for the sequence's next token either
-                for earlier, given in zip(self.pools, held, strict=False):
-                    earlier.release(given)
+        for pool, match in zip(self.pools, matches, strict=True):
+            share = pool.take(match, length)
+            if share is None:  # then there is none for the sequence's next token either
+                for earlier, earlier_share in zip(self.pools, held, strict=False):
+                    earlier.release(earlier_share)
                 return True
-            held.append(taken)
+            held.append(share)
         sequence.held, sequence.computed, sequence.shared = held, length, length
-        pairs = zip(self.pools, found, strict=True)
+        pairs = zip(self.pools, matches, strict=True)
         sequence.stops = {stop for pool, match in pairs for stop in pool.stops(match, limit)}
         return True
 

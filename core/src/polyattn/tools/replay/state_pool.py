@@ -2,8 +2,8 @@
 
 A state stands for all tokens before it and is written over by the next one, so a prefix can be reused
 only where its state was kept. Chunks of a prompt that others may share end at block boundaries, and at
-two places of its own: at the last boundary, for whoever has the same prompt, and where it parts from
-what is known (SGLang's radix cache for Mamba does likewise), for whoever comes third.
+two places of its own: at the last boundary, for equal prompts, and where it parts from what is known
+(as in SGLang's radix cache for Mamba), for later ones.
 """
 
 from __future__ import annotations

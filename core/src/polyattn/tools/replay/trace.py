@@ -47,7 +47,7 @@ def sampled(requests: Sequence[Request], samples: int | None = None) -> list[Req
 
     Outputs of one prompt are requests whose hash blocks are equal to the prompt's end.
     """
-    found: list[Request] = []
+    outputs: list[Request] = []
     fresh = min((i for r in requests for i in r.hash_ids), default=0)
     for request in requests:
         count, ids = samples or request.samples, request.hash_ids
@@ -56,8 +56,8 @@ def sampled(requests: Sequence[Request], samples: int | None = None) -> list[Req
             own = range(fresh - 1, fresh - 1 - max(0, blocks - len(ids)), -1)
             fresh -= len(own)
             ids = (*ids, *own)
-        found += [replace(request, hash_ids=ids, samples=1)] * count
-    return found
+        outputs += [replace(request, hash_ids=ids, samples=1)] * count
+    return outputs
 
 
 def read_trace(path: str | Path, limit: int | None = None, times: bool = False) -> list[Request]:

@@ -76,10 +76,10 @@ def fit(points: Sequence[Point]) -> Fit | None:
     }
     # Squares of logarithms are what a choice suffers from; the median is what one reads.
     whole, overlap = min(forms, key=lambda form: _loss(held[form], times))
-    found = solve(features(points, whole), times, overlap)
+    coefficients = solve(features(points, whole), times, overlap)
     guessed = held[whole, overlap]
     error = float(np.median(np.abs(guessed / times - 1)))
-    return Fit(tuple(map(float, found)), overlap, whole, tuple(map(float, guessed)), error)
+    return Fit(tuple(map(float, coefficients)), overlap, whole, tuple(map(float, guessed)), error)
 
 
 def _thresholds(points: Sequence[Point]) -> list[int]:
@@ -119,27 +119,27 @@ def predict(table: Array, coefficients: Array, overlap: bool) -> Array:
 
 def solve(table: Array, times: Array, overlap: bool) -> Array:
     """Return the coefficients of least relative error, a few outliers notwithstanding."""
-    found = _least_squares(table, times)
+    coefficients = _least_squares(table, times)
     if not overlap:
-        return found
-    best, least = found, _loss(predict(table, found, True), times)
-    for start in _starts(table, times, found):
-        found = start
+        return coefficients
+    best, least = coefficients, _loss(predict(table, coefficients, True), times)
+    for start in _starts(table, times, coefficients):
+        coefficients = start
         for _ in range(20):
-            busy = (table * found)[:, _BUSY]
+            busy = (table * coefficients)[:, _BUSY]
             active = table.copy()
             hidden = np.arange(len(_BUSY)) != busy.argmax(1)[:, None]
             active[:, _BUSY] = np.where(hidden, 0.0, active[:, _BUSY])
             following = _least_squares(active, times)
             # A term that nothing asked for stays what it was: at 0 it could never come back.
             unused = ~active.any(0)
-            following[unused] = found[unused]
+            following[unused] = coefficients[unused]
             loss = _loss(predict(table, following, True), times)
             if loss < least:
                 best, least = following, loss
-            if np.allclose(following, found, rtol=1e-6, atol=0):
+            if np.allclose(following, coefficients, rtol=1e-6, atol=0):
                 break
-            found = following
+            coefficients = following
     return best
 
 
@@ -163,10 +163,10 @@ def _least_squares(table: Array, times: Array) -> Array:
     scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
     relative, weights = relative / scale, np.ones(len(times))
     for _ in range(4):
-        found = nnls(relative * weights[:, None], weights, maxiter=100 * len(TERMS))[0]
-        off = np.abs(relative @ found - 1)
+        solution = nnls(relative * weights[:, None], weights, maxiter=100 * len(TERMS))[0]
+        off = np.abs(relative @ solution - 1)
         weights = np.sqrt(np.minimum(1.0, 0.1 / np.maximum(off, 1e-12)))
-    return found / scale
+    return solution / scale
 
 
 def _loss(predicted: Array, times: Array) -> float:

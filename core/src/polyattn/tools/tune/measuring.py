@@ -14,8 +14,8 @@ from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
-from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 from polyattn.tools.tune.shapes import Size, StepSample
 from polyattn.workload.clock import Clock
 from polyattn.workload.dice import Dice
@@ -42,7 +42,8 @@ def pool_bytes(device: Device) -> int:
 
 def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:
     """Return how large a layer's steps may get on a device, its cache of `pool` bytes."""
-    token = spec.num_kv_heads * (spec.head_size + spec.v_head_size) * ITEM_BYTES[spec.stored_dtype]
+    held = row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
+    token = spec.num_kv_heads * sum(held)
     keys = min(MOST_KEYS, int(pool // token))
     pairs = PAIRS["gpu" if device.is_accelerator else "cpu"] // spec.num_heads
     return Size(keys, pairs, min(LONGEST, keys))
@@ -91,9 +92,9 @@ class Measured:
                 elif one_call and len(mine.plan.calls) > 1:
                     yield name, "takes this kind of step in several calls"
                 else:
-                    taken = self.us(mine)
+                    us = self.us(mine)
                     self._check(name, sample.kind, mine)
-                    yield name, taken
+                    yield name, us
             except torch.OutOfMemoryError:
                 yield name, "out of memory"
             except Exception as error:  # whatever a vendor's library raises is a reason
@@ -108,7 +109,7 @@ class Measured:
     def us(self, step: AttentionWorkload) -> float:
         """Return a layer's microseconds for a step.
 
-        The new tokens are given, as engines give them: storing costs the same whoever attends.
+        The new tokens are given, as engines give them: storing costs the same with every backend.
         """
         assert step.plan
         return self.clock.us(step.call)

@@ -48,7 +48,7 @@ class PointsFile:
 
     def _read(self, facts: dict[str, Any]) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        remedy = f"{self.path}: measured under other conditions; remove it, or give another --out"
+        remedy = f"{self.path}: measured under other conditions; remove it, or name another --out"
         try:
             theirs = json.loads(lines[0])["facts"]
             for name, value in facts.items():
@@ -56,8 +56,8 @@ class PointsFile:
                     raise SettingsError(f"{remedy} ({name}: {theirs.get(name)}, now {value})")
             for line in lines[1:]:
                 if line.endswith("}"):  # the last one may have been cut short
-                    made = _measurement(json.loads(line))
-                    self.found[made.spec, made.step, made.backend] = made
+                    point = _measurement(json.loads(line))
+                    self.found[point.spec, point.step, point.backend] = point
         except (IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, SettingsError):
                 raise
@@ -66,7 +66,7 @@ class PointsFile:
             ) from error
 
     def start(self, spec: LayerSpec, step: int, sample: StepSample, backend: str) -> None:
-        """Note what is about to be measured: should the process end in it, it isn't tried again."""
+        """Note what is about to be measured: if the process ends in it, it isn't tried again."""
         self.add(Measurement(spec, step, sample, backend, None, "the process ended in it"))
 
     def add(self, made: Measurement) -> None:
@@ -88,9 +88,9 @@ class PointsFile:
 
 
 def _measurement(value: dict[str, Any]) -> Measurement:
-    given = value["sample"]
+    fields = value["sample"]
     sample = StepSample(
-        given["kind"], given["lengths"], tuple(given["queries"]), tuple(given["lens"])
+        fields["kind"], fields["lengths"], tuple(fields["queries"]), tuple(fields["lens"])
     )
     spec = LayerSpec.from_dict(value["spec"])
     return Measurement(spec, value["step"], sample, value["backend"], value["us"], value["cannot"])

@@ -38,9 +38,9 @@ COUNTS = {"decode": 48, "short": 20, "prefill": 20, "chunked": 20, "mixed": 20}
 def samples(
     size: Size, seed: int, traces: Mapping[str, Lengths], counts: Mapping[str, int] = COUNTS
 ) -> Iterator[StepSample]:
-    """Yield steps of all kinds in turn, so that whoever stops early has some of each."""
+    """Yield steps of all kinds in turn, so that an early stop leaves some of each."""
     source = random.Random(seed)
-    made = {
+    makers = {
         "decode": _decode, "short": _short, "prefill": _prefill, "chunked": _chunked, "mixed": _mixed,
     }  # fmt: skip
     distributions = list(({**DISTRIBUTIONS, **traces}).items())
@@ -50,7 +50,7 @@ def samples(
             if drawn[kind] < index * count // most:
                 name, draw = distributions[drawn[kind] % len(distributions)]
                 drawn[kind] += 1
-                queries, lens = made[kind](size, draw, source)
+                queries, lens = makers[kind](size, draw, source)
                 yield StepSample(kind, name, tuple(queries), tuple(lens))
 
 
@@ -95,10 +95,10 @@ def _chunked(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int
     most = min(size.keys, rows * size.longest)
     lens = [max(n, 35) for n in _keys(rows, size, draw, source, most)]
     chunk = min(_log_uniform(source, 32, 2048), max(17, max(lens) // 2))
-    queries, kept = _bounded([min(chunk, n) for n in lens], lens, size.pairs)
-    if queries == kept:
-        queries[0] = max(17, kept[0] // 2)
-    return queries, kept
+    queries, bounded = _bounded([min(chunk, n) for n in lens], lens, size.pairs)
+    if queries == bounded:
+        queries[0] = max(17, bounded[0] // 2)
+    return queries, bounded
 
 
 def _mixed(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int], list[int]]:
@@ -112,11 +112,13 @@ def _mixed(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int],
 
 def _bounded(queries: list[int], lens: Sequence[int], pairs: int) -> tuple[list[int], list[int]]:
     """Leave rows out until the products fit; one alone gets a shorter query."""
-    kept = list(lens)
-    while len(queries) > 1 and sum(q * n for q, n in zip(queries, kept, strict=True)) > 2 * pairs:
-        queries.pop(), kept.pop()
-    queries[0] = max(17, min(queries[0], 2 * pairs // kept[0]))
-    return queries, kept
+    bounded = list(lens)
+    while (
+        len(queries) > 1 and sum(q * n for q, n in zip(queries, bounded, strict=True)) > 2 * pairs
+    ):
+        queries.pop(), bounded.pop()
+    queries[0] = max(17, min(queries[0], 2 * pairs // bounded[0]))
+    return queries, bounded
 
 
 def layers(accelerator: bool, quantized: bool = True) -> list[LayerSpec]:

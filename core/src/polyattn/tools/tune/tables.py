@@ -1,4 +1,4 @@
-"""What is written? One JSON table: models by layer class, with what they were measured with."""
+"""What does a tune write? One JSON table: models by layer class, with what they were measured with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.registry.discovery import Registry
 from polyattn.registry.distributions import installed
+from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_name
 from polyattn.registry.timings import FORMAT, layer_class
 from polyattn.spec.timing import TERMS
@@ -33,12 +33,12 @@ def fits(measurements: Iterable[Measurement]) -> Fits:
     for m in measurements:
         key = (tuple(sorted(layer_class(m.spec).items())), m.sample.kind, m.backend)
         groups[key].append(m)
-    found = {}
+    fits_by_key = {}
     for key, members in groups.items():
-        made = fit([m.point for m in members])
-        if made is not None:
-            found[key] = (made, members)
-    return found
+        fitted = fit([m.point for m in members])
+        if fitted is not None:
+            fits_by_key[key] = (fitted, members)
+    return fits_by_key
 
 
 Fits = dict[Key, tuple[Fit, list[Measurement]]]
@@ -67,7 +67,7 @@ def _cost(step: Step, favourite: str, margin: float) -> float:
 
 
 def _favourite(steps: Sequence[Step]) -> str:
-    """Return who was least over the best; one that wasn't measured lost the step."""
+    """Return the candidate that was least over the best; one that wasn't measured lost the step."""
     names = {name for step in steps for name in step}
 
     def loss(name: str) -> float:
@@ -84,23 +84,23 @@ def margins(found: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
 
     Squares of logarithms: one step at 1.4 of the best is worse than four at 1.1. Of equals the larger.
     """
-    made = {}
+    margin_of_kind = {}
     for key, steps in _steps(found).items():
         favourite = _favourite(steps)
 
         def loss(margin: float, steps: list[Step] = steps, favourite: str = favourite) -> float:
             return sum(math.log(_cost(step, favourite, margin)) ** 2 for step in steps)
 
-        made[key] = favourite, min(MARGINS, key=loss)
-    return made
+        margin_of_kind[key] = favourite, min(MARGINS, key=loss)
+    return margin_of_kind
 
 
 def regrets(found: Fits) -> dict[str, list[float]]:
     """Return, by kind, what choosing by held-out predictions costs: chosen over best, each step."""
     costs: dict[str, list[float]] = defaultdict(list)
-    kept = margins(found)
+    choices = margins(found)
     for (layer, kind), steps in _steps(found).items():
-        costs[kind] += [_cost(step, *kept[layer, kind]) for step in steps]
+        costs[kind] += [_cost(step, *choices[layer, kind]) for step in steps]
     return costs
 
 
@@ -120,7 +120,7 @@ def mean(ratios: Sequence[float]) -> float:
 
 def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
     """Return the table as JSON values."""
-    kept = margins(found)
+    choices = margins(found)
     backends = sorted({backend for _, _, backend in found})
     of = {name: packages_of(registry, name) for name in backends}
     return {
@@ -134,17 +134,17 @@ def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "kind": kind,
                 "layer": dict(layer),
                 "of": of[backend],
-                "overlap": made.overlap,
-                "whole": made.whole,
+                "overlap": model.overlap,
+                "whole": model.whole,
                 "coefficients": {
                     term: float(f"{value:.6g}")
-                    for term, value in zip(TERMS, made.coefficients, strict=True)
+                    for term, value in zip(TERMS, model.coefficients, strict=True)
                 },
-                "error": round(made.error, 4),
-                "margin": round(margin_of((layer, kind, backend), made.error, kept), 4),
+                "error": round(model.error, 4),
+                "margin": round(margin_of((layer, kind, backend), model.error, choices), 4),
                 "points": len(members),
             }
-            for (layer, kind, backend), (made, members) in sorted(
+            for (layer, kind, backend), (model, members) in sorted(
                 found.items(), key=lambda item: str(item[0])
             )
         ],
@@ -164,7 +164,7 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """Write a table whole or not at all: who reads it meanwhile sees the old one."""
+    """Write a table whole or not at all; a reader meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -13,7 +13,8 @@ import torch
 from polyattn.api import select
 from polyattn.device import Device
 from polyattn.errors import SelectionError
-from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.discovery import discover
+from polyattn.registry.installed import Registry
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -38,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def left_out(named: Collection[str]) -> tuple[str, ...]:
-    """Return who isn't measured: all others where some were named, else who compiles for minutes."""
+    """Return the backends that aren't measured: all but the named ones, or those that compile slowly."""
     if not named:
         return LEAVE_OUT
     return tuple(name for name in discover().backends if name not in named)
@@ -46,7 +47,7 @@ def left_out(named: Collection[str]) -> tuple[str, ...]:
 
 @dataclass
 class Tally:
-    """How a backend fared at one kind of step."""
+    """A backend's results at one kind of step."""
 
     failed: int = 0
     measured: int = 0
@@ -54,7 +55,7 @@ class Tally:
 
 
 class Tuning:
-    """Measures layers' candidates in turns, so that whoever stops early has some of everything."""
+    """Measures layers' candidates in turns, so that an early stop leaves some of everything."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Tuning:
             self.notes.append(str(error).splitlines()[0])
             return None
         names = self._names(selection)
-        if len(names) < 2:
+        if len(names) < 2 and not spec.batch_invariant:  # whose cost is worth knowing
             self.notes.append(f"{spec}: {', '.join(names)} alone; nothing to choose")
             return None
         return selection
@@ -128,16 +129,16 @@ class Tuning:
         for name in self._missing(spec, step, sample.kind, measured.layers):
             self.points.start(spec, step, sample, name)
             for _, result in measured.times(sample, [name]):
-                found: dict[str, Any] = (
+                outcome: dict[str, Any] = (
                     {"cannot": result} if isinstance(result, str) else {"us": result}
                 )
-                self.points.add(Measurement(spec, step, sample, name, **found))
+                self.points.add(Measurement(spec, step, sample, name, **outcome))
 
     def _tally(self, spec: LayerSpec, step: int, kind: str, names: Collection[str]) -> None:
-        """Count who failed a step and who was beaten by far; who always was isn't asked again."""
-        made = [m for name in names if (m := self.points.found.get((spec, step, name)))]
-        best = min((m.us for m in made if m.us is not None), default=0.0)
-        for m in made:
+        """Count which backends failed a step or were beaten by far; one that always was is dropped."""
+        measurements = [m for name in names if (m := self.points.found.get((spec, step, name)))]
+        best = min((m.us for m in measurements if m.us is not None), default=0.0)
+        for m in measurements:
             key = (kind, m.backend)
             tally = self._tallies.setdefault(key, Tally())
             tally.failed += m.us is None

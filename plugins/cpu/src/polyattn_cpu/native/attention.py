@@ -1,24 +1,36 @@
-"""Paged attention by the native kernels: a plan per step, a call per layer."""
+"""NATIVE_ATTN, NATIVE_MLA: attention by the native kernels, a plan per step, a call per layer."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
+    AttentionBackend,
+    Batch,
     BatchError,
+    CacheFormat,
+    Device,
+    Frame,
+    Invariance,
     LayerParams,
     LayerSpec,
-    Lie,
+    PackedStrides,
+    Plan,
+    Reads,
+    absorbed,
 )
 from torch import Tensor
 
 from polyattn_cpu.native.library import NativeError, isa, load
+from polyattn_cpu.native.reading import reads
 
 DTYPES = {
     "float32": 0,
@@ -32,7 +44,9 @@ DTYPES = {
 
 TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
 
-_LAYER = struct.Struct("@10i2f")
+Ints = NDArray[np.signedinteger[Any]]
+
+_LAYER = struct.Struct("@11i2f")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
@@ -50,6 +64,7 @@ def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
         spec.sliding_window or 0,
         spec.chunk_size or 0,
         spec.sink_tokens,
+        spec.batch_invariant >= Invariance.STEPS,
         spec.scale,
         spec.logit_soft_cap or 0.0,
     )
@@ -68,28 +83,43 @@ class StepPlan:
         block_size: int = 0,
         key_starts: Sequence[int] | None = None,
         threads: int | None = None,
+        by: str | None = None,
     ):
         """Plan `query_starts` (num_seqs + 1), `lens` (num_seqs): keys of each sequence.
 
         `block_size` 0: keys and values are packed tensors, and sequence i's begin at token
         `key_starts[i]`. `threads`: at most so many; default torch's number.
+        `by`: an instruction set; default: the one that runs.
         """
         lib = load()
         starts = struct.pack(f"@{len(query_starts)}i", *query_starts)
         lengths = struct.pack(f"@{len(lens)}i", *lens)
-        keys = b"" if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
+        keys = None if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
         batch = _BATCH.pack(
             len(lens),
             block_size,
             torch.get_num_threads() if threads is None else threads,
-            _address(starts),
-            _address(lengths),
-            _address(keys) if key_starts is not None else 0,
+            *(
+                ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+                for data in (starts, lengths, keys)
+            ),
         )
         self._free = lib.pa_plan_free
-        self.handle = lib.pa_plan_new(isa().encode(), layer, batch)
+        self.handle = lib.pa_plan_new((by or isa()).encode(), layer, batch)
         if not self.handle:
             raise NativeError(lib.pa_error().decode())
+
+    def listed(self) -> tuple[Ints, Ints, Ints]:
+        """Return numbers int64 (6,), items int32 (items, 13) and groups int32 (groups, 2).
+
+        Their fields are `pa_plan_list`'s in the library's header.
+        """
+        lib, numbers = load(), np.zeros(6, np.int64)
+        lib.pa_plan_list(self.handle, numbers.ctypes.data, None, None)
+        items = np.zeros((int(numbers[0]), 13), np.int32)
+        groups = np.zeros((int(numbers[1]), 2), np.int32)
+        lib.pa_plan_list(self.handle, numbers.ctypes.data, items.ctypes.data, groups.ctypes.data)
+        return numbers, items, groups
 
     def __del__(self) -> None:
         handle = getattr(self, "handle", None)
@@ -97,46 +127,32 @@ class StepPlan:
             self._free(handle)
 
 
-def _address(data: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]:
+    """Return the call that attends for every sequence of the plan, for each layer of a form.
 
-
-class Bound(Protocol):
-    """A step's call, for each layer of a form."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
-        params: LayerParams, out: Tensor, lse: Tensor | None,
-    ) -> None: ...  # fmt: skip
-
-
-def packed_strides(key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """Return `strides` of packed tensors, (num_tokens, num_kv_heads, size): those of a single block."""
-    return (0, *key.stride()), (0, *value.stride()), key.dtype
-
-
-def bound(plan: StepPlan, block_table: Tensor | None) -> Bound:
-    """Return the call that attends for every sequence of the plan; it writes `out` and `lse`.
-
-    `query` (num_tokens, num_heads, head_size), `out` likewise with the V head size, `lse` float32
-    (num_tokens, num_heads). `key`, `value`: a paged cache (num_blocks, block_size, num_kv_heads,
-    size) of any strides whose last is 1, with `block_table` int32 (num_seqs, max_blocks); or packed
-    (num_tokens, num_kv_heads, size) with None. `strides` are theirs, as `KVCache.strides` or
-    `packed_strides` has them, `blocks` is their number. Sinks and slopes float32 (num_heads,),
-    contiguous. The call raises `BatchError` where the block table points outside the cache.
+    With `block_table` int32 (num_seqs, max_blocks) it reads the frame's cache, whose last stride is 1;
+    with None the frame's keys and values, (num_tokens, num_kv_heads, size). Sinks and slopes float32
+    (num_heads,), contiguous. The call raises `BatchError` where the table points outside the cache.
     """
     lib, pack = load(), _TENSORS.pack
-    call = lib.pa_attend
+    call, paged = lib.pa_attend, block_table is not None
     table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
 
     # Each microsecond is paid once a layer: what the step or the cache knows isn't asked for again.
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
-        params: LayerParams, out: Tensor, lse: Tensor | None,
-    ) -> None:  # fmt: skip
+    def attend(frame: Frame) -> None:
+        query, params, out, lse = frame.query, frame.params, frame.out, frame.lse
+        key: Any
+        value: Any
+        if paged:
+            cache: Any = frame.cache
+            key, value, blocks = cache.key, cache.value, cache.num_blocks
+            (kb, kt, kh, _), (vb, vt, vh, _), _ = cache.strides
+        else:
+            key, value, kb, vb, blocks = frame.key, frame.value, 0, 0, 1
+            kt, kh, _ = key.stride()
+            vt, vh, _ = value.stride()
         qt, qh, _ = query.stride()
         ot, oh, _ = out.stride()
-        (kb, kt, kh, _), (vb, vt, vh, _), _ = strides
         lt, lh = (0, 0) if lse is None else lse.stride()
         sinks, alibi = params.sinks, params.alibi_slopes
         tensors = pack(
@@ -153,7 +169,7 @@ def bound(plan: StepPlan, block_table: Tensor | None) -> Bound:
 
 
 def _failed(text: str, blocks: int) -> Exception:
-    if "block table" in text:
+    if "block_table" in text:
         return BatchError(
             f"block_table points outside the cache's {blocks} blocks; the sequences that do were left "
             "out, and their outputs are unwritten"
@@ -161,12 +177,12 @@ def _failed(text: str, blocks: int) -> Exception:
     return NativeError(text)
 
 
-def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
-    """Return `attend` over packed tensors that lie so, whatever their shapes."""
+def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
+    """Return `attend` over packed tensors of these strides and any shapes."""
     lib, pack = load(), _TENSORS.pack
-    (qt, qh), (kt, kh), (vt, vh), keys = lie
+    (qt, qh), (kt, kh), (vt, vh), keys = strides
     heads, size = spec.num_heads, spec.v_head_size
-    strides = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
+    ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
@@ -176,9 +192,64 @@ def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-            0 if alibi is None else alibi.data_ptr(), *strides, params.k_scale, params.v_scale,
+            0 if alibi is None else alibi.data_ptr(), *ints, params.k_scale, params.v_scale,
         )  # fmt: skip
         if lib.pa_attend(plan.handle, tensors):
             raise NativeError(lib.pa_error().decode())
 
     return run
+
+
+class NativePlan(Plan):
+    """The step's work items, balanced over torch's threads; the same for every layer."""
+
+    __slots__ = ("attend", "step")
+
+    def __init__(self, batch: Batch, step: StepPlan, paged: bool):
+        super().__init__(batch)
+        self.step = step
+        self.attend = bound(step, batch.block_table if paged else None)
+
+
+class NativeAttention(AttentionBackend):
+    """Decodes, short rows and prefills together. The same bits for any threads, in any batch."""
+
+    name: ClassVar[str] = "NATIVE_ATTN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.stored = spec.dtype if cache is None else cache.dtype
+        self.layer, self.by = layer_bytes(spec, self.stored), isa()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
+        layer = self.layer
+        if not batch.causal:
+            layer = layer_bytes(self.spec_of(batch), self.stored)
+        if self.cache is None:
+            step = StepPlan(
+                layer, batch.starts, batch.lens, key_starts=batch.key_starts, by=self.by
+            )
+        else:
+            step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size, by=self.by)
+        return NativePlan(batch, step, self.cache is not None)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, NativePlan)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads(self.spec, *plan.step.listed(), size)
+
+    def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed:
+        assert isinstance(plan, NativePlan) and self.cache is None
+        return addressed(plan.step, self.spec, strides)
+
+    def run(self, plan: NativePlan, frame: Frame) -> None:
+        plan.attend(frame)
+
+
+class NativeMLA(NativeAttention):
+    """MQA whose one key is latent and rope key, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "NATIVE_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)

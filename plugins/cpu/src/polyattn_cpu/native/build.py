@@ -43,7 +43,7 @@ BASES = {
     "sve256_bf16": "sve256",
     "neon_bf16": "neon",
 }
-"""What multiplies bfloat16 leaves all else to the kernels of its base."""
+"""An instruction set that only multiplies bfloat16: its base has the other kernels."""
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 4
+ABI = 6
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -21,13 +21,13 @@ PAIRS_VARIABLE = "POLYATTN_CPU_PAIRS"
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
-"""What the build says of itself: why there is no library, where there is none."""
+"""The build's report: if there is no library, the reason."""
 
 REBUILD = "run python -m polyattn_cpu.native.build"
 
 
 class NativeError(RuntimeError):
-    """The native library isn't there, doesn't fit this package, or lacks what was asked for."""
+    """The native library is missing, doesn't fit this package, or lacks what the caller needs."""
 
 
 @cache
@@ -50,6 +50,7 @@ def load() -> ctypes.CDLL:
         ("pa_isas", text, []),
         ("pa_plan_new", pointer, [text, text, text]),
         ("pa_plan_free", None, [pointer]),
+        ("pa_plan_list", None, [pointer, pointer, pointer, pointer]),
         ("pa_attend", ctypes.c_int, [pointer, text]),
         ("pa_store", ctypes.c_int64, [text, text, count, count]),
         ("pa_scan_step", ctypes.c_int64, [text, text, count]),
@@ -79,7 +80,7 @@ def isas() -> tuple[str, ...]:
 
 
 def runs() -> str:
-    """Return `isa()`, and what this processor has and the build's compiler failed at."""
+    """Return `isa()`, and the sets of this processor that the build's compiler failed at."""
     _, _, left_out = load().pa_isas().decode().partition(";")
     return f"{isa()} (built without {left_out.replace(',', ', ')})" if left_out else isa()
 
@@ -93,7 +94,7 @@ def isa() -> str:
     wanted, there = os.environ.get(ISA_VARIABLE), isas()
     pairs = os.environ.get(PAIRS_VARIABLE)
     if pairs not in (None, "", "0", "1"):
-        raise SettingsError(f"environment variable {PAIRS_VARIABLE}={pairs!r}: wanted 0 or 1")
+        raise SettingsError(f"environment variable {PAIRS_VARIABLE}={pairs!r}: must be 0 or 1")
     if not wanted:
         return there[0]
     if wanted not in there:

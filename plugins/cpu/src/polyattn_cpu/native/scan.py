@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     RecurrentBackend,
+    RecurrentFrame,
 )
 from torch import Tensor
 
@@ -79,15 +79,8 @@ class NativeScan(RecurrentBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         return ScanPlan(batch)
 
-    def run(
-        self,
-        plan: Plan,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        assert isinstance(plan, ScanPlan)
+    def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
+        inputs, params, states = frame.inputs, frame.params, frame.states
         spec = self.spec
         given = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs.values()]
         rows = b"".join(map(_rows, given)) + _NO_ROWS * (6 - len(given))
@@ -109,7 +102,7 @@ class NativeScan(RecurrentBackend):
             )
             + rows
             + _TAIL.pack(
-                *pointers, *[0] * (3 - len(pointers)), states.data_ptr(), out.data_ptr(),
+                *pointers, *[0] * (3 - len(pointers)), states.data_ptr(), frame.out.data_ptr(),
                 states.shape[0], states.stride(0),
                 form.dt_softplus, form.qk_norm, form.activation == "silu", spec.scale,
             )
@@ -121,7 +114,9 @@ class NativeScan(RecurrentBackend):
                 f"{states.shape[0]} slots, and -1 is a padding row"
             )
         if failed:
-            raise NativeError(f"NATIVE_SCAN by {self.by}: out of memory for its scratch")
+            raise NativeError(
+                f"NATIVE_SCAN by {self.by}: there is no memory for its scratch; let other work end first"
+            )
 
 
 def _rows(tensor: Tensor) -> bytes:

@@ -1,13 +1,24 @@
-"""New rows into a paged cache by the native kernels: turned, quantised and scattered in one call."""
+"""NATIVE_STORE: rotates, quantises and scatters new rows into a paged cache in one call."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from polyattn.kernel import BatchError, KVCache
+from polyattn.kernel import (
+    BatchError,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    NewTokens,
+    Rotation,
+    StoreBackend,
+    StorePlan,
+)
 from torch import Tensor
 
 from polyattn_cpu.native.attention import TORCH_DTYPES
@@ -80,22 +91,21 @@ def _outside(slots: Tensor, at: int, count: int) -> BatchError:
     )
 
 
-def plain(by: str) -> Callable[[Tensor, Tensor, KVCache, float, float, Tensor], None]:
-    """Return `store` of keys and values that aren't turned, by an instruction set.
+class NativeStore(StoreBackend):
+    """Rotates, quantises and scatters queries, keys and values in one call."""
 
-    Called with key, value (num_tokens, num_kv_heads, size), their cache and scales, and the slots. Paid
-    once a layer: what the cache knows isn't asked for again.
-    """
-    run, pack, isa_bytes, threads = (
-        load().pa_store,
-        _SCATTER.pack,
-        by.encode(),
-        torch.get_num_threads,
-    )
+    name: ClassVar[str] = "NATIVE_STORE"
 
-    def scatter(
-        key: Tensor, value: Tensor, cache: KVCache, k_scale: float, v_scale: float, slots: Tensor
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.by = isa()
+        self.isa, self.scatter = self.by.encode(), load().pa_store
+
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
+        # Paid once a layer: what the cache knows isn't asked for again.
+        slots, pack = plan.slots, _SCATTER.pack
         (kb, kt, kh, _), (vb, vt, vh, _), stored = cache.strides
         tokens, heads, size = key.shape
         st, sh, _ = key.stride()
@@ -103,18 +113,55 @@ def plain(by: str) -> Callable[[Tensor, Tensor, KVCache, float, float, Tensor], 
         count = cache.num_blocks * block_size
         packed, parts = pack(
             key.data_ptr(), cache.key.data_ptr(), 0, at, 0, 0, 0, tokens, heads, size, block_size, count,
-            st, sh, kb, kt, kh, TORCH_DTYPES[key.dtype], dtype, 0, 0, False, k_scale,
+            st, sh, kb, kt, kh, TORCH_DTYPES[key.dtype], dtype, 0, 0, False, params.k_scale,
         ), 1  # fmt: skip
         if not cache.value_in_key:
             st, sh, _ = value.stride()
             packed += pack(
                 value.data_ptr(), cache.value.data_ptr(), 0, at, 0, 0, 0, tokens, heads,
                 value.shape[2], block_size, count, st, sh, vb, vt, vh, TORCH_DTYPES[value.dtype], dtype,
-                0, 0, False, v_scale,
+                0, 0, False, params.v_scale,
             )  # fmt: skip
             parts = 2
-        bad = run(isa_bytes, packed, parts, threads())
+        bad = self.scatter(self.isa, packed, parts, torch.get_num_threads())
         if bad:
             raise _outside(slots, bad - 1, count)
 
-    return scatter
+    def run_rotated(
+        self,
+        plan: StorePlan,
+        rotation: Rotation | None,
+        new: NewTokens,
+        cache: KVCache,
+        params: LayerParams,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        query, key, value = new.query, new.key, new.value
+        assert key is not None and value is not None
+        biases = new.biases() or (None, None, None)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        key_out = torch.empty(key.shape, dtype=key.dtype) if keep else None
+        value_out = (
+            torch.empty(value.shape, dtype=value.dtype) if keep and biases[2] is not None else None
+        )
+        of_query, of_key = _turn(rotation, query), _turn(rotation, key)
+        factors = None if rotation is None else rotation.query_scale
+        parts = [
+            Part(query, out=out, bias=biases[0], factors=factors, **of_query),
+            Part(key, cache.key, params.k_scale, out=key_out, bias=biases[1], **of_key),
+        ]
+        if not cache.value_in_key:
+            parts.append(Part(value, cache.value, params.v_scale, out=value_out, bias=biases[2]))
+        store(parts, plan.slots, by=self.by)
+        return out, key_out, value if keep and value_out is None else value_out
+
+
+def _turn(rotation: Rotation | None, x: Tensor) -> dict[str, Any]:
+    """Return the fields of a `Part` that turn its heads."""
+    if rotation is None or not rotation.size:
+        return {}
+    return {
+        "turns": rotation.turns,
+        "first": rotation.offset(x.shape[2]),
+        "neighbours": rotation.pairing == "gptj",
+    }

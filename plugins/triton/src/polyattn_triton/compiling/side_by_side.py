@@ -47,13 +47,13 @@ class _Pickler(pickle.Pickler):
 
 
 def folder() -> Path:
-    """Return where generated modules are kept: beside Triton's own cache."""
+    """Return the folder of generated modules, beside Triton's own cache."""
     root = os.environ.get("TRITON_CACHE_DIR")
     return Path(root or Path.home() / ".triton" / "cache") / "polyattn"
 
 
 def job_of(asked: Mapping[str, Any]) -> bytes:
-    """Return what a worker takes, of what Triton was about to compile."""
+    """Return a worker's job from the kernel that Triton was about to compile."""
     job = io.BytesIO()
     options = asked["options"].__dict__
     _Pickler(job).dump(
@@ -63,7 +63,7 @@ def job_of(asked: Mapping[str, Any]) -> bytes:
 
 
 def is_cached(key: str, name: str) -> bool:
-    """Whether a kernel is in Triton's cache on disk."""
+    """Return whether a kernel is in Triton's cache on disk."""
     held = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     file = f"{name[:150]}.json"
     return file in (held.get_group(file) or {})
@@ -105,7 +105,7 @@ class Compilers:
             self._answers.start()
 
     def compile(self, asked: Mapping[str, Any]) -> None:
-        """Compile what Triton was asked for; where that fails a warning says so, and it isn't."""
+        """Compile Triton's kernel in the worker; warn if that fails."""
         problem: str | None
         try:
             job = job_of(asked)
@@ -147,7 +147,7 @@ def _end_group(leader: int) -> None:
 
 
 def _deliver(connection: Connection, waiting: dict[int, Future[str | None]]) -> None:
-    """Hand answers to those who wait for them, until the process ends."""
+    """Hand answers to the callers that wait for them, until the process ends."""
     with suppress(EOFError, OSError):
         while True:
             number, problem = connection.recv()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
 
 import torch
 from polyattn.kernel import (
@@ -16,7 +15,9 @@ from polyattn.kernel import (
     STORAGE_DTYPES,
     Batch,
     BlockSparseMask,
+    CacheFormat,
     CustomMask,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -24,25 +25,18 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.launch import compiling_only
-
-if TYPE_CHECKING:
-    from polyattn_triton.attention import TritonAttention
-
 SEQUENCES = 128
 """Enough for a full chip, whose tiles stay whole."""
 
 
-def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
-    """Compile what `phases` may run, side by side, and return it."""
-    spec, device = backend.spec, backend.torch_device
-    cache = None if backend.cache is None else KVCache.allocate(backend.cache, 1, device)
+def blank_frame(spec: LayerSpec, form: CacheFormat | None, device: torch.device) -> Frame:
+    """Return tensors of one token, and a cache of one block, for kernels that don't run."""
+    cache = None if form is None else KVCache.allocate(form, 1, device)
     kind = STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
     leaves = STORAGE_DTYPES[spec.dtype if spec.out_dtype == "auto" else spec.out_dtype]
     sizes = ((spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size),
              (spec.num_kv_heads, spec.v_head_size))  # fmt: skip
     query, key, value = (torch.empty(1, *size, dtype=kind, device=device) for size in sizes)
-    quantized = (key if cache is None else cache.key).dtype.itemsize == 1
     out = torch.empty(1, spec.num_heads, spec.v_head_size, dtype=leaves, device=device)
     lse = torch.empty(1, spec.num_heads, device=device) if spec.needs_lse else None
     heads = torch.ones(spec.num_heads, device=device)
@@ -52,38 +46,25 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
     if spec.scales != "number":
         one = torch.ones(spec.num_kv_heads, device=device)
         params.q_scale = params.k_scale = params.v_scale = params.out_scale = one
+    return Frame(query, key, value, cache, params, out, lse)
+
+
+def blank_steps(
+    spec: LayerSpec, phases: tuple[str, ...], device: torch.device, paged: bool
+) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+    """Yield steps of each way that `phases` are planned, each with what functions read of the layer.
+
+    What masks read may come with the step, when key tiles are listed, or of the layer.
+    """
     pointwise = Pointwise.of(spec)
     masks = frozenset[str]() if pointwise is None else pointwise.mask_inputs
-    # What masks read may come with the step, when key tiles are listed, or of the layer.
     later = {name for name in masks if not name.startswith("mask_")}
-    with compiling_only(backend.compilers) as compiled:
-        for batch in _steps_of(spec, phases, device, paged=cache is not None):
-            for of_layer in (set[str](), later) if later else (later,):
-                params.inputs = {name: batch.inputs[name] for name in of_layer}
-                # A lone prompt stands for what is cut, which only some heads make worth it.
-                plan = backend.plan_rows(_without(batch, of_layer), cut=batch.num_seqs == 1)
-                backend.run(plan, query, key, value, cache, params, out, lse)
-                if cache is not None and plan.fresh:
-                    backend.run(plan, query, None, None, cache, params, out, lse)
-                if plan.merging is None:
-                    continue
-                for merging in plan.merging.of_each_variant():
-                    plan.merging = merging
-                    backend.merge(plan, params, out, lse, quantized)
-    return compiled
-
-
-def _steps_of(
-    spec: LayerSpec, phases: tuple[str, ...], device: torch.device, paged: bool
-) -> Iterator[Batch]:
     for phase in phases:
-        yield from steps(spec, phase, device, paged)
-
-
-def _without(batch: Batch, names: set[str]) -> Batch:
-    found = batch.copy()
-    found.inputs = {name: t for name, t in batch.inputs.items() if name not in names}
-    return found
+        for batch in steps(spec, phase, device, paged):
+            for of_layer in (set[str](), later) if later else (later,):
+                step = batch.copy()
+                step.inputs = {n: t for n, t in batch.inputs.items() if n not in of_layer}
+                yield step, {name: batch.inputs[name] for name in of_layer}
 
 
 def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Iterator[Batch]:
@@ -123,7 +104,7 @@ def _all_pages(seq_lens: list[int], size: int) -> list[list[int]]:
 
 
 def blank_inputs(spec: LayerSpec, num_seqs: int, device: torch.device) -> dict[str, Tensor]:
-    """Return something for all that a layer's functions read."""
+    """Return an example of every input that a layer's functions read."""
     pointwise = Pointwise.of(spec)
     words = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
     found = {}

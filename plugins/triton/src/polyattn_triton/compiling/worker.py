@@ -1,7 +1,7 @@
 """What does a process compile for another? Kernels, each by a fork of it, into Triton's cache on disk.
 
 `python -m polyattn_triton.compiling.worker FD`, started by `side_by_side`: it imports Triton and the
-kernels once, while whoever started it still traces. Jobs come by the socket FD with a number each;
+kernels once, while its parent still traces. Jobs come by the socket FD with a number each;
 answers leave with it, None or what went wrong. It imports no torch: a second of a process's time.
 """
 
@@ -60,7 +60,7 @@ def work(job: bytes) -> None:
 
 
 def forked(job: bytes, asked: Connection) -> tuple[Connection, int]:
-    """Start on a job in a process of its own; returns where its answer will be, and its number."""
+    """Start a job in a process of its own; returns where its answer will be, and its number."""
     answer, theirs = Pipe(duplex=False)
     process = os.fork()
     if process:
@@ -77,7 +77,7 @@ def forked(job: bytes, asked: Connection) -> tuple[Connection, int]:
 
 
 def serve(asked: Connection) -> None:
-    """Answer jobs as they end. Raises `EOFError` or `OSError` where nobody asks any more."""
+    """Answer jobs as they end. Raises `EOFError` or `OSError` when the other process is gone."""
     under_way: dict[Connection, tuple[int, int]] = {}
     while True:
         for ready in wait([asked, *under_way]):

@@ -13,7 +13,7 @@ MINUS_LOG2E = tl.constexpr(-1.4426950408889634)
 
 @triton.jit
 def at(index, size, stride):
-    """Where an element lies: from the end if negative, as torch counts; never outside."""
+    """Return an element's index: from the end if negative, as torch counts; never outside."""
     index = tl.where(index < 0, index + size, index)
     index = tl.maximum(tl.minimum(index, size - 1), 0)
     return index.to(tl.int64) * stride

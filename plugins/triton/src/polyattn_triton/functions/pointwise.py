@@ -1,4 +1,4 @@
-"""How are a variant's functions run in Triton's kernels? As generated source, kept by its content."""
+"""How do Triton's kernels run a variant's functions? As generated source, named by its content."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def variant_problem(variant: AttentionVariant) -> str | None:
 def table(
     traced: Trace, seq_index: Tensor, given: dict[str, Tensor], lists: Tensor | None = None
 ) -> Tensor:
-    """Return where the functions' inputs lie: int64, as `source` says. Raises `BatchError`.
+    """Return the addresses of the functions' inputs, int64, in `source`'s order. Raises `BatchError`.
 
     `lists` int32 (tiles of rows, 1 or KV heads, entries): `tile_lists`.
     """
@@ -113,7 +113,7 @@ def table(
 
 
 def file_of(text: str) -> Path:
-    """Return where a generated module is kept."""
+    """Return the path of a generated module."""
     return folder() / f"polyattn_generated_{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
 
 
@@ -126,7 +126,7 @@ def imported(text: str) -> ModuleType:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as new:
             new.write(text)
-        Path(new.name).replace(file)  # whole or not at all, whoever else writes it now
+        Path(new.name).replace(file)  # atomic: others may write it now
     found = importlib.util.spec_from_file_location(name, file)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -1,7 +1,7 @@
 """How does the copy engine of Hopper (TMA) see a cache? As one matrix whose boxes lie in one block each.
 
 A token's row is `stride(-3)` elements long; blocks are so many rows apart, heads so many rows (HND) or
-columns (NHD). What can't be said so has no descriptor.
+columns (NHD). Other layouts have no descriptor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SHARED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 MOST_ROWS = (1 << 31) - 1
-"""What the engine's coordinates can say."""
+"""The largest coordinate of the engine."""
 
 
 class Steps(NamedTuple):

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.rows import barrier
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -195,7 +197,7 @@ def _store(
     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
     HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Store the outputs and LSE of a tile that nobody else has a piece of."""
+    """Store the outputs and LSE of a tile that only this program computes."""
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
     row = start + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUTPUT))
@@ -309,7 +311,7 @@ def mla_hopper_kernel(
                 )  # fmt: skip
             # The next tile's copies go where this one's products read: both groups are through.
             async_copy.wait_group(0)
-            gl.thread_barrier()
+            barrier()
             at = high
             low = high
             index = gl.minimum(index + 1, count - 1)

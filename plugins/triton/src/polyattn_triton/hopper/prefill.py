@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper.copies import produce
 from polyattn_triton.hopper.items import advance, begin, bounds, part_of
-from polyattn_triton.hopper.rows import load_query, store_part, store_rows
+from polyattn_triton.hopper.rows import barrier, load_query, store_part, store_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -40,7 +40,7 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
             kept = part.load(LAYOUT)
             part.store(gl.where((row < held)[:, None], kept, gl.zeros_like(kept)))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -146,7 +146,7 @@ def _step(
     if TURNS:
         mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
     s = warpgroup_mma_wait(1, deps=[s])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(k_empty.index(stage))
     weights, m, alpha = _softmax(
         s, m, key, bound, row_pos, by, scale, rows, masked, MASK, WINDOW, BLOCK_N, CHANGE, FUNCTIONS
@@ -159,7 +159,7 @@ def _step(
     n += 1
     mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
     acc, pairs = warpgroup_mma_wait(0, deps=[acc, pairs])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(v_empty.index(before))
     if FUNCTIONS != 2:
         acc = acc * alpha[:, None]
@@ -217,7 +217,7 @@ def _consume(
             rows = ROWS_OF(INPUTS, my_seq, my_head * G + my_rows % G, row_pos)
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
         key = (first + count - 1) * BLOCK_N
         mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
@@ -225,7 +225,7 @@ def _consume(
         k = k_smem.index(n % STAGES).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
         weights, m, _alpha = _softmax(
@@ -288,7 +288,7 @@ def _consume(
             l = gl.full([64], 1.0, gl.float32, ROW)
             m = gl.full([64], 0.0, gl.float32, ROW)
         acc, pairs = warpgroup_mma_wait(0, deps=[acc, pairs])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(v_empty.index(last))
         if SPLIT:
             if cut:
@@ -307,7 +307,7 @@ def _consume(
                 o_t, o_h, lse_t, G, D, HAS_LSE,
             )  # fmt: skip
         if QUERIES == 1 and at < stop:
-            gl.thread_barrier()
+            barrier()
             load_query(
                 q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
             )  # fmt: skip

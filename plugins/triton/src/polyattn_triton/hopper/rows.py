@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 LN2 = gl.constexpr(0.6931471805599453)
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Gluon's barrier of a program's threads: Triton 3.8.0 has renamed `thread_barrier`."""
 
 
 @gluon.jit
@@ -37,7 +39,7 @@ def store_rows(
     safe = gl.where(l == 0.0, 1.0, l)
     out = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
     q.store(out.to(q.dtype))
-    gl.thread_barrier()
+    barrier()
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
     at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h

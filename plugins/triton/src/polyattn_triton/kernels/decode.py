@@ -71,14 +71,19 @@ def _attend(
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
-    TURNS_AT: tl.constexpr, SINGLE: tl.constexpr,
+    TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
+    ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
 
-    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it.
+    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it. `ROWS_WAY`: bits,
+    1 the cache has rows of bytes, 2 and 4 keys' and values' elements of even and odd places come apart,
+    8 as float16 (`functions.rows`).
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
+    K_APART: tl.constexpr = (ROWS_WAY & 2) > 0
+    V_APART: tl.constexpr = (ROWS_WAY & 4) > 0
     PAIRS: tl.constexpr = PAIRED and WAY < 2
     offs_dv = tl.arange(0, BLOCK_DV // 2 if PAIRS else BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
@@ -105,10 +110,11 @@ def _attend(
     # A float of 8 or 4 bits becomes float16 in one instruction and bfloat16 in several. Powers of two
     # keep queries and weights inside of float16's range: the weights' is not undone, since it is in
     # their sum too (without a softmax there is none).
-    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
+    HALF_ROWS: tl.constexpr = ROWS_WAY >= 8
     SMALL: tl.constexpr = (
-        (K.dtype.element_ty.is_fp8() or FOUR) and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
-    )
+        (K.dtype.element_ty.is_fp8() or HALF_ROWS)
+        and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
+    )  # fmt: skip
     BY_HALF: tl.constexpr = SMALL and WAY < 2
     HALF_QUERY: tl.constexpr = Q.dtype.element_ty.is_fp8() and not SINGLE
     RAISED: tl.constexpr = 15 if (BY_HALF or HALF_QUERY) and WAY < 2 else 0
@@ -119,6 +125,9 @@ def _attend(
         unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
         row_scale = scale * unit[:, None]
+    q_odd = q
+    if K_APART:
+        q, q_odd = tl.split(tl.reshape(q, (BLOCK_M, BLOCK_D // 2, 2)))
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
@@ -154,7 +163,7 @@ def _attend(
         v_b = v_b // 2
         v_t = v_t // 2
     BT += seq.to(tl.int64) * bt_s
-    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS or V_APART else BLOCK_DV
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     odd = acc
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -181,15 +190,19 @@ def _attend(
             k, k_second = load_pairs(K, k_row, held, SPAN, BLOCK_H, ROPE)
             if SPAN < D:
                 k_rest = load_rest(K, k_row, held, D, SPAN, rest_block(D, SPAN))
+        elif K_APART:
+            k, k_odd = READ_K(K + k_row, held, BLOCK_N, D, BLOCK_D)
         else:
-            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
-        if PAIRS:
+            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D, READ_K)
+        if V_APART:
+            v, v_odd = READ_V(V + v_row, held, BLOCK_N, DV, BLOCK_DV)
+        elif PAIRS:
             both = load_held_rows(
                 V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
             )
             v, v_odd = _split_pairs(both, K, q)
         else:
-            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV, READ_V)
         if ROPE > 0:
             at = last_pos - tile_pos
             a = own
@@ -210,6 +223,8 @@ def _attend(
                 s = tl.dot(rest, tl.trans(k_rest.to(q.dtype)), s, input_precision="ieee")
         else:
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if K_APART:
+                s = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), s, input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
             True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
@@ -219,6 +234,8 @@ def _attend(
             s = tl.where(own_tile[None, :], s, 0.0 if WAY == 2 else float("-inf"))
         if WAY == 2:  # the weights themselves
             acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+            if V_APART:
+                odd = tl.dot(s.to(q.dtype), v_odd.to(q.dtype), odd, input_precision="ieee")
         else:
             m_new = tl.maximum(m, tl.max(s, 1))
             base = m_new
@@ -229,10 +246,12 @@ def _attend(
             p = tl.exp2(s - (base - RAISED)[:, None])
             sums = sums * alpha[:, None] + p
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
-            if PAIRS:
-                odd = tl.dot(p.to(q.dtype), v_odd, odd * alpha[:, None], input_precision="ieee")
+            if PAIRS or V_APART:
+                odd = tl.dot(
+                    p.to(q.dtype), v_odd.to(q.dtype), odd * alpha[:, None], input_precision="ieee"
+                )
             m = m_new
-    if PAIRS:
+    if PAIRS or V_APART:
         acc = tl.join(acc, odd).reshape([BLOCK_M, BLOCK_DV])
     total = tl.sum(sums, 1)
     if WAY == 2:  # nothing is to be divided by
@@ -256,6 +275,7 @@ def decode_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
     SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -287,7 +307,7 @@ def decode_kernel(
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
-                ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32,
+                ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -320,7 +340,7 @@ def decode_kernel(
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
-            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32,
+            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

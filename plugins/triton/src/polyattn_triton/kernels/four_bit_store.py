@@ -30,7 +30,7 @@ def _e4m3(x):
 
 @triton.jit
 def _value(code):
-    """What an e4m3 code of 0 or more stands for: its exponent and mantissa in float16's places."""
+    """The number of an e4m3 code of 0 or more: its exponent and mantissa at float16's bits."""
     half = (code << 7).to(tl.uint16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
 
@@ -124,11 +124,16 @@ def store_four_bits(
 ) -> None:
     """Write a step's keys and values; `scales` or `numbers`: what is divided by, as `by` says."""
     tokens, heads, size = key.shape
+    pages = cache.value
+    if (
+        cache.value_in_key
+    ):  # a latent's row holds both: it is written as the key's, the second time too
+        value, pages, scales, numbers = key, cache.key, (scales[0],) * 2, (numbers[0],) * 2
     constants = four_bit_constants(heads, size, value.shape[2], cache.block_size, by)
-    k, v = cache.key.stride(), cache.value.stride()
+    k, v = cache.key.stride(), pages.stride()
     _write_four(
         (tokens, 1, 1),
-        (key, value, cache.key, cache.value, plan.slots, *scales),
+        (key, value, cache.key, pages, plan.slots, *scales),
         numbers,
         (
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),

@@ -70,7 +70,7 @@ def _gathered(
 ):  # fmt: skip
     """Merge any number of parts, `APART` rows from one another; one load asks for all merged at once.
 
-    Where parts are loaded one by one, ptxas leaves few in flight. Who merges alone has the registers.
+    Where parts are loaded one by one, ptxas leaves few in flight. A launch of merges alone has room.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -113,6 +113,14 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
+@triton.jit
+def as_merged(acc, m, l):
+    """What `_gathered` makes of one part that `store_part` stores of these rows, bit for bit."""
+    safe = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe))
+    return acc / safe[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
+
+
 @triton.jit(do_not_specialize=["lse_t", "programs", "by_tile"])
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
@@ -124,8 +132,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
-    Grid: (programs, HEIGHT / ROWS, KV heads); who ended no tile that others began has nothing to do.
-    `by_tile`: (tiles, ...), where these are fewer; who has an uncut one has nothing to do.
+    Grid: (programs, HEIGHT / ROWS, KV heads); one that ended no tile of others has nothing to do.
+    `by_tile`: (tiles, ...), where these are fewer; one that has an uncut tile has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
     """

@@ -21,7 +21,7 @@ from polyattn_triton.kernels.cache_rope import (
     turned,
     turned_queries,
 )
-from polyattn_triton.kernels.parts import store_part
+from polyattn_triton.kernels.parts import as_merged, store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.kernels.tile_lists import list_of
 from polyattn_triton.kernels.tiles import (
@@ -52,7 +52,7 @@ def _tiles(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     LISTED: tl.constexpr, TURNS, origin, ROPE: tl.constexpr, SPAN: tl.constexpr, KEPT: tl.constexpr,
-    EIGHT: tl.constexpr,
+    EIGHT: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further.
 
@@ -96,17 +96,16 @@ def _tiles(
         else:
             k_row = (kv_start + key_pos).to(tl.int64) * k_t
             v_row = (kv_start + key_pos).to(tl.int64) * v_t
-        FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
         if ROPE > 0:
             k, k_second = load_pairs(K, k_row, inside, SPAN, BLOCK_H, ROPE)
             if SPAN < D:
                 k_rest = load_rest(K, k_row, inside, D, SPAN, rest_block(D, SPAN))
-        elif MASK or FOUR:
-            k = load_cached_rows(K, k_row, inside, offs_d, BLOCK_N, D, BLOCK_D)
+        elif MASK or READ_K is not None:
+            k = load_cached_rows(K, k_row, inside, offs_d, BLOCK_N, D, BLOCK_D, READ_K)
         else:
             k = load_rows(K + k_row[:, None] + offs_d[None, :], offs_d, D, BLOCK_D)
-        if MASK or FOUR:
-            v = load_cached_rows(V, v_row, inside, offs_dv, BLOCK_N, DV, BLOCK_DV)
+        if MASK or READ_V is not None:
+            v = load_cached_rows(V, v_row, inside, offs_dv, BLOCK_N, DV, BLOCK_DV, READ_V)
         else:
             v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
         if ROPE > 0:
@@ -160,11 +159,12 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
     ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
-    SINGLE: tl.constexpr,
+    SINGLE: tl.constexpr, BY_ROW: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`.
 
-    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it.
+    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it. `BY_ROW`: all key
+    tiles are masked, by one loop, so that what a row sums follows from no other row of its tile.
 
     `LISTED`: to those alone that the list of tile `listed_at` names, which are first those whose keys are
     all seen. `RESCORE`, `WHERE_SEEN`: what `CHANGE` and `WAY` are on these.
@@ -199,6 +199,9 @@ def _attend(
     if SINK_TOKENS > 0:
         full_low = high_tile
         full_high = high_tile
+    if BY_ROW:
+        full_low = low_tile
+        full_high = low_tile
     if LISTED:
         LIST, PARTLY, whole, count = list_of(INPUTS, listed_at, kv_head)
         entry = 0
@@ -255,7 +258,7 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, RESCORE, WHERE_SEEN, True,
-            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
         )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, PARTLY, kv_start, tl.maximum(entry - whole, 0),
@@ -263,7 +266,7 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, True,
-            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
         )  # fmt: skip
     else:
         if ROPE > 0 and SINK_TOKENS > 0:
@@ -273,33 +276,33 @@ def _attend(
                 row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, 0, ROPE, SPAN, True, PRODUCTS,
+                TURNS, 0, ROPE, SPAN, True, PRODUCTS, READ_K, READ_V,
             )  # fmt: skip
             low_tile = kept_tile
             full_low = tl.maximum(full_low, low_tile)
             full_high = tl.maximum(full_high, full_low)
-        if WINDOW > 0 or CHUNK > 0:
+        if (WINDOW > 0 or CHUNK > 0) and not BY_ROW:
             acc, m, l = _tiles(
                 acc, m, l, q, K, V, BT, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
+                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
             )  # fmt: skip
-        if SINK_TOKENS == 0:
+        if SINK_TOKENS == 0 and not BY_ROW:
             acc, m, l = _tiles(
                 acc, m, l, q, K, V, BT, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
+                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
             )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
         )  # fmt: skip
     if PRODUCTS:
         acc = acc * (1.0 / WEIGHT_SCALE)
@@ -324,13 +327,15 @@ def prefill_kernel(
     SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
     ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
+    BY_ROW: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
     Grid: (tiles, KV heads), WORK their sequences, then their first rows; `SPLIT`: (programs, KV
     heads), whose stretches WORK holds, and `merge_kernel` merges. `KEY_STARTS`: where sequences'
     packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`). `EIGHT`: queries,
-    keys and values that come in e4m3 are multiplied in it, and weights rounded to it.
+    keys and values that come in e4m3 are multiplied in it, and weights rounded to it. `BY_ROW`: a row's
+    bits follow from no other row: an uncut tile's are rounded as if it were merged, too.
     """
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
@@ -356,7 +361,7 @@ def prefill_kernel(
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
                 LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
-                OUT.dtype.element_ty == tl.float32,
+                OUT.dtype.element_ty == tl.float32, BY_ROW, READ_K, READ_V,
             )  # fmt: skip
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
@@ -364,6 +369,8 @@ def prefill_kernel(
                 part_row = part_at(part, kv_head, tl.num_programs(0)) * BLOCK_M
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
+                if BY_ROW:
+                    acc, m, l = as_merged(acc, m, l)
                 finish(
                     acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + in_query).to(tl.int64), head,
                     row_ok,
@@ -389,7 +396,7 @@ def prefill_kernel(
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
             LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
-            OUT.dtype.element_ty == tl.float32,
+            OUT.dtype.element_ty == tl.float32, BY_ROW, READ_K, READ_V,
         )  # fmt: skip
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(

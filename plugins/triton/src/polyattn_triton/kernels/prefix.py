@@ -25,7 +25,7 @@ def _over_keys(
     MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr,
-    ACROSS: tl.constexpr, RAISED: tl.constexpr,
+    ACROSS: tl.constexpr, RAISED: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `stop`; without `MASK` none reaches beyond `end`."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -43,10 +43,10 @@ def _over_keys(
             v_row = row * v_b + offset * v_t
         # The next tile's blocks, a step ahead, as in `decode`.
         block = blocks_in_table(BT, key_pos + BLOCK_N, bt_end, BLOCK_SIZE)
-        if MASK or K.dtype.element_ty == tl.uint8:
+        if MASK or READ_K is not None:
             held = key_pos < end
-            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
-            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
+            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D, READ_K)
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV, READ_V)
         else:
             k = load_rows(K + k_row[:, None] + offs_d[None, :], offs_d, D, BLOCK_D)
             v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
@@ -74,7 +74,8 @@ def _attend(
     seq, begin, end, count, part, kv_head,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr, READ_K: tl.constexpr,
+    READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Attend with `count` rows' heads of one KV head to the keys [begin, end), and store their part."""
     ACROSS: tl.constexpr = BLOCK_M <= 16  # a row lies across the warps
@@ -89,9 +90,8 @@ def _attend(
         other=0.0,
     )
     # As in `decode`: small floats are multiplied in float16, which powers of two make wide enough.
-    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
     BY_HALF: tl.constexpr = (
-        K.dtype.element_ty.is_fp8() or FOUR
+        K.dtype.element_ty.is_fp8() or ROWS_WAY >= 8
     ) and Q.dtype.element_ty == tl.bfloat16
     RAISED: tl.constexpr = 15 if BY_HALF else 0
     row_scale = scale
@@ -114,12 +114,12 @@ def _attend(
         acc, m, sums = _over_keys(
             acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, begin, whole,
             end, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-            ACROSS, RAISED,
+            ACROSS, RAISED, READ_K, READ_V,
         )  # fmt: skip
     acc, m, sums = _over_keys(
         acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, whole, end,
         end, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-        ACROSS, RAISED,
+        ACROSS, RAISED, READ_K, READ_V,
     )  # fmt: skip
     if ACROSS:
         total = tl.sum(sums, 1)
@@ -149,7 +149,7 @@ def prefix_kernel(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, SMALL: tl.constexpr, TALL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """One token a sequence: the pieces that WORK has for this program. Grid: (programs, KV heads).
 
@@ -174,6 +174,7 @@ def prefix_kernel(
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, begin, end, count, part, kv_head,
                 G, D, DV, BLOCK_D, BLOCK_DV, SMALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
+                READ_K, READ_V, ROWS_WAY,
             )  # fmt: skip
         else:
             if count * G <= SMALL:
@@ -182,6 +183,7 @@ def prefix_kernel(
                     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                     seq, begin, end, count, part, kv_head,
                     G, D, DV, BLOCK_D, BLOCK_DV, SMALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
+                    READ_K, READ_V, ROWS_WAY,
                 )  # fmt: skip
             else:
                 _attend(
@@ -189,6 +191,7 @@ def prefix_kernel(
                     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                     seq, begin, end, count, part, kv_head,
                     G, D, DV, BLOCK_D, BLOCK_DV, TALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
+                    READ_K, READ_V, ROWS_WAY,
                 )  # fmt: skip
         seq, begin, end, rows_at, count, lies = later
 

@@ -2,8 +2,8 @@
 
 As FlexAttention's block mask (Dong et al., 2024): a key tile is seen whole, in part, or not at all. A
 list is int32: how many are seen whole, how many in part, where these begin; then the numbers of the
-former, in order, and at the end those of the latter, in reverse. What lies between is zero, so that
-whoever reads ahead finds a tile that there is.
+former, in order, and at the end those of the latter, in reverse. Between them are zeros, so that
+reading ahead finds a tile that exists.
 """
 
 from __future__ import annotations

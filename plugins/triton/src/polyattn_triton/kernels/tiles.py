@@ -55,7 +55,7 @@ def _four_bits(codes):
 
 @triton.jit
 def load_four_bit_rows(ROWS, held, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of e2m1 numbers and their block scales (`cache.nvfp4`) as float16, exact.
+    """Load rows of e2m1 numbers and their block scales (`formats.nvfp4`) as float16, exact.
 
     `ROWS`: where each row begins. Rows that aren't `held` and columns beyond `SIZE` are zero. A scale's
     e4m3 is float16's exponent and mantissa over 2^8, which no type of the device has to know.
@@ -79,11 +79,12 @@ def load_four_bit_rows(ROWS, held, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def load_cached_rows(
-    BASE, row, held, columns, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Load the `held` rows of a cache, whatever it holds; those of four bits become float16."""
-    if BASE.dtype.element_ty == tl.uint8:
-        rows = load_four_bit_rows(BASE + row, held, N, SIZE, BLOCK)
+    BASE, row, held, columns, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    READ: tl.constexpr,
+):  # fmt: skip
+    """Load the `held` rows of a cache; `READ`: how a format's rows of bytes are (`functions.rows`)."""
+    if READ is not None:
+        rows = READ(BASE + row, held, N, SIZE, BLOCK)
     else:
         rows = load_held_rows(BASE + row[:, None] + columns[None, :], held, columns, SIZE, BLOCK)
     return rows

@@ -1,7 +1,8 @@
-"""Attention over a caller's own cache: new tokens are appended in place and rotated, then all attend.
+"""Attention over a caller's own cache: new tokens are rotated and appended in place, then all attend.
 
-For callers that keep nothing else between calls. On a GPU few tokens of each sequence leave lengths
-where they are: nothing is copied to the host, and what a graph captures can be replayed over others.
+It is for callers that keep nothing else between calls. On a GPU, with few tokens for each sequence,
+lengths stay on the device: nothing is copied to the host, and a captured graph can be replayed with
+other lengths.
 """
 
 from __future__ import annotations
@@ -28,10 +29,20 @@ BY_DEVICE = frozenset({"cuda"})
 
 
 class CallerCache(NamedTuple):
-    """A cache in pages (pages, page size, KV heads, size) with an int32 `block_table`, or dense rows.
+    """A cache that the caller owns: pages with a block table, or dense rows.
 
-    Of dense rows (rows, seqlen, KV heads, size): `rows` says which is a sequence's, None: its own;
-    `starts`, where in it each sequence's first key lies, None: at 0.
+    Attributes:
+        key: pages (pages, page size, KV heads, size), or rows (rows, seqlen, KV heads, size).
+        value: alike, with the values' size.
+        block_table: int32 (num_seqs, columns): each sequence's pages; None for rows.
+        rows: integers (num_seqs,): each sequence's row; None: its own number.
+        starts: integers (num_seqs,): the token of the row that is the sequence's first; None: 0.
+
+    Examples:
+        >>> rows = torch.zeros(2, 3, 128, 2, 64)  # 3 sequences of up to 128 tokens
+        >>> CallerCache(*rows).block_table is None
+        True
+
     """
 
     key: Tensor
@@ -42,7 +53,18 @@ class CallerCache(NamedTuple):
 
 
 class NewKeys(NamedTuple):
-    """New keys and values (tokens, KV heads, size), and how many are each sequence's."""
+    """The keys and values that a call appends to the caller's cache.
+
+    Attributes:
+        key: (tokens, KV heads, size), sequences one after another.
+        value: alike, with the values' size.
+        lens: tokens of each sequence.
+
+    Examples:
+        >>> NewKeys(torch.zeros(3, 2, 64), torch.zeros(3, 2, 64), [2, 1]).lens
+        [2, 1]
+
+    """
 
     key: Tensor
     value: Tensor
@@ -50,14 +72,33 @@ class NewKeys(NamedTuple):
 
 
 class RotaryTables(NamedTuple):
-    """The rotary embedding: cos, sin (positions, rotary size / 2), paired as `Rotation` has it."""
+    """A rotary embedding (Su et al., 2021) as tables.
+
+    Attributes:
+        cos: (positions, rotary size / 2), the cosines of the angles.
+        sin: alike, the sines.
+        pairing: `"neox"` or `"gptj"`, as in `Rotation`.
+
+    Examples:
+        >>> angles = torch.arange(8.0)[:, None] * torch.tensor([1.0, 0.01])
+        >>> tables = RotaryTables(angles.cos(), angles.sin(), "neox")
+        >>> tables.applied(torch.ones(1, 1, 4), torch.tensor([0])).tolist()
+        [[[1.0, 1.0, 1.0, 1.0]]]
+
+    """
 
     cos: Tensor
     sin: Tensor
     pairing: str
 
     def applied(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Return packed tokens (tokens, heads, size) rotated by their positions, int64 (tokens,)."""
+        """Return tokens rotated by their positions.
+
+        Args:
+            tokens: (tokens, heads, size), packed.
+            position: int64 (tokens,).
+
+        """
         turns = torch.cat([self.cos[position], self.sin[position]], -1).float()
         return Rotation(turns, None, self.pairing, turns.shape[1]).applied(tokens).to(tokens.dtype)
 
@@ -73,15 +114,40 @@ def attend_cached(
     turns: RotaryTables | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Append `new` after each sequence's `cache_seqlens` tokens, and attend for packed `query`.
+    """Append new keys to a caller's own cache, and attend over it for packed queries.
 
-    `query` (tokens, heads, size) of `query_lens`; where those are None, rows (num_seqs, tokens of each,
-    heads, size). `cache_seqlens`: int32 or int64 (num_seqs,), one number for all, or None: all of dense
-    rows. Queries that see by position (a causal mask, a window) are rotated from there on, others all by
-    that length. `alibi_slopes` as `attend_packed` takes them. Where lengths stay on the device nobody
-    looks whether a sequence has room, but for POLYATTN_CHECKS=1. Returns the output, as `query`, and
-    where asked the LSE, float32, (tokens, heads) or (num_seqs, tokens of each, heads). Raises
-    `CacheError` before anything has changed, and what `attend_packed` raises.
+    Queries that see by position (a causal mask, a window) are rotated from their sequence's length on,
+    others all by that length. If lengths stay on the device, only POLYATTN_CHECKS=1 checks that a
+    sequence has room.
+
+    Args:
+        query: (tokens, heads, size), sequences one after another; without `query_lens`, rows (num_seqs,
+            tokens of each, heads, size).
+        query_lens: query tokens of each sequence, or None.
+        cache: keys and values in pages or in dense rows, in the query's dtype.
+        cache_seqlens: tokens of each sequence before the new ones: int32 or int64 (num_seqs,), one
+            number for all, or None for all of dense rows.
+        asked: the options of the call.
+        new: the keys and values to append after those tokens; None: nothing is appended.
+        turns: the rotary tables that queries and new keys are rotated by; None: neither is.
+        alibi_slopes: float32 (heads,) or (num_seqs, heads).
+
+    Returns:
+        The output, of the query's shape with the values' size, and the LSE where the options need it,
+        else None: float32 (tokens, heads) or (num_seqs, tokens of each, heads), natural logarithm.
+
+    Raises:
+        CacheError: dtypes differ or a sequence has no room; the cache is unchanged.
+        BatchError, SelectionError: as `attend_packed`.
+
+    Examples:
+        >>> from polyattn.host import CallerCache, CallOptions, attend_cached
+        >>> pages = torch.randn(2, 4, 16, 2, 64)  # keys and values: 4 pages of 16 tokens, 2 KV heads
+        >>> cache = CallerCache(pages[0], pages[1], block_table=torch.tensor([[3, 1]]).int())
+        >>> out, lse = attend_cached(torch.randn(1, 1, 4, 64), None, cache, 20, CallOptions(causal=True))
+        >>> out.shape, lse
+        (torch.Size([1, 1, 4, 64]), None)
+
     """
     if new is None and turns is None:
         known = _known(query, cache, cache_seqlens, asked, alibi_slopes)
@@ -152,7 +218,10 @@ def _lens(
     """Return the lengths, their form checked. Raises `CacheError`."""
     if given is None:
         if cache.block_table is not None or new is not None:
-            raise CacheError("cache_seqlens is missing; a cache with room needs it")
+            raise CacheError(
+                "cache_seqlens is missing; pass each sequence's length, because the "
+                "cache has free room"
+            )
         return cache.key.shape[1]
     if not isinstance(given, int) and (not isinstance(given, Tensor) or given.shape != (count,)):
         found = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"

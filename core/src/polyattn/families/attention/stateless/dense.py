@@ -1,7 +1,7 @@
 """Attention for callers that keep nothing between calls: dense `(batch, seqlen, heads, size)`.
 
-What such a caller would otherwise pay at each call is paid once for each way of calling: the group that
-serves it, the plan for these lengths, how these strides are viewed as tokens, every check of a shape.
+Work that such a caller would repeat at each call is done once for each way of calling: the group, the
+plan for these lengths, the views of these strides as tokens, and every check of a shape.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.stateless.views import View, packed_rows, token_view
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import LayerParams, Lie
+from polyattn.runtime.backend import PackedStrides
 from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, refuse_gradients
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import bad_input, check_is_real, refuse_gradients
+from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import integers
+from polyattn.runtime.step.integers import integers
 from polyattn.settings import Settings, current
-from polyattn.spec.checks import LONGEST
+from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
 
@@ -38,7 +38,25 @@ Count = Callable[[LayerGroup], None]
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for beside its tensors: `LayerSpec`'s fields, and a backend by name."""
+    """What a call asks for beside its tensors: fields of `LayerSpec`, and a backend by name.
+
+    Attributes:
+        causal: whether a query sees no later key; aligned to the bottom right.
+        scale: of the scores; None: 1 / sqrt(head size).
+        sliding_window: keys up to and including the query's own, in tokens; None: no window.
+        window_right: keys after the query's own, in tokens, without a causal mask.
+        logit_soft_cap: scores become cap * tanh(score / cap).
+        chunk_size: tokens of the chunks within which queries see keys.
+        needs_lse: whether the call returns the LSE.
+        backend: the backend that must serve, by name; None: the selection decides.
+        sink_tokens: first tokens that a window never hides.
+        batch_invariant: what must not change a bit of a row's result.
+
+    Examples:
+        >>> CallOptions(causal=True, sliding_window=128).window_right is None
+        True
+
+    """
 
     causal: bool = False
     scale: float | None = None
@@ -49,10 +67,28 @@ class CallOptions(NamedTuple):
     needs_lse: bool = False
     backend: str | None = None
     sink_tokens: int = 0
+    batch_invariant: bool | str = False
 
 
 def flash_window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
-    """Return causal, `sliding_window` and `window_right` for flash-attn's window: -1 is no bound."""
+    """Return the options of a flash-attn window.
+
+    Args:
+        causal: flash-attn's `causal`.
+        left: keys left of the query; -1 means no bound.
+        right: keys right of the query; -1 means no bound.
+
+    Returns:
+        `causal`, `sliding_window` and `window_right`, as `CallOptions` has them.
+
+    Raises:
+        Nothing: any negative number is no bound.
+
+    Examples:
+        >>> flash_window(True, 127, 0), flash_window(False, -1, -1)
+        ((True, 128, None), (False, None, None))
+
+    """
     causal, after = causal or right == 0, None
     if not causal and (left >= 0 or right >= 0):
         after = int(right) if right >= 0 else LONGEST
@@ -68,7 +104,31 @@ def group_for_call(
     alibi: bool,
     **more: Any,
 ) -> LayerGroup:
-    """Return the group for `query` (…, num_heads, head_size) and what is asked; `more` as `group_for`."""
+    """Return the group that serves a call, the same one for equal calls.
+
+    Args:
+        query: (..., num_heads, head_size); its device and dtype count.
+        kv_heads: heads of the keys.
+        v_size: elements of a value.
+        asked: the options of the call.
+        sinks: whether learned sinks come with it.
+        alibi: whether ALiBi slopes come with it.
+        more: further fields of `LayerSpec`, as in `group_for`.
+
+    Returns:
+        The group.
+
+    Raises:
+        SpecError, SelectionError: as `select`.
+
+    Examples:
+        >>> from polyattn.host import CallOptions, group_for_call
+        >>> query = torch.randn(5, 4, 64)
+        >>> group = group_for_call(query, 2, 64, CallOptions(causal=True), False, False, cached=False)
+        >>> group.spec.num_heads, group.spec.num_kv_heads
+        (4, 2)
+
+    """
     *_, heads, size = query.shape
     device = query.device
     return _group_of(
@@ -85,8 +145,8 @@ def _group_of(
 ) -> LayerGroup:  # fmt: skip
     if str(dtype).removeprefix("torch.") not in DTYPES:
         raise BatchError(
-            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or give "
-            "8-bit queries with their scales to an Attention whose spec has qkv_dtype"
+            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or "
+            f"pass 8-bit queries with their scales to an Attention whose spec has qkv_dtype"
         )
     if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
@@ -96,7 +156,7 @@ def _group_of(
         sliding_window=asked.sliding_window, window_right=asked.window_right,
         logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
         sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
-        **more,
+        batch_invariant=asked.batch_invariant, **more,
     )  # fmt: skip
 
 
@@ -108,11 +168,29 @@ def plan_lengths(
     apart: int | tuple[int, ...] | None = None,
     first_positions: tuple[int, ...] | None = None,
 ) -> AttentionStep:
-    """Return the plan for these lengths; a plan is a value, so that equal calls share one.
+    """Return the plan for sequences of these lengths. A plan is a value, so equal calls share one.
 
-    It is of the group that serves such a step, which is another one where the step is short. `apart`:
-    how far apart sequences' keys start, or where each starts; default: one after another.
-    `first_positions` as `Batch` has them.
+    Args:
+        group: of the layer. A short step's plan may belong to another group that serves the same layer.
+        query_lens: query tokens of each sequence.
+        key_lens: keys of each sequence.
+        apart: tokens between sequences' first keys, or where each one's first key is; default: keys lie
+            one sequence after another.
+        first_positions: as in `Batch`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        BatchError: lengths don't fit one another.
+
+    Examples:
+        >>> group = group_for(
+        ...     torch.device("cpu"), num_heads=2, head_size=64, dtype=torch.float32, cached=False
+        ... )
+        >>> plan_lengths(group, (5, 1), (5, 40)) is plan_lengths(group, (5, 1), (5, 40))
+        True
+
     """
     starts: Sequence[int] | None = None
     if isinstance(apart, int):
@@ -138,9 +216,33 @@ def run_plan(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a step with parameters that come with the call. Tensors as `Attention.forward` takes them.
+    """Run a step whose parameters come with the call.
 
-    Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
+    Args:
+        step: the plan.
+        query: (tokens, heads, size).
+        key: the new tokens' (tokens, KV heads, size), or all keys of a layer without a cache; None: the
+            cache has them.
+        value: alike.
+        cache: the layer's cache, if it has one.
+        sinks: float32 (heads,), learned sink logits.
+        alibi_slopes: float32 (heads,).
+
+    Returns:
+        The output (tokens, heads, v_size), and the LSE, float32 (tokens, heads), if the spec needs it,
+        else None.
+
+    Raises:
+        BatchError: a tensor doesn't fit the plan.
+
+    Examples:
+        >>> group = group_for(
+        ...     torch.device("cpu"), num_heads=2, head_size=64, dtype=torch.float32, cached=False
+        ... )
+        >>> query, key, value = torch.randn(3, 3, 2, 64)
+        >>> run_plan(plan_lengths(group, (3,), (3,)), query, key, value)[0].shape
+        torch.Size([3, 2, 64])
+
     """
     assert isinstance(step, AttentionStep)
     params = parameters(step.group.spec, query, sinks, alibi_slopes)
@@ -156,7 +258,7 @@ _PLAIN = LayerParams()
 def parameters(
     spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> LayerParams:
-    """Return what comes with a call beside its tensors. Raises `BatchError`."""
+    """Return the parameters of a call beside its tensors. Raises `BatchError`."""
     if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
         return _PLAIN
     if spec.alibi and alibi_slopes is None:
@@ -190,22 +292,48 @@ def attend_dense(
     alibi_slopes: Tensor | None = None,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for dense rows, (batch, seqlen, heads, size), or `heads_first` (batch, heads, seqlen, size).
+    """Attend for dense rows.
 
-    `key_lens`: how many keys of each row count, from its first; default: all. `first_positions` as
-    `Batch` has them. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE
-    (batch, queries, heads), float32; with `heads_out` both as views with the heads second.
-    Raises `BatchError`, and what `select` raises.
+    Args:
+        query: (batch, seqlen, heads, size); with `heads_first` (batch, heads, seqlen, size).
+        key: alike, with the KV heads.
+        value: alike, with the values' size.
+        asked: the options of the call.
+        heads_first: the order of heads and tokens in the inputs.
+        heads_out: return views with the heads second.
+        key_lens: keys of each row that count, from its first on; default: all.
+        first_positions: as in `Batch`.
+        sinks: float32 (heads,), learned sink logits.
+        alibi_slopes: float32 (heads,).
+        count: is called with the group that serves.
+
+    Returns:
+        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads),
+        natural logarithm, if the options need it, else None.
+
+    Raises:
+        BatchError: shapes, dtypes or devices don't fit.
+        SelectionError: nothing serves such a layer, or not the named backend.
+
+    Examples:
+        >>> from polyattn.host import CallOptions, attend_dense
+        >>> query, (key, value) = torch.randn(2, 5, 4, 64), torch.randn(2, 2, 5, 2, 64)
+        >>> out, lse = attend_dense(query, key, value, CallOptions(causal=True, needs_lse=True))
+        >>> out.shape, lse.shape
+        (torch.Size([2, 5, 4, 64]), torch.Size([2, 5, 4]))
+
     """
     place = place_of(query.device) if query.is_cuda else get_ident()
     key_of_call = (
         current(), generation(), place, asked, heads_first, heads_out, key_lens, first_positions,
         sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
         key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
-        value.stride(),
+        value.stride(), query.__class__,
     )  # fmt: skip
     call = _calls.get(key_of_call)
     if call is None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_is_real(name, tensor)
         order, lens = (heads_first, heads_out), (key_lens, first_positions)
         call = DenseCall(query, key, value, asked, order, lens, sinks, alibi_slopes)
         if len(_calls) >= KNOWN:
@@ -275,11 +403,11 @@ class DenseCall:
             if of_key is not None and of_value is not None:
                 size = query.shape[3]
                 packed = (query.shape[heads] * size, size)  # as `packed_rows` leaves it
-                lie = Lie(
+                strides = PackedStrides(
                     packed if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
                     of_key[0][0],
                 )  # fmt: skip
-                self.addressed = only.backend.addressed(only.plan, lie)
+                self.addressed = only.backend.addressed(only.plan, strides)
 
     def __call__(
         self,
@@ -319,11 +447,12 @@ class DenseCall:
         value = (
             value.as_strided(of_value[0], of_value[1]) if of_value else packed_rows(value, first)
         )
+        frame = Frame(query, key, value, None, params, out, lse)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                self.run(query, key, value, None, params, out, lse)
+                self.run(frame)
         else:
-            self.run(query, key, value, None, params, out, lse)
+            self.run(frame)
         out = out.as_strided(self.out_shape, self.out_stride)
         return out, None if lse is None else lse.as_strided(self.lse_shape, self.lse_stride)
 

@@ -1,21 +1,19 @@
-"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, DeviceError, SpecError, shown
+from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
 from polyattn.families.attention.stateless.dense import CallOptions, attend_dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
-from polyattn.runtime.inputs import check_is_tensor
-from polyattn.runtime.step.batch_checks import integers
-from polyattn.spec.checks import flag
+from polyattn.runtime.inputs import check_is_real, check_is_tensor
+from polyattn.runtime.step.integers import integers
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
 """What a call with bad arguments may end with, deep within."""
@@ -28,28 +26,55 @@ def attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     query_lens: Sequence[int] | None = None, key_lens: Sequence[int] | None = None,
     first_positions: Sequence[int] | None = None, return_lse: bool = False,
-    backend: str | None = None,
+    backend: str | None = None, batch_invariant: bool | str = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend to keys and values that are given whole. Forward only: gradients are refused.
+    """Attend to keys and values that are passed whole. Forward only: gradients are refused.
 
-    - Dense: `query` (batch, queries, num_heads, head_size), `key` and `value` (batch, keys,
-      num_kv_heads, size). `key_lens`: how many keys of each row count, from its first; default: all.
-    - Packed: `query` (tokens, num_heads, head_size) of sequences of `query_lens` one after another,
-      `key` and `value` likewise of `key_lens` (default: `query_lens`).
-    - `causal` is aligned to the bottom right: the last query sees the last key. A query that sees
-      nothing gives 0.
-    - `first_positions`: where each sequence's first given key stands in its text (`Batch`); default: 0.
-    - `mask` (batch or 1, 1, queries or 1, keys), for dense rows instead of `causal` and windows: bool,
-      True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys must
-      be one interval.
+    Rows are dense, or packed one sequence after another; then `query_lens` has their lengths.
 
-    Other arguments as `LayerSpec`'s fields of that name. Returns the output in the query's shape with
-    the value's size, and where asked the LSE, float32, natural logarithm, (batch, queries, num_heads)
-    or (tokens, num_heads). `backend` names one. Raises `BatchError`, and what `select` raises.
+    Args:
+        query: dense (batch, queries, num_heads, head_size), or packed (tokens, num_heads, head_size).
+        key: dense (batch, keys, num_kv_heads, head_size), or packed (keys, num_kv_heads, head_size).
+        value: as `key`; its size may differ.
+        causal: hide the keys after a query; the last query sees the last key.
+        mask: (batch or 1, 1, queries or 1, keys), for dense rows instead of `causal` and windows: bool,
+            True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys
+            must be one interval.
+        scale: of the logits; None: `1/sqrt(head_size)`.
+        sliding_window: a query sees itself and so many keys less one before it.
+        window_right: and so many after it; not with `causal`.
+        chunk_size: a query sees only the keys of its own chunk of so many positions.
+        sink_tokens: the first so many keys stay visible beyond the window.
+        logit_soft_cap: logits become `cap * tanh(logit / cap)`; None for none.
+        alibi_slopes: (num_heads,), added as `-slope * distance`.
+        sinks: (num_heads,), learned sink logits.
+        query_lens: tokens of each packed sequence.
+        key_lens: of dense rows, how many keys of each count, from its first; of packed ones, their
+            lengths (default: `query_lens`).
+        first_positions: the position in its text of each sequence's first key; default: 0.
+        return_lse: return the LSE too.
+        backend: a name; that backend is used or refused.
+        batch_invariant: what must not change a bit of a sequence's result, as in `LayerSpec`: True or
+            `"batch"`, `"steps"`, `"calls"`. Not beside `mask`.
+
+    Returns:
+        The output in the query's shape with the value's size, 0 for a query that sees nothing. With
+        `return_lse` also the LSE, float32, natural logarithm, (batch, queries, num_heads) or (tokens,
+        num_heads).
+
+    Raises:
+        BatchError: shapes, dtypes or lengths don't fit one another.
+        SpecError, SelectionError, SettingsError: as `select`.
+
+    Examples:
+        >>> query, key = torch.zeros(1, 3, 4, 64), torch.zeros(1, 5, 2, 64)
+        >>> attention(query, key, key, causal=True).shape
+        torch.Size([1, 3, 4, 64])
+
     """
     asked = CallOptions(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
-        sink_tokens,
+        sink_tokens, batch_invariant,
     )  # fmt: skip
     try:
         firsts = None if first_positions is None else tuple(first_positions)
@@ -84,6 +109,11 @@ def _check_alone(asked: CallOptions, *beside: Sequence[int] | None) -> None:
         raise BatchError(
             "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
             "left out beside it"
+        )
+    if asked.batch_invariant:
+        raise BatchError(
+            f"batch_invariant={shown(asked.batch_invariant)} beside a mask: rows are attended to by what "
+            "the masks of a call have in common; leave one of them out"
         )
 
 
@@ -125,7 +155,7 @@ def _refuse(
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
     for name, given_ in zip(("query", "key", "value"), needed, strict=True):
         check_is_tensor(name, given_)
-        _check_is_real(name, given_)
+        check_is_real(name, given_)
     for name, given_ in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
         if given_ is not None:
             check_is_tensor(name, given_)
@@ -141,18 +171,4 @@ def _refuse(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
             "0 and the dtype's least value, and show each query one interval of keys. Other masks are a "
             "layer's: CustomMask, BlockSparseMask, or an AttentionVariant's mask_mod and score_mod"
-        )
-
-
-def _check_is_real(name: str, tensor: Tensor) -> None:
-    """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
-    if tensor.is_meta:
-        raise BatchError(
-            f"{name} is on the meta device and holds no numbers; move it to a real device"
-        )
-    if torch._C._get_tracing_state() is not None:
-        raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise BatchError(
-            f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"
         )

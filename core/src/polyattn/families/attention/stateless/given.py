@@ -1,4 +1,4 @@
-"""Packed sequences whose keys are given whole: one look-up for a way of calling, as in `dense`."""
+"""Packed sequences with all their keys: one look-up for a way of calling, as in `dense`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyattn.families.attention.stateless.dense import (
     run_plan,
 )
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import Addressed, Lie
+from polyattn.runtime.backend import Addressed, PackedStrides
 from polyattn.runtime.inputs import refuse_gradients
 from polyattn.runtime.stateless import place_of
 from polyattn.settings import current
@@ -101,9 +101,9 @@ def _addressed(step: AttentionStep, *tensors: Tensor) -> Addressed | None:
     if len(step.calls) != 1 or any(t.stride(2) != 1 for t in tensors):
         return None
     of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
-    lie = Lie(of_query, of_key, of_value, tensors[1].shape[0])
+    strides = PackedStrides(of_query, of_key, of_value, tensors[1].shape[0])
     call = step.calls[0]
-    return call.backend.addressed(call.plan, lie)  # type: ignore[no-any-return]
+    return call.backend.addressed(call.plan, strides)  # type: ignore[no-any-return]
 
 
 _known: dict[Any, Known] = {}

@@ -39,7 +39,7 @@ class Part:
 class UnreadableMask(BatchError):
     """The mask is no choice of one interval of keys for each query.
 
-    `where`: an entry that shows it, for who wrote the mask; hosts count fallbacks by the message alone.
+    `where`: an entry that shows it, for the mask's author; hosts count fallbacks by the message alone.
     """
 
     def __init__(self, what: str, where: str = ""):

@@ -19,10 +19,19 @@ from polyattn.runtime.step.batch import Batch
 
 
 class PackedKeys(NamedTuple):
-    """Where keys and values lie. `lens`: how many keys each sequence has.
+    """Where a call's keys and values are: packed sequences, or pages.
 
-    Given whole: `key`, `value` (tokens, heads, size), each sequence's from `starts` on; default: one
-    after another. In pages: `key`, `value` (pages, page size, heads, size) and `block_table` int32.
+    Attributes:
+        key: (tokens, heads, size), or pages (pages, page size, heads, size).
+        value: alike, with the values' size.
+        lens: keys of each sequence.
+        starts: of packed sequences, where each begins; None: one after another.
+        block_table: int32 (num_seqs, columns): each sequence's pages; None: keys are packed.
+
+    Examples:
+        >>> PackedKeys(torch.zeros(7, 2, 64), torch.zeros(7, 2, 64), lens=[5, 2]).starts is None
+        True
+
     """
 
     key: Tensor
@@ -41,11 +50,33 @@ def attend_packed(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for `query` (tokens, heads, size), sequences of `query_lens` one after another.
+    """Attend for packed sequences.
 
-    `alibi_slopes` (heads,), or (num_seqs, heads). Where a tensor asks for a gradient, torch computes it
-    from the formula, one sequence at a time. Returns the output and, where asked, the LSE (tokens,
-    heads), float32. Raises `BatchError`, and what `select` raises.
+    If a tensor requires a gradient, torch computes it from the formula, one sequence at a time.
+
+    Args:
+        query: (tokens, heads, size), sequences one after another.
+        query_lens: query tokens of each sequence.
+        keys: keys and values.
+        asked: the options of the call.
+        sinks: float32 (heads,), learned sink logits.
+        alibi_slopes: float32 (heads,) or (num_seqs, heads).
+
+    Returns:
+        The output (tokens, heads, v_size), and the LSE, float32 (tokens, heads), natural logarithm, if
+        the options need it, else None.
+
+    Raises:
+        BatchError: shapes, dtypes or devices don't fit, or sinks come with gradients.
+        SelectionError: nothing serves such a layer, or not the named backend.
+
+    Examples:
+        >>> from polyattn.host import CallOptions, PackedKeys, attend_packed
+        >>> keys = PackedKeys(*torch.randn(2, 7, 2, 64), lens=[5, 2])
+        >>> out, _ = attend_packed(torch.randn(6, 4, 64), [5, 1], keys, CallOptions(causal=True))
+        >>> out.shape
+        torch.Size([6, 4, 64])
+
     """
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
@@ -92,10 +123,30 @@ def attend_rows(
     *,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for dense rows (batch, seqlen, heads, size) by `attend_packed`, with gradients.
+    """Attend for dense rows by `attend_packed`, with gradients.
 
-    `alibi_slopes` (heads,) or (batch, heads). Returns the output (batch, queries, heads, v_size) and
-    the LSE (batch, queries, heads), float32, if `asked` needs it. Raises what `attend_packed` raises.
+    Args:
+        query: (batch, seqlen, heads, size).
+        key: (batch, keys, KV heads, size).
+        value: alike, with the values' size.
+        asked: the options of the call.
+        alibi_slopes: float32 (heads,) or (batch, heads).
+
+    Returns:
+        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads), if the
+        options need it, else None.
+
+    Raises:
+        BatchError, SelectionError: as `attend_packed`.
+
+    Examples:
+        >>> from polyattn.host import CallOptions, attend_rows
+        >>> query = torch.randn(2, 5, 4, 64, requires_grad=True)
+        >>> out, _ = attend_rows(query, *torch.randn(2, 2, 5, 2, 64), CallOptions())
+        >>> out.sum().backward()
+        >>> query.grad.shape
+        torch.Size([2, 5, 4, 64])
+
     """
     rows, count = query.shape[:2]
     # A gradient through views that overlap counts twice, so each row's keys are copied.
@@ -116,7 +167,30 @@ def packed_gradients(
     *,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `attend_packed`, for keys that are given whole."""
+    """Return the gradients of `attend_packed` over packed keys, from the formula.
+
+    Args:
+        d_out: the output's gradient, (tokens, heads, v_size).
+        query: (tokens, heads, size).
+        query_lens: query tokens of each sequence.
+        keys: packed keys and values.
+        asked: the options of the call.
+        alibi_slopes: float32 (heads,).
+
+    Returns:
+        The gradients of query, key and value, each of its tensor's shape.
+
+    Raises:
+        SelectionError: nothing serves such a layer.
+
+    Examples:
+        >>> from polyattn.host import CallOptions, PackedKeys, packed_gradients
+        >>> query, keys = torch.randn(5, 4, 64), PackedKeys(*torch.randn(2, 5, 4, 64), lens=[5])
+        >>> gradients = packed_gradients(torch.ones_like(query), query, [5], keys, CallOptions())
+        >>> [tuple(gradient.shape) for gradient in gradients]
+        [(5, 4, 64), (5, 4, 64), (5, 4, 64)]
+
+    """
     group = group_for_call(
         query, keys.key.shape[-2], keys.value.shape[-1], asked, False, alibi_slopes is not None,
         cached=False,

@@ -28,14 +28,38 @@ def sdpa(
     heads_out: bool = False,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size).
+    """Attend as torch's `scaled_dot_product_attention` does.
 
-    Without `heads_first` they are (batch, queries, heads, size) and (batch, keys, KV heads, size).
-    `is_causal` is aligned to the top left, as torch's is: the first query sees the first key alone.
-    `mask` (batch or 1, 1, queries or 1, keys) as `polyattn.attention` takes it, and instead of
-    `is_causal`. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE (batch,
-    queries, heads), float32; with `heads_out` both as views with the heads second.
-    Raises `BatchError`, and what `select` raises.
+    Args:
+        query: (batch, heads, queries, size); without `heads_first` (batch, queries, heads, size).
+        key: alike, with the KV heads and the keys.
+        value: alike, with the values' size.
+        mask: bool or floats (batch or 1, 1, queries or 1, keys), as `polyattn.attention` takes it, and
+            instead of `is_causal`.
+        is_causal: a causal mask aligned to the top left: the first query sees the first key alone.
+        scale: of the scores; None: 1 / sqrt(size).
+        logit_soft_cap: scores become cap * tanh(score / cap).
+        sinks: float32 (heads,), learned sink logits.
+        needs_lse: whether to return the LSE.
+        heads_first: the order of heads and tokens in the inputs.
+        heads_out: return views with the heads second.
+        count: is called with the group that serves.
+
+    Returns:
+        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads),
+        natural logarithm, if it is needed, else None.
+
+    Raises:
+        BatchError: shapes, dtypes or devices don't fit, or the mask isn't of a kind that is served.
+        SelectionError: nothing serves such a layer.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 5, 64)
+        >>> out, _ = sdpa(query, key, value, is_causal=True, heads_out=True)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> bool(torch.allclose(out, expected, atol=1e-5))
+        True
+
     """
     rows, *between, _ = query.shape
     seqlen = 2 if heads_first else 1
@@ -85,9 +109,25 @@ def sdpa_operator(
     logit_soft_cap: float | None,
     host: str,
 ) -> Tensor:
-    """`sdpa` as one operator, so that compiled graphs don't break: it plans when it runs.
+    """`sdpa` as one operator of torch, so that compiled graphs don't break. It plans when it runs.
 
-    `host`: whose ledger counts the call.
+    Args:
+        query: as `sdpa` takes it, with heads first, and so are the other arguments.
+        key: likewise.
+        value: likewise.
+        mask: likewise.
+        sinks: likewise.
+        is_causal: likewise.
+        scale: likewise.
+        logit_soft_cap: likewise.
+        host: the name of the `Ledger` that counts the call.
+
+    Returns:
+        The output (batch, queries, heads, v_size).
+
+    Raises:
+        BatchError, SelectionError: as `sdpa`.
+
     """
     try:
         out, _ = sdpa(

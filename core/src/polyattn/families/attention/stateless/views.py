@@ -98,7 +98,29 @@ def pages_of(key: Tensor, value: Tensor) -> KVCache:
 
 
 def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
-    """Return `KVCache.joined` of these; the same one for the same tensor, on which it is kept."""
+    """Return a cache over an engine's joined storage, as `KVCache.joined` makes it.
+
+    The cache is made once for a tensor and stored on it.
+
+    Args:
+        storage: (num_blocks, block_size, heads, size): a key, then its value, in the last dimension.
+        form: the format of the cache.
+        heads_first: whether heads come before tokens within a page.
+
+    Returns:
+        The cache; it views the storage.
+
+    Raises:
+        CacheError: the storage doesn't have the format's shape or dtype.
+
+    Examples:
+        >>> spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16)
+        >>> cache = LayerGroup(spec).allocate_cache(num_blocks=4)
+        >>> storage = torch.zeros(4, 16, 2, 128)
+        >>> joined_pages(storage, cache.format) is joined_pages(storage, cache.format)
+        True
+
+    """
     where = storage.data_ptr(), storage.shape, storage.stride(), form, heads_first
     return _kept(storage, where, lambda: KVCache.joined(storage.detach(), form, heads_first))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,32 @@ def self_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
 
 def normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return attention whose queries and keys are normed head by head."""
-    return "self_attn", SelfAttention(fields, spec, qk_norm=True)
+    return "self_attn", SelfAttention(fields, spec, norm="head")
+
+
+def wholly_normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose queries and keys are normed over all heads at once."""
+    return "self_attn", SelfAttention(fields, spec, norm="whole")
+
+
+def biased_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose queries, keys and values have biases, and whose output has none."""
+    return "self_attn", SelfAttention(fields, spec, qkv_bias=True, out_bias=False)
+
+
+def fused_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention with one projection for queries, keys and values."""
+    return "self_attn", SelfAttention(fields, spec, fused=True)
+
+
+def glm4_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
+    """Return attention whose output has no bias."""
+    return "self_attn", SelfAttention(fields, spec, out_bias=False)
 
 
 def gemma3_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return the same with Gemma's norms."""
-    return "self_attn", SelfAttention(fields, spec, qk_norm=True, offset=1.0)
+    return "self_attn", SelfAttention(fields, spec, norm="head", offset=1.0)
 
 
 def latent_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
@@ -80,7 +101,23 @@ GEMMA_NORMS = (
 )  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
+    "mistral": Architecture(),
+    "qwen2": Architecture(biased_attention),
     "qwen3": Architecture(normed_attention),
+    "qwen3_moe": Architecture(normed_attention, feed_forward.qwen3_moe),
+    "mixtral": Architecture(
+        feed_forward=feed_forward.mixtral, feed_forward_name="block_sparse_moe"
+    ),
+    "phi3": Architecture(fused_attention, feed_forward.fused),
+    "olmo2": Architecture(
+        wholly_normed_attention,
+        norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ),
+    "glm4": Architecture(
+        glm4_attention, feed_forward.fused,
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
+               "post_mlp_layernorm"),
+    ),
     "gemma2": Architecture(norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True),
     "gemma3_text": Architecture(
         gemma3_attention, norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True
@@ -99,7 +136,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 class Layer(nn.Module):
-    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), each normed again in Gemma."""
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)).
+
+    Gemma and GLM-4 norm again after each part, OLMo 2 only there.
+    """
 
     def __init__(self, made_as: Architecture, fields: Fields, index: int, spec: LayerSpec):
         super().__init__()
@@ -125,7 +165,7 @@ class Layer(nn.Module):
         """Return (tokens, hidden)."""
         for before, name, after in self.names:
             part = self.get_submodule(name)
-            normed = self.get_submodule(before)(x)
+            normed = self.get_submodule(before)(x) if before else x
             out = part(normed, step) if name == self.mixer_name else part(normed)
             x = x + (self.get_submodule(after)(out) if after else out)
         return x
@@ -153,6 +193,7 @@ class Decoder(nn.Module):
             if not self.tied:
                 self.lm_head = Linear(hidden, self.vocabulary)
         self.requires_grad_(False)
+        self.cache_scales: dict[int, dict[str, Any]] = {}  # as `Attention` takes them
         self.scale = hidden**0.5 if made_as.scales_embedding else 1.0
         wide = "residual_in_fp32" in fields.defaults and fields.flag("residual_in_fp32")
         self.residual = torch.float32 if wide else self.dtype
@@ -171,7 +212,7 @@ class Decoder(nn.Module):
         """Give every layer its group's kernels and its own cache or states."""
         by_spec = {group.spec: group for group in groups}
         for layer in self.layers:
-            layer.mixing.bind(layer.index, by_spec)
+            layer.mixing.bind(layer.index, by_spec, self.cache_scales.get(layer.index, {}))
 
     def forward(self, tokens: Tensor, step: ModelStep) -> Tensor:
         """Return the hidden states (tokens, hidden) before the head, of int64 (tokens,)."""

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: norms, MLPs, and experts with their routers."""
+"""The feed-forward part of a layer: norms, MLPs, and experts with their routers."""
 
 from __future__ import annotations
 
@@ -66,6 +66,26 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+class FusedMLP(nn.Module):
+    """The same with one projection for gates and ups, gates first."""
+
+    def __init__(self, hidden: int, inner: int, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = Linear(hidden, 2 * inner), Linear(inner, hidden)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (tokens, hidden)."""
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.act(gate) * up)  # type: ignore[no-any-return]
+
+
+def fused(fields: Fields, index: int) -> nn.Module:
+    """Return Phi-3's and GLM-4's MLP."""
+    act = fields.choice("hidden_act", ACTIVATIONS)
+    return FusedMLP(fields.size("hidden_size"), fields.size("intermediate_size"), act)
+
+
 def dense(fields: Fields, index: int) -> nn.Module:
     """Return Llama's MLP."""
     bias = "mlp_bias" in fields.defaults and fields.flag("mlp_bias")
@@ -102,20 +122,29 @@ class Router(nn.Module):
         return functional.linear(x.float(), self.weight.float(), bias)
 
 
-class JambaExperts(nn.Module):
-    """The best experts by softmax over all of them; their weights aren't scaled to 1."""
+class SoftmaxExperts(nn.Module):
+    """The best experts by softmax over all of them; `scaled`: their weights add up to 1.
 
-    def __init__(self, fields: Fields):
+    `counted`: the field that counts them; `router`: what the checkpoint calls its weights.
+    """
+
+    def __init__(
+        self, fields: Fields, expert: Callable[[], nn.Module], counted: str = "num_experts",
+        router: str = "gate", scaled: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        count = fields.size("num_experts")
-        self.top = fields.below("num_experts_per_tok", "num_experts")
-        self.router = Router(fields, count)
-        inner = fields.size("intermediate_size")
-        self.experts = nn.ModuleList(_mlp(fields, inner) for _ in range(count))
+        count = fields.size(counted)
+        self.top = fields.below("num_experts_per_tok", counted)
+        self.add_module(router, Router(fields, count))
+        self.experts = nn.ModuleList(expert() for _ in range(count))
+        self.router_name, self.scaled = router, scaled
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (tokens, hidden)."""
-        weights, chosen = self.router(x).softmax(-1).topk(self.top, dim=-1)
+        scores = self.get_submodule(self.router_name)(x).softmax(-1)
+        weights, chosen = scores.topk(self.top, dim=-1)
+        if self.scaled:
+            weights = weights / weights.sum(-1, keepdim=True)
         return _mix(x, weights, chosen, lambda i, part: self.experts[i](part))
 
 
@@ -123,8 +152,42 @@ def jamba(fields: Fields, index: int) -> nn.Module:
     """Return an MLP, or experts in every `expert_layer_period`-th layer."""
     period, offset = fields.size("expert_layer_period"), fields.index("expert_layer_offset")
     if index % period == offset and fields.size("num_experts") > 1:
-        return JambaExperts(fields)
+        inner = fields.size("intermediate_size")
+        return SoftmaxExperts(fields, lambda: _mlp(fields, inner), router="router")
     return dense(fields, index)
+
+
+def qwen3_moe(fields: Fields, index: int) -> nn.Module:
+    """Return experts in every `decoder_sparse_step`-th layer, an MLP in the others and those listed."""
+    listed = fields.value("mlp_only_layers")
+    if not isinstance(listed, list):
+        raise fields.cfg.error("mlp_only_layers", listed, "must be a list of layers")
+    if index in listed or (index + 1) % fields.size("decoder_sparse_step"):
+        return dense(fields, index)
+    inner, scaled = fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob")
+    return SoftmaxExperts(fields, lambda: _mlp(fields, inner), scaled=scaled)
+
+
+class MixtralExpert(nn.Module):
+    """An MLP by its publisher's names: w1 gates, w3 is up, w2 down."""
+
+    def __init__(self, hidden: int, inner: int, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.w1, self.w3 = Linear(hidden, inner), Linear(hidden, inner)
+        self.w2, self.act = Linear(inner, hidden), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (tokens, hidden)."""
+        return self.w2(self.act(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+def mixtral(fields: Fields, index: int) -> nn.Module:
+    """Return Mixtral's experts."""
+    hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
+    act = fields.choice("hidden_act", ACTIVATIONS)
+    return SoftmaxExperts(
+        fields, lambda: MixtralExpert(hidden, inner, act), "num_local_experts", scaled=True
+    )
 
 
 class DeepSeekRouter(Router):
@@ -153,8 +216,8 @@ class DeepSeekRouter(Router):
         scores = self(x).sigmoid()
         biased = (scores + self.e_score_correction_bias.float()).unflatten(-1, (self.groups, -1))
         best = biased.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        kept = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        biased = biased.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        eligible = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        biased = biased.masked_fill(~eligible[..., None], float("-inf")).flatten(1)
         chosen = biased.topk(self.top, dim=-1).indices
         weights = scores.gather(1, chosen)
         if self.scaled:

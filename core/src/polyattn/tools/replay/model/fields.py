@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn.errors import ConfigError, nearest
-from polyattn.spec.huggingface.config import Config, Source, read_values
+from polyattn.spec.models import model_reader
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+PLAIN = {
+    "vocab_size": 151936, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 GEMMA = {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "rms_norm_eps": 1e-6,
@@ -19,9 +23,28 @@ GEMMA = {
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "qwen3": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+    "mistral": PLAIN | {"vocab_size": 32000, "intermediate_size": 14336},
+    "qwen2": PLAIN | {"intermediate_size": 22016},
+    "qwen3": PLAIN | {"intermediate_size": 22016, "attention_bias": False},
+    "qwen3_moe": PLAIN | {
+        "hidden_size": 2048, "intermediate_size": 6144, "attention_bias": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "mixtral": PLAIN | {
+        "vocab_size": 32000, "intermediate_size": 14336, "rms_norm_eps": 1e-5,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "phi3": PLAIN | {
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
+    },
+    "olmo2": PLAIN | {
+        "vocab_size": 50304, "intermediate_size": 11008, "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+    },
+    "glm4": PLAIN | {
+        "vocab_size": 151552, "intermediate_size": 13696, "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
     },
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"vocab_size": 262208, "final_logit_softcapping": None},
@@ -63,11 +86,8 @@ class Fields:
     Raises `ConfigError` for a type that isn't run whole, and for a field's value.
     """
 
-    def __init__(self, source: Source, assume: str | None = None):
-        values, name = read_values(source)
-        cfg = Config(values, name, assume or str(values.get("model_type")))
-        if isinstance(values.get("text_config"), Mapping):
-            cfg = cfg.part("text_config", f"{cfg.model_type}_text")
+    def __init__(self, source: object, assume: str | None = None):
+        cfg = model_reader().text_config(source, assume)
         self.cfg, self.model_type = cfg, cfg.model_type
         if self.model_type not in DEFAULTS:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,51 +15,78 @@ from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
+Scales = Mapping[str, Any]
+"""`k_scale` and `v_scale`, as `Attention` takes them, of those that a checkpoint has."""
 LATENT_EPS = 1e-6
 """What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
 
 
 class Mixer(nn.Module):
-    """What has layers of polyattn: `bind` gives it its groups, caches and states."""
+    """A part of a model with polyattn's layers: `bind` sets its groups, caches and states."""
 
     spec: LayerSpec
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
-        """Build the layers, of the weights that are loaded by now."""
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
+        """Build the layers, of the weights that are loaded by now; `scales`: of what is cached."""
         raise NotImplementedError
 
 
+def _used(scales: Scales, spec: LayerSpec) -> Scales:
+    """Return the scales of a layer whose cache holds what they are of."""
+    return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4") else {}
+
+
 class SelfAttention(Mixer):
-    """Attention over keys and values."""
+    """Attention over keys and values.
 
-    def __init__(self, fields: Fields, spec: LayerSpec, qk_norm: bool = False, offset: float = 0.0):
+    `norm`: queries and keys are normed by `"head"`, or `"whole"`, all heads as one row. `qkv_bias` and
+    `out_bias`: whatever the config says; None: its `attention_bias`. `fused`: one projection for all.
+    """
+
+    def __init__(
+        self, fields: Fields, spec: LayerSpec, norm: str = "", offset: float = 0.0,
+        qkv_bias: bool | None = None, out_bias: bool | None = None, fused: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        self.spec = spec
+        self.spec, self.norm = spec, norm
         hidden, size = fields.size("hidden_size"), spec.head_size
-        bias = "attention_bias" in fields.defaults and fields.flag("attention_bias")
-        self.q_proj = Linear(hidden, spec.num_heads * size, bias)
-        self.k_proj = Linear(hidden, spec.num_kv_heads * size, bias)
-        self.v_proj = Linear(hidden, spec.num_kv_heads * size, bias)
-        self.o_proj = Linear(spec.num_heads * size, hidden, bias)
+        told = "attention_bias" in fields.defaults and fields.flag("attention_bias")
+        bias = told if qkv_bias is None else qkv_bias
+        heads, kv_heads = spec.num_heads * size, spec.num_kv_heads * size
+        self.widths = [heads, kv_heads, kv_heads] if fused else []
+        if fused:
+            self.qkv_proj = Linear(hidden, sum(self.widths), bias)
+        else:
+            self.q_proj = Linear(hidden, heads, bias)
+            self.k_proj = Linear(hidden, kv_heads, bias)
+            self.v_proj = Linear(hidden, kv_heads, bias)
+        self.o_proj = Linear(heads, hidden, told if out_bias is None else out_bias)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.learned_sinks else None
-        eps = fields.number("rms_norm_eps")
-        self.q_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
+        eps, whole = fields.number("rms_norm_eps"), norm == "whole"
+        self.q_norm = RMSNorm(heads if whole else size, eps, offset) if norm else nn.Identity()
+        self.k_norm = RMSNorm(kv_heads if whole else size, eps, offset) if norm else nn.Identity()
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         memory = groups[self.spec]
         sinks = None if self.sinks is None else self.sinks.detach()
         self.layer = Attention(
-            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index)
-        )
+            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index),
+            **_used(scales, self.spec),
+        )  # fmt: skip
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         """Return (tokens, hidden)."""
-        size = self.spec.head_size
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, size)))
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, size)))
-        value = self.v_proj(x).unflatten(-1, (-1, size))
+        size = (-1, self.spec.head_size)
+        if self.widths:
+            query, key, value = self.qkv_proj(x).split(self.widths, -1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.norm == "whole":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (rows.unflatten(-1, size) for rows in (query, key, value))
+        if self.norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(step.attend(self.layer, self.cache, query, key, value).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -88,13 +115,13 @@ class LatentSelfAttention(Mixer):
         )
         self.o_proj = Linear(spec.num_heads * spec.v_head_size, hidden, bias)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         memory = groups[self.spec]
         up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
         self.layer = LatentAttention(
             memory.group, w_uk.contiguous(), w_uv.contiguous(), rotate=memory.rotates,
-            checks=memory.checks(index),
+            checks=memory.checks(index), k_scale=_used(scales, self.spec).get("k_scale", 1.0),
         )  # fmt: skip
         self.cache = memory.caches[index]
 
@@ -124,10 +151,10 @@ class _Recurrence(Mixer):
         weights = {"weight": self.conv1d.weight[:, 0].detach()}
         if self.conv1d.bias is not None:
             weights["bias"] = self.conv1d.bias.detach()
-        given = (weights, {name: tensor.detach() for name, tensor in params.items()})
+        parameters = (weights, {name: tensor.detach() for name, tensor in params.items()})
         self.layers = [
             Recurrent(memory.group, checks=memory.checks(index), **tensors)
-            for memory, tensors in zip(memories, given, strict=True)
+            for memory, tensors in zip(memories, parameters, strict=True)
         ]
         self.states = [memory.states[index] for memory in memories]
 
@@ -167,7 +194,7 @@ class JambaMamba(_Recurrence):
         self.c_layernorm = RMSNorm(state, eps)
         self.parts = (rank, state, state)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_proj.bias)
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -205,7 +232,7 @@ class Mamba2(_Recurrence):
         shared = spec.num_kv_heads * spec.recurrent.state_size
         self.channels: Sequence[int] = (inner, shared, shared)
 
-    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_bias)
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:

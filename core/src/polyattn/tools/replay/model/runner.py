@@ -22,21 +22,17 @@ def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> No
     change them there, and cached keys would have to be turned anew. Raises `SettingsError`.
     """
     ropes = {spec.rope for spec in specs if spec.rope is not None}
-    limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.scaling in BY_LENGTH]
+    limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.by_length]
     if not limits:
         return
     limit, scaling = min((length or 0, scaling) for length, scaling in limits)
     longest = max((request.prompt + request.output for request in requests), default=0)
     if longest > limit:
         raise SettingsError(
-            f"a request of {longest} tokens: rope_scaling={scaling!r} has other frequencies beyond "
-            f"{limit} tokens, and keys that are cached would have to be turned anew; keep requests "
+            f"a request of {longest} tokens: rope_scaling={scaling!r} changes its frequencies "
+            f"beyond {limit} tokens, and cached keys would have to be rotated again; keep requests "
             "within them (--scale, --max-tokens)"
         )
-
-
-BY_LENGTH = ("dynamic", "longrope")
-"""Scalings whose frequencies depend on a sequence's length."""
 
 
 class ModelRunner:

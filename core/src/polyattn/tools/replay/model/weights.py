@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polyattn.errors import SettingsError, WeightsError, describe, shown
 from polyattn.registry.distributions import find_spec
+from polyattn.spec.models import model_reader
 from polyattn.tools.replay.model.decoder import Decoder
 
 Shape = tuple[int, ...]
@@ -43,6 +44,10 @@ class Weights(ABC):
     def tensor(self, name: str, shape: Shape) -> Tensor:
         """Return one weight on the CPU, in any floating-point dtype. Raises `WeightsError`."""
 
+    def scales(self) -> dict[int, dict[str, Any]]:
+        """Return the scales of layers' cached keys and values: `k_scale`, `v_scale`, else 1."""
+        return {}
+
 
 def shapes_of(model: Decoder) -> dict[str, Shape]:
     """Return the names and shapes of a model's weights."""
@@ -66,6 +71,7 @@ def load(model: Decoder, source: Weights, device: torch.device) -> None:
         tensor = source.tensor(name, shape).to(device, dtype_of(model, name))
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+    model.cache_scales = source.scales()
 
 
 class RandomWeights(Weights):
@@ -130,8 +136,8 @@ class Checkpoint(Weights):
         if not index.is_file():
             if not (self.folder / SINGLE).is_file():
                 raise WeightsError(
-                    f"--weights={self.folder}: has neither {SINGLE} nor {INDEX}; give the folder of "
-                    "a checkpoint in Hugging Face's layout, or 'random'"
+                    f"--weights={self.folder}: has neither {SINGLE} nor {INDEX}; name the folder "
+                    f"of a checkpoint in Hugging Face's layout, or 'random'"
                 )
             return [(name, SINGLE) for name in self._open(SINGLE).keys()]  # noqa: SIM118
         try:
@@ -169,11 +175,12 @@ class Checkpoint(Weights):
 
     def check(self, model: Decoder) -> None:
         """Check names, shapes and dtypes before anything is loaded."""
-        quantised = model.fields.cfg.get("quantization_config")
-        if quantised:
+        cfg = model.fields.cfg
+        if model_reader().weights_quantized(cfg):
             raise WeightsError(
-                f"{self.folder}: quantization_config={shown(quantised)}: quantised checkpoints "
-                "aren't read; store it as bfloat16 and take the field out"
+                f"{self.folder}: quantization_config={shown(cfg.get('quantization_config'))}: "
+                "quantised weights aren't read, scales of cached keys and values are; store the "
+                "weights as bfloat16 and take the field out"
             )
         wrong = []
         shapes = shapes_of(model)
@@ -200,6 +207,18 @@ class Checkpoint(Weights):
         own, file = self._where[name]
         return self._open(file).get_tensor(own)  # type: ignore[no-any-return]
 
+    def scales(self) -> dict[int, dict[str, Any]]:
+        """Return the scales that the files hold, of a whole tensor each."""
+        found = model_reader().cache_scales(str(self.folder))
+        for index, scales in found.items():
+            for name, scale in scales.items():
+                if isinstance(scale, Tensor):
+                    raise WeightsError(
+                        f"{self.folder}: {name} of layer {index} has {scale.numel()} numbers, one a "
+                        "head; `run` takes one for all heads: keep their largest alone"
+                    )
+        return found
+
 
 def _unread(names: Iterable[str], shapes: Mapping[str, Shape], model: Decoder) -> list[str]:
     """Return weights of the decoder's own parts that it has no place for: another model's."""
@@ -207,6 +226,8 @@ def _unread(names: Iterable[str], shapes: Mapping[str, Shape], model: Decoder) -
     left = []
     for name in names:
         if name in shapes or not name.startswith(own) or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if model_reader().is_cache_scale(name):
             continue
         layer = re.match(re.escape(model.layers_name) + r"\.(\d+)\.", name)
         beyond = layer and int(layer[1]) >= len(model.layers)  # multi-token prediction

@@ -123,7 +123,7 @@ struct Walk {
   static int64_t scratch(int tile) { return 4 * (tile * (int64_t)sizeof(char *) + 64); }
 
   Walk(Run *run, const Item &item, Turn *turn, Arena &arena, int tile_keys)
-      : source(source_of(run, item.seq)), next({&item, item.from, tile_keys, 0, 0}),
+      : source(source_of(run, item.seq)), next({&item, item.from, tile_keys, 0, 0, run->plan->layer.invariant != 0}),
         key_offset(item.head0 * source.key_head), value_offset(item.head0 * source.value_head),
         ahead(lines_of(run, source, item)), run(run), turn(turn) {
     keys = arena.take<const char *>(tile_keys);
@@ -175,7 +175,7 @@ struct Walk {
     if (index >= turn->count) return 0;
     const Item &item = run->plan->items[index];
     const Source then = source_of(run, item.seq);
-    Tiles first = {&item, item.from, next.tile, 0, 0};
+    Tiles first = {&item, item.from, next.tile, 0, 0, next.aligned};
     if (!first.next() ||
         !token_addresses(then, first.first_key, first.count, next_keys, next_values)) {
       return 0;

@@ -118,7 +118,8 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
     Item item = item_of(plan, seq, token, end - token);
     item.heads = 1;
     for (item.head0 = 0; item.head0 < layer.num_kv_heads; item.head0++) {
-      if (!add_pieces(plan, items, item, blocks == 1 ? 2 * SPLIT_KEYS : 0)) return false;
+      const bool cut = blocks == 1 && !layer.invariant;
+      if (!add_pieces(plan, items, item, cut ? 2 * SPLIT_KEYS : 0)) return false;
     }
   }
   return true;
@@ -239,15 +240,15 @@ const char *pa_isas(void) {
 
 pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch) {
   const KernelTable *kernels = attending(isa);
-  if (!kernels) return (pa_plan *)fail("no kernels for instruction set %s here", isa);
+  if (!kernels) return (pa_plan *)fail("isa=%s has no kernels that this processor runs", isa);
   if (layer->num_kv_heads <= 0 || layer->num_heads % layer->num_kv_heads || layer->head_size <= 0 ||
       layer->v_head_size <= 0 || layer->dtype < 0 || layer->dtype > PA_F16 ||
       layer->cache_dtype < 0 || layer->cache_dtype >= PA_DTYPES) {
-    return (pa_plan *)fail("a layer of %d/%d heads, dtypes %d and %d is impossible",
+    return (pa_plan *)fail("num_heads=%d, num_kv_heads=%d, dtype=%d and cache_dtype=%d are no layer",
                            layer->num_heads, layer->num_kv_heads, layer->dtype, layer->cache_dtype);
   }
   pa_plan *plan = (pa_plan *)std::calloc(1, sizeof(pa_plan));
-  if (!plan) return (pa_plan *)fail("out of memory");
+  if (!plan) return (pa_plan *)fail("there is no memory for a plan");
   plan->layer = *layer;
   plan->kernels = kernels;
   plan->num_seqs = batch->num_seqs;
@@ -261,7 +262,7 @@ pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *bat
   plan->key_starts = batch->key_starts ? copied(batch->key_starts, batch->num_seqs) : nullptr;
   if (!plan->query_starts || !plan->lens || (batch->key_starts && !plan->key_starts) || !fill(plan)) {
     pa_plan_free(plan);
-    return (pa_plan *)fail("out of memory for a plan of %d sequences", batch->num_seqs);
+    return (pa_plan *)fail("there is no memory for a plan of %d sequences", batch->num_seqs);
   }
   return plan;
 }
@@ -276,6 +277,28 @@ void pa_plan_free(pa_plan *plan) {
   std::free(plan);
 }
 
+void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t *groups) {
+  int32_t heads = 1, rows = 1;
+  for (int32_t i = 0; i < plan->num_items; i++) {
+    const Item &item = plan->items[i];
+    heads = pa_max(heads, item.heads);
+    rows = pa_max(rows, item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads));
+    if (!items) continue;
+    const int32_t fields[PA_ITEM_FIELDS] = {
+        item.seq,     item.token0,  item.tokens,  item.head0, item.heads, item.kept.lo, item.kept.hi,
+        item.near.lo, item.near.hi, item.from,    item.to,    item.part,  item.part < 0 ? -1 : item.group};
+    std::memcpy(items + (int64_t)i * PA_ITEM_FIELDS, fields, sizeof fields);
+  }
+  for (int32_t i = 0; groups && i < plan->num_groups; i++) {
+    groups[2 * i] = plan->groups[i].first_part;
+    groups[2 * i + 1] = plan->groups[i].parts;
+  }
+  const int64_t found[] = {plan->num_items,   plan->num_groups,    plan->num_parts,
+                           plan->part_floats, plan->scratch_bytes,
+                           plan->kernels->scratch_bytes(&plan->layer, heads, rows)};
+  std::memcpy(numbers, found, sizeof found);
+}
+
 int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   Run run = {plan, *tensors, nullptr, nullptr, 0};
   Buffer *buffer = nullptr;
@@ -283,7 +306,7 @@ int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
     int64_t counters = ((int64_t)plan->num_groups * 4 + 63) / 64 * 64;
     buffer = pa_take_buffer(counters + plan->num_parts * plan->part_floats * 4);
     if (!buffer) {
-      fail("out of memory for %d partial results", plan->num_parts);
+      fail("there is no memory for %d partial results; let other work end first", plan->num_parts);
       return 2;
     }
     std::memset(buffer->memory, 0, counters);
@@ -298,10 +321,10 @@ int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes, run_one, &run);
   if (buffer) pa_give_buffer(buffer);
   if (!fine) {
-    fail("out of memory for %lld bytes of scratch", (long long)plan->scratch_bytes);
+    fail("there is no memory for %lld bytes of scratch; let other work end first", (long long)plan->scratch_bytes);
     return 2;
   }
-  if (run.bad) fail("the block table points outside the cache");
+  if (run.bad) fail("block_table points outside the cache");
   return run.bad;
 }
 

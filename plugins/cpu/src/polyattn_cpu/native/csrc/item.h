@@ -56,11 +56,13 @@ PA_ONCE bool token_addresses(const Source &s, int first, int count, const char *
   return true;
 }
 
-// Visible keys [from, to) of an item, in pieces of at most `tile` consecutive ones.
+// Visible keys [from, to) of an item, in pieces of at most `tile` consecutive ones; `aligned`: that end at
+// multiples of it.
 struct Tiles {
   const Item *item;
   int32_t at, tile;
   int32_t first_key, count;  // of the current piece
+  bool aligned = false;
   bool next() {
     if (at >= item->to) return false;
     int kept = item->kept.hi - item->kept.lo;
@@ -71,6 +73,7 @@ struct Tiles {
     } else {
       first_key = item->near.lo + at - kept;
     }
+    if (aligned) end = pa_min(end, at + tile - first_key % tile);
     count = end - at;
     at = end;
     return true;

@@ -74,12 +74,22 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   return base > own ? base : own;
 }
 
+// A row whose bits must not depend on other rows has all its keys in the same pairs: where they begin with
+// the sequence's first.
+bool keeps_pairs([[maybe_unused]] const pa_layer &layer) {
+#if defined(PA_PAIR_DOTS)
+  return !layer.window && !layer.chunk;
+#else
+  return false;
+#endif
+}
+
 bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 holds what is stored
-  return layer.dtype == PA_BF16 && layer.cache_dtype != PA_F32 && layer.cache_dtype != PA_F16;
+  return (!layer.invariant || keeps_pairs(layer)) && layer.dtype == PA_BF16 && layer.cache_dtype != PA_F32 && layer.cache_dtype != PA_F16;
 }
 
 int32_t dot_rows(const pa_layer *layer) {
-  if (!multiplies_bf16(*layer)) return PA_BASE.dot_rows(layer);
+  if (layer->invariant || !multiplies_bf16(*layer)) return PA_BASE.dot_rows(layer);
 #if defined(__AMX_BF16__)
   return TILE_HEAD_ROWS;
 #else
@@ -92,7 +102,8 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
   if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
-  if (is_few(run->plan->layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
+  const pa_layer &layer = run->plan->layer;
+  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
@@ -136,11 +147,12 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   return dot > matrix ? dot : matrix;
 }
 
-int32_t dot_rows(const pa_layer *) { return DOT_ROWS; }
+int32_t dot_rows(const pa_layer *layer) { return layer->invariant ? 0 : DOT_ROWS; }
 
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
-  if (is_few(run->plan->layer, item, DOT_ROWS)) return dot_item<T>(run, item, turn);
+  const pa_layer &layer = run->plan->layer;
+  if (!layer.invariant && is_few(layer, item, DOT_ROWS)) return dot_item<T>(run, item, turn);
   matrix_item<T, FloatEngine>(run, item, turn);
 }
 

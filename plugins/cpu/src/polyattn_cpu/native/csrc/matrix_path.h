@@ -185,7 +185,8 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
                                               ? lanes.kept_lo[first] : lanes.near_lo[first]);
     int keys = first_key + count <= lo ? 0 : pa_min(count, hi - first_key);
     bool whole = first_key >= lanes.near_lo[last] && first_key + keys <= lanes.near_hi[first];
-    return {panel, tile, first_key, keys, !whole};
+    // Logits that are masked are rounded before they are weighed, so all are or none.
+    return {panel, tile, first_key, keys, !whole || layer.invariant};
   }
 
   template <class T>

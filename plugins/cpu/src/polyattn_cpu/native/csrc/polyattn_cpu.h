@@ -18,15 +18,17 @@
 extern "C" {
 #endif
 
-#define PA_ABI 4  // library.py refuses a library of another number
+#define PA_ABI 6  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
-// What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap.
+// What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap. `invariant`: a row's
+// result follows from its own keys alone, whichever other rows of its sequence come with it: all rows take
+// the matrix path, in tiles that begin at multiples of their size.
 typedef struct {
   int32_t num_heads, num_kv_heads, head_size, v_head_size;
   int32_t dtype, cache_dtype;
-  int32_t causal, window, chunk, sink_tokens;
+  int32_t causal, window, chunk, sink_tokens, invariant;
   float scale, soft_cap;
 } pa_layer;
 
@@ -66,6 +68,13 @@ PA_EXPORT const char *pa_isas(void);
 
 PA_EXPORT pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch);
 PA_EXPORT void pa_plan_free(pa_plan *plan);
+
+// What a plan holds, for whoever checks it. `numbers`: items, groups, parts, floats of a part, bytes of a
+// thread's scratch and how many its largest item needs. `items`, NULL or of PA_ITEM_FIELDS each: sequence,
+// first token, tokens, first KV head, KV heads, kept keys from and to, near keys from and to, of these
+// visible ones from and to, part or -1, group. `groups`, NULL or of two each: first part, parts.
+enum { PA_ITEM_FIELDS = 13 };
+PA_EXPORT void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t *groups);
 
 // Returns 0, or 1 where a block table's entry points outside the cache (its item is left unwritten).
 PA_EXPORT int pa_attend(const pa_plan *plan, const pa_tensors *tensors);

@@ -1,0 +1,545 @@
+"""Seeds bugs into our own planners and kernels, one at a time: which do tests and kits notice? Resumable.
+
+    python benchmarks/mutants.py --each 20 --jobs 16 --out benchmarks/results/cpu/mutants.jsonl
+    python benchmarks/mutants.py --score --out benchmarks/results/cpu/mutants.jsonl
+
+Each worker has a copy of the tree, so the checkout stays as it is. Each row of the output is one mutant:
+what was changed, and whether a test failed (`killed`), the time ran out (`hung`), or nothing noticed
+(`survived`). One that no compiler takes, or that leaves the library as it was, is `invalid` and isn't
+counted. `equivalent`, added by hand, is the argument why a survivor changes no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import multiprocessing
+import os
+import queue
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TRITON = "plugins/triton/src/polyattn_triton/"
+NATIVE = "plugins/cpu/src/polyattn_cpu/native/csrc/"
+TPU = "plugins/tpu/src/polyattn_tpu/"
+HPU = "plugins/hpu/src/polyattn_hpu/"
+TESTS = "tests/plugins/triton/"
+CPU = "tests/plugins/cpu/"
+SHAPES = ".py::test_every_shape_and_storage_agrees_with_float64"
+FAMILIES = "tests/families/test_"
+RANKS = "test_each_key_and_each_token_is_one_rank_s"
+SOURCES = ("core/src", "plugins/*/src", "integrations/*/src", "examples/*/src")
+PLANS = ("tests/runtime/test_arithmetic.py", "tests/runtime/test_reads.py")
+
+
+class Judge(NamedTuple):
+    """One run of pytest that looks for bugs."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = {}
+
+
+class Target(NamedTuple):
+    """Files, what looks for bugs in them, narrow first, and functions that choose among right plans."""
+
+    files: tuple[str, ...]
+    judges: tuple[Judge, ...]
+    spared: frozenset[str] = frozenset()
+
+
+def kit(backend: str, chosen: str, **environment: str) -> Judge:
+    arguments = ("--pyargs", "polyattn.conformance", "--polyattn-backend", backend,
+                 "--polyattn-device", "cpu", "--polyattn-budget", "1", "--polyattn-seed", "0",
+                 "-k", chosen)  # fmt: skip
+    return Judge(arguments, environment)
+
+
+def tests(*names: str) -> Judge:
+    return Judge(names)
+
+
+def sources(*names: str) -> tuple[str, ...]:
+    return tuple(NATIVE + name for name in names)
+
+
+def kernels(*names: str) -> tuple[str, ...]:
+    return tuple(f"{TRITON}kernels/{name}.py" for name in names)
+
+
+MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_non_causal)"
+OTHERS = "sink_tokens-mixed or dtype_int8-mixed or decoder_sigmoid-mixed or decoder_custom-mixed"
+LISTED = "beside_a_mask or forest or sparse-- or reuse or plans or stale"
+WHOLE = "not search and not refusal and not process and not many_"
+SCANS = "recurrence and (odd or three_each)"
+ROWS = "(gptj_24_of_64_bias or neox_v_32_bias or attention_cache_nvfp4 or neox_cache_int8) and some"
+SHORT = "(heads_5 or rank_512 or lse or size_16 or mixed or short) and not isolation and not search"
+TRITON_KIT = kit("TRITON_ATTN", f"({MIXED}) or ({LISTED})", TRITON_INTERPRET="1")
+LATENT_KIT = kit("TRITON_MLA", SHORT, TRITON_INTERPRET="1")
+SPARSE_KIT = kit("TRITON_MLA_SPARSE", SHORT, TRITON_INTERPRET="1")
+NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
+RACES = Judge(("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "race"))
+STORE_KIT = kit("NATIVE_STORE", WHOLE)
+TARGETS = {
+    "ranges": Target(
+        ("core/src/polyattn/spec/key_ranges.py",), (tests("tests/spec/test_key_ranges.py"),)
+    ),
+    "schedule": Target(
+        (TRITON + "schedule.py",),
+        (tests(*PLANS, TESTS + "test_schedule.py"),),
+        frozenset({"reading", "merging", "programs", "splits", "fullest"}),
+    ),
+    "planning": Target(
+        (TRITON + "planning.py", TRITON + "mla.py"),
+        (tests(*PLANS, TESTS + "test_planned.py"), TRITON_KIT, LATENT_KIT, SPARSE_KIT),
+        frozenset({"splits", "_are_few", "_resident", "__init__", "_reserve"}),
+    ),
+    "prefixes": Target(
+        (TRITON + "prefix_schedule.py",), (tests(*PLANS, TESTS + "test_prefix_schedule.py"),)
+    ),
+    "apart": Target(
+        ("core/src/polyattn/runtime/decompositions.py", "core/src/polyattn/families/mla/planning.py",
+         "core/src/polyattn/families/attention/text_positions.py",
+         "core/src/polyattn/runtime/step/block_tables.py",
+         "integrations/context_parallel/src/polyattn_context_parallel/shards.py"),
+        (
+            tests(
+                PLANS[1], FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
+                FAMILIES + "dense_context.py", "tests/runtime/test_plans.py", "-k", "not conforms",
+            ),
+            tests("integrations/context_parallel/tests/test_context_parallel.py::" + RANKS),
+        ),
+    ),
+    "native": Target(
+        sources("api.cpp", "kernels.cpp", *(
+            f"{n}.h" for n in ("item", "softmax", "dot_path", "matrix_path", "float_engine")
+        )),
+        (
+            tests(*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
+            NATIVE_KIT, kit("NATIVE_MLA", WHOLE), STORE_KIT, RACES,
+        ),
+    ),
+    "native stores": Target(
+        sources("store.h", "convert.h", "scan.h", "scan_keys.h", "scan_mamba.h", "scan_conv.h"),
+        (
+            tests(CPU + "test_native_scan.py", CPU + "test_native_bytes.py"), STORE_KIT,
+            kit("NATIVE_SCAN", WHOLE),
+        ),
+    ),
+    "pool": Target(
+        sources("pool.cpp", "pool.h"), (tests(CPU + "test_native_threads.py"), NATIVE_KIT, RACES),
+    ),
+    "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (TRITON_KIT,)),
+    "latents": Target(kernels("mla"), (LATENT_KIT, SPARSE_KIT)),
+    "shared": Target(kernels("prefix"), (kit("TRITON_ATTN", "forest--", TRITON_INTERPRET="1"),)),
+    "scans": Target(
+        kernels("scan", "step", "token", "channels"),
+        tuple(kit(n, SCANS, TRITON_INTERPRET="1") for n in ("TRITON_SCAN", "TRITON_TOKEN_SCAN")),
+    ),
+    "stores": Target(
+        kernels("rotated_store", "four_bit_store"),
+        (kit("TRITON_STORE", ROWS, TRITON_INTERPRET="1"),),
+    ),
+    "pallas": Target(
+        (TPU + "kernel.py", TPU + "planning.py"),
+        (
+            tests(PLANS[1], "tests/plugins/tpu/test_tpu_masks.py"),
+            kit("PALLAS_ATTN", f"({MIXED}) or stale or ({OTHERS})", PALLAS_INTERPRET="1"),
+            kit("XLA_SCAN", "recurrence-gdn and (odd or three_each)", PALLAS_INTERPRET="1"),
+        ),
+    ),
+    "hpu": Target(
+        (HPU + "metadata.py", HPU + "unified.py"),
+        (
+            tests(
+                PLANS[1], "tests/plugins/hpu/test_hpu_unified.py", "tests/runtime/test_empty_steps.py"
+            ),
+            kit("HPU_ATTN", f"({MIXED}) or ({LISTED}) or empty or cache_dtype"),
+        ),
+    ),
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A change of `[start, stop)` of a file's text."""
+
+    target: str
+    path: str
+    start: int
+    stop: int
+    operator: str
+    after: str
+
+    def row(self, text: str) -> dict[str, Any]:
+        line = text.count("\n", 0, self.start) + 1
+        about = text.splitlines()[line - 1].strip()
+        nth = text[: self.start].count(about)
+        key = repr(
+            (self.path, about, nth, self.start - text.rfind("\n", 0, self.start), self.after)
+        )
+        return {
+            "id": hashlib.sha256(key.encode()).hexdigest()[:12], "target": self.target,
+            "path": self.path, "line": line, "operator": self.operator, "of": about,
+            "before": text[self.start : self.stop], "after": self.after,
+        }  # fmt: skip
+
+
+LIBRARY = Path("plugins/cpu/src/polyattn_cpu/native/kernels.lib")
+FLIPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+SWAPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
+Change = tuple[int, int, str, str]
+
+
+class Source:
+    """A module's text, and where the nodes of its tree lie in it."""
+
+    def __init__(self, text: str, spared: frozenset[str]):
+        self.text, self.spared = text, spared
+        self.lines = text.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Return where a node begins and ends; the tree's columns count bytes."""
+        places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+        first, last = (
+            self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+            for line, column in places
+        )
+        return first, last
+
+    def said(self, node: Any) -> str:
+        return self.text[slice(*self.span(node))]
+
+    def between(self, left: Any, right: Any, pattern: str) -> tuple[int, int]:
+        """Return where the operator between two nodes lies."""
+        begin, end = self.span(left)[1], self.span(right)[0]
+        at = re.search(pattern, self.text[begin:end])
+        assert at is not None
+        return begin + at.start(), begin + at.end()
+
+    def changes(self, node: ast.AST) -> Iterator[Change]:
+        """Yield the changes of a node and of all below it."""
+        if isinstance(node, ast.FunctionDef):
+            for child in node.body if node.name not in self.spared else ():
+                yield from self.changes(child)
+            return
+        if isinstance(node, (ast.Compare, ast.BinOp, ast.UnaryOp)):
+            yield from self.of_arithmetic(node)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in SWAPS and len(node.args) > 1:
+                end = self.span(node.func)[1]
+                yield end - len(name), end, "bound", SWAPS[name]
+                yield *self.span(node), "dropped bound", self.said(node.args[0])
+        elif isinstance(node, ast.BoolOp):
+            at = self.between(node.values[0], node.values[1], r"\b(and|or)\b")
+            yield *at, "condition", "or" if isinstance(node.op, ast.And) else "and"
+        elif isinstance(node, (ast.Assign, ast.AugAssign)):
+            held = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(held, (ast.Attribute, ast.Subscript)) or isinstance(node, ast.AugAssign):
+                yield *self.span(node), "stale", "pass"
+        for child in ast.iter_child_nodes(node):
+            yield from self.changes(child)
+
+    def of_arithmetic(self, node: ast.Compare | ast.BinOp | ast.UnaryOp) -> Iterator[Change]:
+        if isinstance(node, ast.Compare):
+            if len(node.ops) == 1 and not isinstance(
+                node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+            ):
+                at = self.between(node.left, node.comparators[0], "<=|>=|==|!=|<|>")
+                yield *at, "comparison", FLIPS[self.text[slice(*at)]]
+        elif isinstance(node, ast.UnaryOp):
+            inner = node.operand
+            floors = isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.FloorDiv)
+            if floors and isinstance(inner.left, ast.UnaryOp):
+                floor = f"({self.said(inner.left.operand)} // {self.said(inner.right)})"
+                yield *self.span(node), "dropped tail", floor
+        elif isinstance(node.op, (ast.Add, ast.Sub)):
+            at = self.between(node.left, node.right, r"[+-]")
+            yield *at, "sign", "-" if isinstance(node.op, ast.Add) else "+"
+            if isinstance(node.right, ast.Constant) and node.right.value == 1:
+                yield self.span(node.left)[1], self.span(node.right)[1], "off by one", ""
+        elif isinstance(node.op, ast.Mult) and "stride" in self.said(node.right):
+            yield self.span(node.left)[1], self.span(node.right)[1], "stride", ""
+
+
+def of_python(text: str, spared: frozenset[str]) -> Iterator[Change]:
+    """Yield (start, stop, operator, replacement) for each place of a module that may be wrong."""
+    source = Source(text, spared)
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield from source.changes(node)
+
+
+C_RULES = (
+    (r" (<=|>=|<|>|==|!=) ", "comparison", lambda m: f" {FLIPS[m[1]]} "),
+    (r" [+-] 1\b(?![.\d])", "off by one", lambda m: ""),
+    (r" (\+|-) (?=\w)", "sign", lambda m: " - " if m[1] == "+" else " + "),
+    (r"\b(pa_|std::)(min|max)\b", "bound", lambda m: m[1] + SWAPS[m[2]]),
+    (r" (&&|\|\|) ", "condition", lambda m: " || " if m[1] == "&&" else " && "),
+    (r" \* \w*[sS]tride\w*", "stride", lambda m: ""),
+    (r"__ATOMIC_ACQ_REL", "barrier", lambda m: "__ATOMIC_RELAXED"),
+    (r"(?m)^ +(std::lock_guard.* lock\(.*\)|of->\w+\.wait\(.*\));$", "barrier", lambda m: ""),
+    (r"(?m)^ +[\w.\->\[\]]+ [+|]?= [^;{}]*;$", "stale", lambda m: ""),
+)
+
+
+def of_c(text: str) -> Iterator[Change]:
+    """Yield the same of a C++ source, by its lines: there is no parser of it in the library."""
+    code = re.sub(r"//.*|^ *#.*|\"[^\"\n]*\"|^.*(template|static_assert).*", lambda m: " " * len(m[0]),
+                  text, flags=re.MULTILINE)  # fmt: skip
+    for pattern, operator, change in C_RULES:
+        for match in re.finditer(pattern, code):
+            yield match.start(), match.end(), operator, change(match)
+
+
+def mutants(name: str) -> list[tuple[Mutant, str]]:
+    """Return all mutants of a target with their files' texts, in one shuffled order."""
+    target, found = TARGETS[name], []
+    for path in target.files:
+        text = (ROOT / path).read_text()
+        changes = of_python(text, target.spared) if path.endswith(".py") else of_c(text)
+        found += [(Mutant(name, path, *change), text) for change in changes]
+    random.Random(name).shuffle(found)
+    return found
+
+
+class Machine(NamedTuple):
+    """What the workers share.
+
+    `end`: of the run. `library`: the native library's hash without a bug. `sound`: by target, the seconds
+    that its judges take without a bug, or what fails there.
+    """
+
+    end: float
+    library: str
+    sound: Any
+
+
+def judged(name: str, machine: Machine) -> tuple[str, str]:
+    """Return what a target's judges say of the files as they are, and the first test that failed."""
+    target, limit = TARGETS[name], time.monotonic()
+    if target.files[0].startswith(NATIVE):
+        if why := built():
+            return "invalid", why
+        if name in machine.sound and digest() == machine.library:
+            return "invalid", "the library is the same"
+    for judge in target.judges:
+        outcome, by = verdict(judge, name, limit, machine)
+        if outcome != "survived":
+            return outcome, by
+    return "survived", ""
+
+
+def verdict(judge: Judge, name: str, begun: float, machine: Machine) -> tuple[str, str]:
+    """Return the same of one judge, in a process of its own."""
+    log = Path(f"judge-{os.getpid()}.log").resolve()
+
+    def run() -> None:
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        os.setpgid(0, 0)
+        os.environ |= judge.environment
+        import pytest
+
+        options = ("-x", "-q", "--tb=no", "-W", "ignore", "-p", "no:benchmark")
+        os._exit(int(pytest.main([*options, *judge.arguments])))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    while process.is_alive():
+        process.join(0.2)
+        now, sound = time.monotonic(), machine.sound.get(name)
+        slow = isinstance(sound, float) and now > begun + 4 * sound + 60
+        if process.is_alive() and (slow or now > machine.end):
+            os.killpg(process.pid or 0, 9)
+            process.join()
+            return ("hung" if slow else "late"), ""
+    if process.exitcode == 0:
+        return "survived", ""
+    failed = re.search(r"(?:FAILED|ERROR) (\S+)", log.read_text())
+    return "killed", failed[1] if failed else f"exit {process.exitcode}"
+
+
+def built() -> str:
+    """Build the native kernels for one instruction set, quickly; return what the compiler objects to."""
+    code = ("from polyattn_cpu.native import build; here = build.machine(); names = [*build.ISAS[here]]; "
+            "name = names[-2 if names[-1] == 'generic' else -1]; "
+            "build.ISAS = {here: {name: build.ISAS[here][name]}}; build.build()")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "CXXFLAGS": "-O1"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    return done.stderr.strip()[-200:] if done.returncode else ""
+
+
+def digest() -> str:
+    return hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+
+
+def enter(place: Path) -> None:
+    """Work in a copy of the tree: its sources come first, here and in what is started from here."""
+    os.chdir(place)
+    sources = [str(path) for pattern in SOURCES for path in sorted(place.glob(pattern))]
+    inherited = os.environ.get("PYTHONPATH", "").replace(str(ROOT), str(place))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sources, inherited])
+    sys.path[:0] = [str(place), *sources]
+
+
+def work(place: Path, tasks: Any, results: Any, machine: Machine) -> None:
+    """Judge what is in `tasks`: a target's name, or a mutant with its file's text."""
+    enter(place)
+    while time.monotonic() < machine.end:
+        try:
+            task = tasks.get(timeout=1)
+        except queue.Empty:
+            break
+        begun = time.monotonic()
+        if isinstance(task, str):
+            outcome, by = judged(task, machine)
+            seconds = time.monotonic() - begun
+            machine.sound[task] = seconds if outcome == "survived" else by
+            results.put((task, outcome, f"{by} {seconds:.0f} s"))
+            continue
+        mutant, text = task
+        path = Path(mutant.path)
+        path.write_text(text[: mutant.start] + mutant.after + text[mutant.stop :])
+        outcome, by = judged(mutant.target, machine)
+        path.write_text(text)
+        seconds = round(time.monotonic() - begun, 1)
+        row = mutant.row(text) | {"outcome": outcome, "by": by, "seconds": seconds}
+        results.put((mutant.target, outcome, row))
+    results.put(None)
+
+
+def score(rows: list[dict[str, Any]]) -> None:
+    """Print how many of each target's mutants were noticed, then which live without a reason."""
+    print(
+        "| target | mutants | killed | equivalent, by argument | survived |\n| - | - | - | - | - |"
+    )
+    rows = [row for row in rows if row["outcome"] != "invalid"]
+    for name in [*dict.fromkeys(row["target"] for row in rows), "all"]:
+        mine = [row for row in rows if name in ("all", row["target"])]
+        kinds = Counter("equivalent" if r.get("equivalent") else r["outcome"] for r in mine)
+        print(f"| {name} | {len(mine)} | {kinds['killed'] + kinds['hung']} | {kinds['equivalent']} | "
+              f"{kinds['survived']} |")  # fmt: skip
+    for row in rows:
+        if lives(row):
+            print(
+                row["id"],
+                f"{row['path']}:{row['line']}",
+                row["operator"],
+                row["of"],
+                "->",
+                row["after"],
+            )
+
+
+def lives(row: dict[str, Any] | None) -> bool:
+    """Whether a mutant survived, and nobody has said why it changes no answer."""
+    return row is not None and row["outcome"] == "survived" and not row.get("equivalent")
+
+
+def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> list[Any]:
+    """Return the targets, what survived if `again`, then `each` new mutants of each target in turn."""
+    old, new = [], []
+    for name in names:
+        found = [(mutant.row(text)["id"], (mutant, text)) for mutant, text in mutants(name)]
+        old += [task for key, task in found if lives(rows.get(key))]
+        new.append([task for key, task in found if key not in rows][:each])
+    turns = [task for turn in zip_longest(*new) for task in turn if task]
+    return [*names, *(old if again else ()), *turns]
+
+
+def judge_all(tasks: list[Any], args: argparse.Namespace) -> None:
+    """Judge by so many workers, and write a row for each mutant of a target that passes without a bug."""
+    fork = multiprocessing.get_context("fork")
+    with fork.Manager() as manager, tempfile.TemporaryDirectory() as place:
+        copies = [Path(place) / str(i) for i in range(args.jobs)]
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "results")
+        for copy in copies:
+            shutil.copytree(ROOT if copy == copies[0] else copies[0], copy, ignore=ignored)
+            if copy == copies[0]:
+                enter(copy)
+                assert not (why := built()), why
+        machine = Machine(time.monotonic() + args.seconds, digest(), manager.dict())
+        todo, results = fork.Queue(), fork.Queue()
+        for task in tasks:
+            todo.put(task)
+        workers = [
+            fork.Process(target=work, args=(copy, todo, results, machine)) for copy in copies
+        ]
+        for worker in workers:
+            worker.start()
+        waiting: list[tuple[str, dict[str, Any]]] = []
+        for _ in workers:
+            while (result := results.get()) is not None:
+                name, outcome, row = result
+                if isinstance(row, dict):
+                    if outcome != "late":
+                        waiting.append((name, row))
+                else:
+                    print(f"{name}, without a bug: {outcome} {row}", flush=True)
+                for known, done in [w for w in waiting if w[0] in machine.sound]:
+                    waiting.remove((known, done))
+                    if isinstance(machine.sound[known], float):
+                        keep(args, done)
+        for worker in workers:
+            worker.join()
+
+
+def keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    row |= {"date": str(date.today()), "commit": args.commit}
+    with args.out.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+    print(row["outcome"], f"{row['path']}:{row['line']}", row["operator"], row["by"], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--each", type=int, default=30, help="new mutants of each target")
+    parser.add_argument("--only", help="targets, by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="workers, each with a copy of the tree")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--again", action="store_true", help="judge survivors again")
+    parser.add_argument("--score", action="store_true", help="print what is in the output")
+    args = parser.parse_args()
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    rows = {row["id"]: row for row in map(json.loads, lines)}  # the last of each
+    if args.score:
+        score([*rows.values()])
+        return
+    args.out = args.out.resolve()
+    if not args.commit:
+        words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        args.commit = subprocess.run(
+            words, text=True, capture_output=True, check=True
+        ).stdout.strip()
+    names = args.only.split(",") if args.only else [*TARGETS]
+    # Kernels are interpreted, whatever the machine has.
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "JAX_PLATFORMS": "cpu"}  # fmt: skip
+    import torch  # once, for all that run
+
+    torch.set_num_threads(1)
+    judge_all(chosen(names, rows, args.each, args.again), args)
+
+
+if __name__ == "__main__":
+    main()

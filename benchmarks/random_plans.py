@@ -1,0 +1,425 @@
+"""Random plans of our own backends, each checked key by key: `polyattn.runtime.reads`. Resumable.
+
+    python benchmarks/random_plans.py --plans 1000000 --out benchmarks/results/random_plans.json
+
+GPUs' backends plan on the host, as on a chip of theirs: nothing runs. In one plan of two, lengths are
+those at which the backend's own sources turn (`conformance.boundaries`). `--seconds` ends a run early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from polyattn import Batch, Device, LayerGroup, LayerSpec, __version__, select
+from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
+from polyattn.errors import PluginError
+from polyattn.families.mla import planning as mla_planning
+from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.runtime.plan_checks import check_calls, check_plan
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.workload.dice import Dice
+from random_batches import revision
+
+CPU = Device("cpu", platform.machine(), torch_device="cpu")
+CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
+"""Architectures and how many multiprocessors, of which few are cut to the most parts."""
+PIECE = 200
+"""Plans of one layer."""
+LONGEST = 6000
+LATENT = LatentSpec(rank=64, rope_head_size=16)
+
+Drawn = tuple[Any, Callable[[Dice], Batch]]
+"""A backend, and what draws its steps."""
+
+
+def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
+    """Draw a layer: heads, a mask."""
+    kv_heads, group = dice.choice((1, 2, 3, 4, 8)), dice.choice((1, 1, 2, 3, 4, 7, 8, 16, 71))
+    values: dict[str, Any] = {"num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+    if windows and dice.integer(0, 2):
+        values["sliding_window"] = dice.choice((1, 2, 21, 64, 100, 128, 512, 1024))
+        if dice.integer(0, 2):
+            values["sink_tokens"] = dice.choice((1, 4, 64, 65, 200))
+    if windows and not dice.integer(0, 4):
+        values["chunk_size"] = dice.choice((16, 100, 512, 1024))
+    if not dice.integer(0, 4):
+        values["causal"] = False
+    return LayerSpec(**({"head_size": 64, "dtype": "bfloat16"} | values | changes))
+
+
+def form_of(spec: LayerSpec, dice: Dice) -> CacheFormat:
+    return CacheFormat(
+        block_size=dice.choice((16, 64, 1, 48)), num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.dtype,
+    )  # fmt: skip
+
+
+def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> list[tuple[int, int]]:
+    """Draw a step. `decodes`: 0 any queries, 1 single tokens, else up to so many."""
+    count = dice.choice((1, 1, 2, 3, 5, 8, 13, 64))
+    if dice.integer(0, 2):
+        rows = draw_turning(dice, turning(numbers_of(package), spec), count, LONGEST)
+    else:
+        rows = [
+            (
+                dice.choice((0, 1, 1, 2, 5, 17, dice.integer(1, 400))),
+                dice.choice((0, 1, 5, LONGEST)),
+            )
+            for _ in range(count)
+        ]
+        rows = [(q, q + dice.integer(0, n + 1)) for q, n in rows]
+    if decodes == 1:
+        return [(1, max(n, 1) if dice.integer(0, 9) else 0) for _, n in rows]
+    if decodes:
+        return [(min(q, dice.integer(1, decodes + 1)), n) for q, n in rows]
+    return [(q if n else min(q, 1), n) for q, n in rows]
+
+
+def batch_of(rows: list[tuple[int, int]], block: int, **more: Any) -> Batch:
+    width = max(1, max(-(-n // block) for _, n in rows))
+    table = torch.zeros(len(rows), width, dtype=torch.int32)
+    return Batch([0, *accumulate(q for q, _ in rows)], [n for _, n in rows], table, **more)
+
+
+def native(dice: Dice) -> Drawn:
+    from polyattn_cpu.native.attention import NativeAttention
+
+    spec = layer(dice, dtype="float32")
+    form = form_of(spec, dice)
+
+    def step(dice: Dice) -> Batch:
+        torch.set_num_threads(dice.choice((1, 2, 5, 16)))
+        return batch_of(lengths(dice, "polyattn_cpu", spec, 0), form.block_size)
+
+    return NativeAttention(spec, form, CPU), step
+
+
+def latents(dice: Dice) -> LayerSpec:
+    heads = dice.choice((1, 5, 16, 20, 64, 128))
+    return LayerSpec(
+        kind="mla", num_heads=heads, num_kv_heads=heads, head_size=48, v_head_size=32,
+        dtype="bfloat16", latent=LATENT,
+    )  # fmt: skip
+
+
+def latent_form(dice: Dice) -> CacheFormat:
+    return CacheFormat(
+        block_size=dice.choice((16, 64)), num_kv_heads=1, head_size=LATENT.size,
+        v_head_size=LATENT.rank, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def native_mla(dice: Dice) -> Drawn:
+    from polyattn_cpu.native.attention import NativeMLA
+
+    spec, form = latents(dice), latent_form(dice)
+
+    def step(dice: Dice) -> Batch:
+        return batch_of(lengths(dice, "polyattn_cpu", spec, 4), form.block_size)
+
+    return NativeMLA(spec, form, CPU), step
+
+
+def on_chip(stack: ExitStack, sms: int) -> None:
+    """Have Triton's planners take this machine for a chip with so many multiprocessors."""
+    from polyattn_triton import mla, planning, prefix
+    from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
+
+    def hopper(spec: LayerSpec, arch: str, _: Any, generated: Any) -> HopperPrefill | None:
+        config = hopper_config(spec, arch, generated)
+        return config and HopperPrefill(spec, config, sms, 35 << 20, generated)
+
+    for module in (planning, mla):
+        stack.enter_context(patch.object(module, "multiprocessors", lambda device: sms))
+    for module in (planning, mla, prefix):
+        stack.enter_context(patch.object(module, "fitting", lambda device, needed, most: most))
+    stack.enter_context(patch.object(planning, "hopper_prefill", hopper))
+
+
+def triton(dice: Dice, **changes: Any) -> Drawn:
+    from polyattn_triton.attention import TritonAttention
+
+    arch, sms = dice.choice(CHIPS)
+    spec = layer(dice, head_size=dice.choice((64, 128)), **changes)
+    form, decodes = form_of(spec, dice), dice.choice((0, 0, 1, 1, 16))
+    if spec.graph_capture:
+        decodes = 1
+    with ExitStack() as stack:
+        on_chip(stack, sms)
+        backend = TritonAttention(spec, form, Device("cuda", arch, torch_device="cpu"))
+
+    def step(dice: Dice) -> Batch:
+        return batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+
+    return backend, step
+
+
+def captured(dice: Dice) -> Drawn:
+    """Steps of one size, planned into the buffers of the first."""
+    backend, _ = triton(dice, graph_capture="single_token_decode")
+    count, spec, size = dice.choice((1, 3, 8, 64)), backend.spec, backend.cache.block_size
+    table = torch.zeros(count, -(-2 * LONGEST // size), dtype=torch.int32)
+
+    def step(dice: Dice) -> Batch:
+        rows = lengths(dice, "polyattn_triton", spec, 1) * count
+        return Batch(list(range(count + 1)), [n for _, n in rows[:count]], table)
+
+    return backend, step
+
+
+def invariant(dice: Dice) -> Drawn:
+    """Steps of several launches, which are planned whatever else is in the step."""
+    backend, step = triton(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+    if not dice.integer(0, 3):  # so little room that a class has launches of its own
+        backend.room = 1 << 20
+    return backend, step
+
+
+def forest(dice: Dice, count: int) -> tuple[Levels, list[int]]:
+    """Draw a forest over rows of the batch, and the blocks that each row's runs end with."""
+    levels: list[tuple[SharedRun, ...]] = []
+    groups, ends = [list(range(count))], [0] * count
+    while groups and len(levels) < 5:
+        runs: list[SharedRun] = []
+        for rows in groups:
+            labels = dice.integers(0, 3, len(rows))
+            for label in (0, 1):  # what has label 2 goes on alone
+                chosen = [row for row, mine in zip(rows, labels, strict=True) if mine == label]
+                if len(chosen) > 1:
+                    runs.append(SharedRun(tuple(chosen), ends[chosen[0]], dice.integer(1, 60)))
+        if not runs:
+            break
+        for run in runs:
+            for row in run.rows:
+                ends[row] = run.first + run.count
+        groups = [list(run.rows) for run in runs]
+        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
+    return tuple(levels), ends
+
+
+def prefixes(dice: Dice) -> Drawn:
+    capture = {"graph_capture": "single_token_decode"} if dice.integer(0, 2) else {}
+    backend, _ = triton(dice, windows=False, causal=True, **capture)
+    size, fixed = backend.cache.block_size, dice.choice((2, 5, 16, 40))
+
+    def step(dice: Dice) -> Batch:
+        count = fixed if capture else dice.integer(2, 41)
+        levels, ends = forest(dice, count)
+        lens = [e * size + (dice.integer(0, 900) or bool(e)) for e in ends]
+        table = torch.arange(count * 400, dtype=torch.int32).view(count, 400)
+        if capture:
+            table = torch.cat([table, table[:, :0].new_zeros(count, 400)], 1)
+        for level in levels:
+            for run in level:
+                blocks = slice(run.first, run.first + run.count)
+                table[list(run.rows), blocks] = table[run.rows[0], blocks].clone()
+        lens = [min(n, 400 * size) for n in lens]
+        return Batch(list(range(count + 1)), lens, table, shared_prefix=levels or None)
+
+    return backend, step
+
+
+def triton_mla(dice: Dice) -> Drawn:
+    from polyattn_triton.mla import TritonMLA
+
+    arch, sms = dice.choice(CHIPS)
+    capture = {"graph_capture": "single_token_decode"} if not dice.integer(0, 4) else {}
+    spec, form = latents(dice).replace(**capture), latent_form(dice)
+    decodes = 1 if capture or not dice.integer(0, 3) else 4
+    with ExitStack() as stack:
+        on_chip(stack, sms)
+        backend = TritonMLA(spec, form, Device("cuda", arch, torch_device="cpu"))
+
+    def step(dice: Dice) -> Batch:
+        return batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+
+    return backend, step
+
+
+def distinct(rows: list[tuple[int, int]], block: int, dice: Dice) -> Batch:
+    """Return a step whose blocks are in any order; every third sequence begins with another's blocks."""
+    batch = batch_of(rows, block)
+    table = batch.host_block_table
+    assert table is not None
+    table[:] = dice.order(table.size).numpy().reshape(table.shape)
+    table[2::3, :2] = table[0, :2]
+    return Batch(batch.host_starts.tolist(), batch.lens, torch.from_numpy(table))
+
+
+def pallas(dice: Dice) -> Drawn:
+    from polyattn_tpu.backends import PallasAttention
+    from polyattn_tpu.buckets import Buckets
+
+    spec = layer(dice, head_size=128)
+    form = form_of(spec, dice)
+    backend = PallasAttention(spec, form, Device("tpu", "v6e", torch_device="cpu"))
+    backend.buckets = Buckets(pages=1 << 19)  # for blocks of one token
+    decodes = dice.choice((0, 0, 1))
+
+    def step(dice: Dice) -> Batch:
+        return distinct(lengths(dice, "polyattn_tpu", spec, decodes), form.block_size, dice)
+
+    return backend, step
+
+
+def hpu(dice: Dice) -> Drawn:
+    from polyattn_hpu.attention import UnifiedAttention
+
+    spec = layer(dice, head_size=128)
+    form = form_of(spec, dice)
+    backend = UnifiedAttention(spec, form, Device("hpu", "gaudi3", torch_device="cpu"))
+    decodes = dice.choice((0, 1, 16))
+
+    def step(dice: Dice) -> Batch:
+        rows = lengths(dice, "polyattn_hpu", spec, decodes)[:8]
+        return distinct([(q, min(n, 2000 + q)) for q, n in rows], form.block_size, dice)
+
+    return backend, step
+
+
+class Apart(NamedTuple):
+    """A group, whose steps are taken apart, and the bytes of a piece of an expanded context."""
+
+    group: LayerGroup
+    piece: int
+
+    def plan(self, batch: Batch, _: Any = None) -> Any:
+        with patch.object(mla_planning, "EXPANDED_BYTES", self.piece):
+            return self.group.plan(batch)
+
+
+def by_phase(dice: Dice) -> Drawn:
+    """Steps that a group takes apart: decodes and prefills, and over latents the pieces of contexts."""
+    if latent := dice.integer(0, 2):
+        spec = latents(dice).replace(dtype="float32", block_size=16)
+    else:
+        spec = layer(dice, dtype="float32", block_size=16)
+    group = LayerGroup(select(spec, CPU, backend=None if latent else "TORCH_SDPA", verify=False))
+    row = 4 * spec.num_heads * (spec.head_size + spec.v_head_size)
+
+    def step(dice: Dice) -> Batch:
+        rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
+        return distinct(rows, 16, dice)
+
+    return Apart(group, row * dice.choice((2000, 9000, 50000))), step
+
+
+KINDS: dict[str, Callable[[Dice], Drawn]] = {
+    "NATIVE_ATTN": native,
+    "NATIVE_MLA": native_mla,
+    "TRITON_ATTN": triton,
+    "TRITON_ATTN, captured": captured,
+    "TRITON_ATTN, shared prefixes": prefixes,
+    "TRITON_ATTN, invariant": invariant,
+    "TRITON_MLA": triton_mla,
+    "PALLAS_ATTN": pallas,
+    "HPU_ATTN": hpu,
+    "steps taken apart": by_phase,
+}
+
+
+def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
+    """Plan `count` steps of one layer; return how many were checked, and what is wrong."""
+    dice, checked, failed = Dice(seed), 0, []
+    threads = torch.get_num_threads()
+    try:
+        backend, step = KINDS[kind](dice)
+        first = None
+        for _ in range(count):
+            batch = step(dice)
+            plan = backend.plan(batch, first)
+            if kind.endswith("captured") and first is None:
+                first = plan
+            try:
+                if isinstance(backend, Apart):
+                    check_calls(plan)
+                    checked += 1
+                else:
+                    checked += check_plan(backend, first or plan, batch)
+            except PluginError as error:
+                failed.append(f"seed {seed}: {error}")
+    finally:
+        torch.set_num_threads(threads)
+    return checked, failed
+
+
+def kinds_of(only: str | None) -> Iterator[str]:
+    for kind in KINDS:
+        if only is None or kind in only.split(";"):
+            yield kind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", type=int, default=1_000_000, help="of all kinds together")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--only", help="kinds, by semicolons")
+    parser.add_argument("--out", type=Path, default=Path("random_plans.json"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--commit", help="where there is no git")
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text())["kinds"] if args.out.exists() else {}
+    for kind in kinds_of(args.only):
+        rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
+    saved = time.monotonic()
+    for kind, checked, failed in pieces(rows, [*kinds_of(args.only)], args):
+        row = rows[kind]
+        row["plans"] += checked
+        row["layers"] += 1
+        row["wrong"] += len(failed)
+        row["examples"] = (row["examples"] + failed)[:5]
+        if time.monotonic() > saved + 10:
+            saved = time.monotonic()
+            save(args.out, rows, args.commit)
+    save(args.out, rows, args.commit)
+    for kind, row in rows.items():
+        print(kind, {name: value for name, value in row.items() if name != "examples"})
+    sys.exit(any(row["wrong"] for row in rows.values()))
+
+
+def pieces(
+    rows: dict[str, Any], kinds: list[str], args: argparse.Namespace
+) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield what each piece of plans came to, of the kind next that has the fewest."""
+    end, flying = time.monotonic() + args.seconds, deque[tuple[str, Any]]()
+    seeds = {kind: rows[kind]["layers"] for kind in kinds}
+    with multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,)) as pool:
+        while True:
+            waiting = Counter(kind for kind, _ in flying)
+            plans = {kind: rows[kind]["plans"] + PIECE * waiting[kind] for kind in kinds}
+            more = time.monotonic() < end and sum(plans.values()) < args.plans
+            if more and len(flying) < 2 * args.jobs:
+                kind = min(kinds, key=plans.__getitem__)
+                flying.append((kind, pool.apply_async(piece, (kind, seeds[kind]))))
+                seeds[kind] += 1
+            elif flying:
+                kind, result = flying.popleft()
+                yield kind, *result.get()
+            else:
+                return
+
+
+def save(out: Path, rows: dict[str, Any], commit: str | None) -> None:
+    found = {
+        "command": "python benchmarks/random_plans.py", "machine": platform.machine(),
+        "revision": commit or revision(), "polyattn": __version__, "torch": torch.__version__,
+        "python": platform.python_version(), "kinds": rows,
+    }  # fmt: skip
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""At which lengths does code take another path? At the numbers in its sources, and next to them.
+
+Drawn at random, lengths seldom meet a tile's end or the last of a table's rows. So the integers in a
+package's own sources are read, whatever they are for: what isn't a size costs a draw, what is one is met.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from polyattn.spec.layer import LayerSpec
+from polyattn.workload.dice import Dice
+
+LARGEST = 2100
+"""The largest length that is taken from the sources: the reference is slow."""
+_SHIFTED = re.compile(r"\b(\d+)\s*<<\s*(\d+)\b|\b(\d{1,5})\b")
+_COMMENT = re.compile(r"//.*|/\*.*?\*/", re.DOTALL)
+
+
+@lru_cache(maxsize=64)
+def numbers_of(package: str) -> tuple[int, ...]:
+    """Return the integers from 2 to `LARGEST` in an installed package's Python, C++ and CUDA sources."""
+    found: set[int] = set()
+    spec = find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix == ".py":
+                found |= set(_of_python(path.read_text(encoding="utf-8")))
+            elif path.suffix in (".h", ".cpp", ".cu", ".cuh"):
+                found |= set(_of_c(path.read_text(encoding="utf-8")))
+    return tuple(sorted(n for n in found if 2 <= n <= LARGEST))
+
+
+def _of_python(text: str) -> Iterable[int]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            yield node.value
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):
+            left, right = node.left, node.right
+            shifted, by = getattr(left, "value", None), getattr(right, "value", None)
+            if isinstance(shifted, int) and isinstance(by, int):
+                yield shifted << min(by, 32)
+
+
+def _of_c(text: str) -> Iterable[int]:
+    for shifted, by, plain in _SHIFTED.findall(_COMMENT.sub("", text)):
+        yield int(plain) if plain else int(shifted) << min(int(by), 32)
+
+
+def turning(numbers: Iterable[int], spec: LayerSpec, block: int = 0) -> tuple[int, ...]:
+    """Return lengths at which a layer's code may take another path, in ascending order.
+
+    Each number and its half and double, in keys and in rows of a KV head's group; the layer's window and
+    chunk; the cache's `block`; all with what is one less and one more.
+    """
+    group, found = max(1, spec.gqa_ratio), set()
+    own = [spec.sliding_window, spec.chunk_size, spec.sink_tokens, block]
+    own += [(spec.sliding_window or 0) + spec.sink_tokens]
+    for number in (*numbers, *(1 << n for n in range(1, 11)), *(n for n in own if n)):
+        for size in (number, 2 * number, number // 2, number // group, -(-number // group)):
+            found |= {size - 1, size, size + 1}
+    return tuple(sorted(n for n in found if 0 < n <= LARGEST))
+
+
+def draw_turning(
+    dice: Dice, at: tuple[int, ...], count: int, longest: int = LARGEST
+) -> list[tuple[int, int]]:
+    """Return `count` (query, sequence) lengths of a step: a number of keys, or of queries, that turns."""
+    some = [n for n in at if n <= longest] or [1]
+    few = [n for n in some if n <= longest // 8] or [1]
+    rows = []
+    for _ in range(count):
+        kind, keys = dice.integer(0, 4), dice.choice(some)
+        query = 1 if kind < 2 else min(dice.choice(few), keys)
+        rows.append((query, keys if kind != 3 else min(keys + query, longest)))
+    return rows

@@ -1,0 +1,89 @@
+"""Which cases follow from a claim that bits don't depend on the batch, on steps or on the cache?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from polyattn.conformance.case import Case
+from polyattn.registry.capabilities import Capabilities
+from polyattn.spec.kinds import Invariance
+from polyattn.spec.layer import LayerSpec
+
+CLAIMS = {
+    "batch_invariant": Invariance.BATCH,
+    "step_invariant": Invariance.STEPS,
+    "call_invariant": Invariance.CALLS,
+}
+"""The level of each feature."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "sliding_window": {"sliding_window": 21},
+    "chunked": {"chunk_size": 24},
+    "logit_soft_cap": {"logit_soft_cap": 1.5},
+    "alibi": {"alibi": True},
+    "learned_sinks": {"learned_sinks": True},
+    "lse": {"needs_lse": True},
+}
+"""Features with which levels are tested."""
+
+
+def level_of(caps: Capabilities) -> Invariance:
+    """Return the highest level that is claimed."""
+    return max((CLAIMS[name] for name in CLAIMS if name in caps.features), default=Invariance.NONE)
+
+
+def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterator[Case]:
+    """Yield an attention backend's cases. `base`: its plainest layer; `names`: its steps."""
+    level = level_of(caps)
+    if not level or not (base.cached and base.causal):
+        return
+    most = "mixed" if "mixed" in names else next(n for n in ("chunked", "decode") if n in names)
+    for label, spec in _layers(caps, base, Invariance.BATCH):
+        yield Case("regrouped", label, spec, most)
+    spec = base.replace(batch_invariant="batch")
+    yield Case("regrouped", "", spec, "long" if "long" in names else "decode")
+    if caps.graph_capture:
+        captures = caps.graph_capture.name.lower()
+        batch = {"single_token_decode": "decode", "uniform": "three each"}.get(captures, most)
+        yield Case("planned_alike", "", spec.replace(graph_capture=captures), batch)
+    if level < Invariance.STEPS:
+        return
+    for label, spec in _layers(caps, base, Invariance.STEPS):
+        yield Case("chunked", label, spec, "short")
+    spec = base.replace(batch_invariant="steps")
+    for batch in ("short", "long"):
+        yield Case("drafted", "", spec, batch)
+        yield Case("hits", "", spec, batch)
+    yield Case("chunked", "", spec, "long")
+    if level < Invariance.CALLS or False not in caps.cached:
+        return
+    for label, spec in _layers(caps, base, Invariance.CALLS):
+        if not (spec.alibi or spec.learned_sinks):  # which each layer draws for itself
+            yield Case("given_alike", label, spec, "short")
+    yield Case("given_alike", "", base.replace(batch_invariant="calls"), "long")
+
+
+def _layers(
+    caps: Capabilities, base: LayerSpec, level: Invariance
+) -> Iterator[tuple[str, LayerSpec]]:
+    spec = base.replace(batch_invariant=level)
+    yield "", spec
+    for dtype in sorted(caps.dtypes & {"float32", "float16"} - {base.dtype}):
+        yield f"dtype {dtype}", spec.replace(dtype=dtype)
+    for name, fields in OTHERS.items():
+        if name in caps.features:
+            yield f"feature {name}", spec.replace(**fields)
+    for ratio in caps.gqa_ratios.examples((1, 8)) if "gqa" in caps.features else ():
+        yield f"gqa {ratio}", spec.replace(num_heads=2 * ratio, num_kv_heads=2)
+    for stored in ("int8", "fp8_e5m2"):
+        if stored in caps.kv_cache_dtypes and level < Invariance.CALLS:
+            yield f"kv_cache_dtype {stored}", spec.replace(kv_cache_dtype=stored)
+
+
+def of_others(caps: Capabilities, base: LayerSpec, label: str, batch: str) -> Iterator[Case]:
+    """Yield the cases of a recurrence, or of an MLA layer; `batch`: a step of many kinds of rows."""
+    level = level_of(caps)
+    if level:
+        yield Case("regrouped", label, base.replace(batch_invariant="batch"), batch)
+    if level >= Invariance.STEPS and base.kind.is_recurrent:
+        yield Case("divided", label, base.replace(batch_invariant="steps"), "none")

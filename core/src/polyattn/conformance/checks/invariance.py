@@ -1,0 +1,266 @@
+"""Does a token have the same bits in any batch, chunk or cache? Checks for each level of `Invariance`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.harness.base import Harness
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.workload.base import picked_rows
+from polyattn.workload.dice import Dice
+from polyattn.workload.pages import bits, copied
+from polyattn.workload.steps import lens_of, paged
+
+DRAWS = 12
+"""Random batches, or ways of dividing sequences among steps, of one case."""
+PROMPTS = {"short": (26, 9), "long": (1100, 17, 560)}
+"""How long sequences are, beside the two that may share their first blocks: by the case's batch."""
+SHARED = 2
+"""Blocks that those two begin with."""
+Piece = tuple[int, int, int]
+"""A sequence, and the first and the last but one of its tokens that a step asks for."""
+
+
+def same_bits(found: Tensor, expected: Tensor, what: str) -> None:
+    """Assert that no bit differs; says how many elements do."""
+    differ = int((bits(found) != bits(expected)).sum())
+    if differ:
+        most = float((found.double() - expected.double()).abs().max())
+        raise AssertionError(
+            f"{what}: {differ} of {found.numel()} elements have other bits, off by up to {most:.3g}"
+        )
+
+
+def regrouped(case: Case, harness: Harness) -> None:
+    """A request has the same bits, LSE and state in any batch, at any place, in any pages."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    out = step.check().clone()
+    lse, states = _kept(step)
+    queries, lens = lens_of(step.lengths)
+    for requests in drawn_requests(harness.dice, len(queries), DRAWS):
+        some = step.picked(requests)
+        found = some.run()
+        its_lse, its_states = _kept(some)
+        for place, request in enumerate(requests):
+            if not lens[request]:
+                continue  # a padding row, whose output some families leave as it is
+            mine = slice(*some.batch.starts[place : place + 2])
+            same = slice(*step.batch.starts[request : request + 2])
+            what = f"request {request} of a step of {requests}"
+            same_bits(found[mine], out[same], what)
+            if lse is not None and its_lse is not None:
+                same_bits(its_lse[mine], lse[same], f"LSE of {what}")
+            if states is not None and its_states is not None:
+                after = its_states[some.slots[place]], states[step.slots[request]]
+                same_bits(*after, f"the state after {what}")
+
+
+def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
+    """Yield the requests of a batch: each one alone, then some of them, in any order and repeated."""
+    yield from ([request] for request in range(min(count, draws // 2)))
+    for _ in range(draws - min(count, draws // 2)):
+        yield dice.integers(0, count, dice.choice((2, 3, 5, 9, 2 * count)))
+
+
+def _kept(step: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return a step's LSE and the states that it left, where it has them."""
+    lse, states = step.__dict__.get("lse"), step.__dict__.get("states")
+    return (
+        None if lse is None else lse.clone(), None if states is None else states.data.clone()
+    )  # fmt: skip
+
+
+def planned_alike(case: Case, harness: Harness) -> None:
+    """A step that is planned for a captured graph has the bits of one that isn't."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    captured = step.check().clone()
+    eager = harness.layer(case.spec.replace(graph_capture="none"))
+    same_bits(step.but(layer=eager).run(), captured, "planned for a graph, and not")
+
+
+class Told:
+    """Sequences, each told once as a whole prompt: `out` holds every token's bits.
+
+    `shared`: the first two begin with the same blocks, which the first one stores.
+    """
+
+    def __init__(self, case: Case, harness: Harness, shared: bool = False):
+        self.layer, self.dice = harness.layer(case.spec), harness.dice
+        form = self.layer.group.cache_format
+        assert form is not None
+        self.block = form.block_size
+        self.totals = told_lengths(case.batch, self.block)
+        runs = ((SharedRun((0, 1), 0, SHARED),),) if shared else ()
+        self.work = harness.step(self.layer, [(n, n) for n in self.totals], shared=runs)
+        assert isinstance(self.work, AttentionWorkload) and self.work.cache is not None
+        if shared:
+            batch, second = self.work.batch, self.totals[0]
+            assert batch.slot_mapping is not None and batch.block_table is not None
+            slots = batch.slot_mapping.clone()
+            slots[second : second + SHARED * self.block] = -1
+            batch = Batch(batch.starts, batch.lens, batch.block_table, slots)
+            self.work = self.work.but(batch=batch)
+        assert self.work.cache is not None
+        self.before = copied(self.work.cache)
+        self.out = self.work.check().clone()
+        self.lse = None if self.work.lse is None else self.work.lse.clone()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start over with an empty cache."""
+        self.cache = copied(self.before)
+
+    def ask(self, pieces: Sequence[Piece]) -> None:
+        """Run a step of some pieces of sequences, and compare."""
+        work, starts = self.work, self.work.batch.starts
+        rows = torch.cat([torch.arange(starts[s] + a, starts[s] + b) for s, a, b in pieces])
+        rows = rows.to(work.query.device)
+        lengths = [(b - a, b) for _, a, b in pieces]
+        assert work.batch.block_table is not None and work.key is not None
+        assert work.value is not None
+        table = work.batch.block_table[[s for s, _, _ in pieces]]
+        host = table.cpu().numpy()
+        step = work.but(
+            lengths=lengths, query=work.query[rows], key=work.key[rows], value=work.value[rows],
+            cache=self.cache, batch=paged(lengths, table, self.block, host_block_table=host),
+        )  # fmt: skip
+        what = ", ".join(f"tokens {a} to {b} of sequence {s}" for s, a, b in pieces[:4])
+        what += "…" if len(pieces) > 4 else ""
+        same_bits(step.run(), self.out[rows], what)
+        if self.lse is not None and step.lse is not None:
+            same_bits(step.lse, self.lse[rows], f"LSE of {what}")
+
+
+def told_lengths(name: str, block: int) -> list[int]:
+    """Return the lengths of the sequences."""
+    first = (SHARED + 2) * block + 1
+    return [first, first + 3, *PROMPTS[name]]
+
+
+def chunked(case: Case, harness: Harness) -> None:
+    """A token has the same bits in chunks of any sizes, with any others in the step."""
+    told = Told(case, harness)
+    for _ in range(max(2, DRAWS // 4) if case.batch == "short" else 1):
+        told.forget()
+        for pieces in drawn_pieces(told.dice, told.totals, told.block, case.batch == "long"):
+            told.ask(pieces)
+
+
+def drawn_pieces(
+    dice: Dice, totals: Sequence[int], block: int, coarse: bool = False
+) -> Iterator[list[Piece]]:
+    """Yield steps until all tokens were asked for; now and then some again, as rejected drafts are.
+
+    `coarse`: of long sequences, in fewer steps.
+    """
+    sizes: tuple[int, ...] = (1, 2, 3, 5, block - 1 or 1, block, block + 1, 40, 1 << 20)
+    if coarse:
+        sizes = (1, 7, 100, 300, 700)
+    at = [0] * len(totals)
+    while any(a < total for a, total in zip(at, totals, strict=True)):
+        some = [i for i, total in enumerate(totals) if at[i] < total]
+        order = [some[i] for i in dice.order(len(some)).tolist()]
+        pieces = []
+        for sequence in order[: dice.integer(1, len(order) + 1)]:
+            first = at[sequence]
+            if first and dice.integer(0, 6) == 0:
+                first -= min(first, dice.integer(1, 5))
+            last = min(totals[sequence], first + dice.choice(sizes))
+            pieces.append((sequence, first, last))
+            at[sequence] = max(at[sequence], last)
+        yield pieces
+
+
+def drafted(case: Case, harness: Harness) -> None:
+    """The last tokens of a sequence have the same bits as decodes, as drafts and as a prompt's."""
+    told = Told(case, harness)
+    heads = [(i, 0, max(1, total - 12)) for i, total in enumerate(told.totals)]
+    for drafts in (1, 2, 3, 5, 8, 12):
+        told.forget()
+        told.ask(heads)
+        at = [last for _, _, last in heads]
+        while pieces := [
+            (i, a, min(a + drafts, total))
+            for i, (a, total) in enumerate(zip(at, told.totals, strict=True))
+            if a < total
+        ]:
+            told.ask(pieces)
+            at = [min(a + drafts, total) for a, total in zip(at, told.totals, strict=True)]
+
+
+def hits(case: Case, harness: Harness) -> None:
+    """A sequence that finds its first blocks in the cache has the bits of one that computed them.
+
+    So it does where the step's decodes read those blocks once for both.
+    """
+    told = Told(case, harness, shared=True)
+    told.ask([(0, 0, told.totals[0])])
+    found = SHARED * told.block
+    told.ask([(1, found, told.totals[1] - 1)])
+    last = [(i, told.totals[i] - 1, told.totals[i]) for i in (0, 1)]
+    told.ask(last)
+    told.ask(last[::-1])
+
+
+def given_alike(case: Case, harness: Harness) -> None:
+    """Packed calls without a cache, of whole prompts in any company, have the paged engine's bits."""
+    told = Told(case, harness)
+    spec = told.layer.spec
+    layer = harness.layer(spec.replace(cached=False, block_size=None))
+    work = told.work
+    firsts = work.batch.starts
+    for requests in drawn_requests(told.dice, len(told.totals), DRAWS):
+        rows = picked_rows(told.totals, requests, work.query.device)
+        lens = [told.totals[i] for i in requests]
+        out = torch.full_like(told.out[rows], torch.nan)
+        lse = None if told.lse is None else torch.full_like(told.lse[rows], torch.nan)
+        batch = Batch.from_lens(lens, lens, device=work.query.device)
+        given = work.query[rows], work.keys[rows], work.values[rows]
+        layer.run(layer.plan(batch), *given, None, out, lse)
+        same_bits(out, told.out[rows], f"sequences {requests} packed, without a cache")
+        if told.lse is not None and lse is not None:
+            same_bits(lse, told.lse[rows], f"LSE of sequences {requests} packed")
+    assert firsts[-1] == sum(told.totals)
+
+
+def divided(case: Case, harness: Harness) -> None:
+    """A recurrence's token, and the state after it, have the same bits however steps are divided."""
+    layer = harness.layer(case.spec)
+    totals = [90, 37, 5, 1]
+    whole = harness.step(layer, [(total, total) for total in totals])
+    out = whole.check().clone()
+    ended = whole.states.data[whole.slots[: len(totals)]].clone()
+    slots, starts = whole.batch.state_slots, whole.batch.starts
+    assert slots is not None
+    for _ in range(DRAWS // 3):
+        states = StateCache(torch.full_like(whole.states.data, torch.nan))
+        at = [0] * len(totals)
+        while unfinished := [i for i, total in enumerate(totals) if at[i] < total]:
+            some = [unfinished[i] for i in harness.dice.order(len(unfinished)).tolist()]
+            some = some[: harness.dice.integer(1, len(some) + 1)]
+            ends = [
+                min(totals[i], at[i] + harness.dice.choice((1, 1, 2, 7, 16, 33, 64))) for i in some
+            ]
+            rows = torch.cat(
+                [
+                    torch.arange(starts[i] + at[i], starts[i] + b)
+                    for i, b in zip(some, ends, strict=True)
+                ]
+            ).to(out.device)
+            lengths = [(b - at[i], b) for i, b in zip(some, ends, strict=True)]
+            batch = whole.step(lengths, slots[some])
+            found = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
+            same_bits(found, out[rows], f"steps of {lengths}")
+            for i, b in zip(some, ends, strict=True):
+                at[i] = b
+        same_bits(states.data[whole.slots[: len(totals)]], ended, "the states at the end")

@@ -1,0 +1,134 @@
+"""What must a backend of sparse layers do?"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases.sparse import serves
+from polyattn.conformance.checks.captured import refilled
+from polyattn.conformance.draws import drawn, lengths
+from polyattn.conformance.harness.base import Harness
+from polyattn.registry.discovery import discover
+from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SCOPES, SparseSpec
+from polyattn.workload.pages import copied, spoiled
+from polyattn.workload.steps import pairs
+
+
+def sparse(case: Case, harness: Harness) -> None:
+    """Chosen keys alone count, each as often as it was named; twice the same bits."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    before = step.check().clone()
+    assert torch.equal(step.run(), before), "the same choice twice gave other bits"
+
+
+def sparse_plans(case: Case, harness: Harness) -> None:
+    """Plans and layers in turn, each with a choice of its own."""
+    group = harness.group(case.spec)
+    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
+    firsts = [harness.step(layers[0], step) for step in (case.batch, [(1, 3), (7, 40), (1, 25)])]
+    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
+    plans = [group.plan(step.batch) for step in firsts]
+    for index in (0, 1, 0):
+        for number, step in enumerate(steps[index], 1):
+            step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
+
+
+def sparse_others(case: Case, harness: Harness) -> None:
+    """Keys that aren't chosen, and keys of other requests, reach no output."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    before = step.check().clone()
+    other = harness.step(layer, step.lengths, like=step)
+    few = step.but(choice=step.choice.clone())
+    few.choice[:, :, 1:] = -1
+    one = few.check("one group a token: ").clone()
+    spoilt = few.but(cache=copied(few.cache), choice=few.choice)
+    group, size = spoilt.part.granularity, spoilt.cache.block_size
+    table = few.batch.block_table
+    assert table is not None
+    chosen = torch.zeros(spoilt.cache.num_blocks * size, dtype=torch.bool)
+    for token, index in enumerate(_sequences(few.batch)):
+        for first in few.choice[token, :, 0].tolist():
+            for entry in range(first * group, (first + 1) * group) if first >= 0 else ():
+                if entry // size < table.shape[1]:
+                    chosen[int(table[index, entry // size]) * size + entry % size] = True
+    at = (~chosen).nonzero()[:, 0].to(spoilt.cache.key.device)
+    places = at // size, at % size
+    for stored in (spoilt.cache.key, spoilt.cache.value):
+        if stored.dtype.itemsize > 1:
+            stored[places] = spoiled(stored[places], "nan")
+    assert torch.equal(spoilt.but(key=None, value=None).run(), one), (
+        "a key that isn't chosen counts"
+    )
+    other.check("another layer's step: ")
+    assert torch.equal(step.run(), before)
+
+
+def _sequences(batch: Batch) -> list[int]:
+    """Return each token's sequence."""
+    return [index for index, count in enumerate(batch.query_lens) for _ in range(count)]
+
+
+def sparse_graph(case: Case, harness: Harness) -> None:
+    """A captured decode, replayed with other lengths, tables and choices, equals eager bit for bit."""
+    layer = harness.layer(case.spec)
+    first = harness.step(layer, case.batch)
+    cache, count, names = first.cache, first.batch.num_seqs, ("query", "key", "value", "choice")
+
+    def step(plans, query, key, value, choice):  # type: ignore[no-untyped-def]
+        return layer(query, key, value, cache, plans[layer.group], choice=choice)
+
+    graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
+    graphs.capture({name: getattr(first, name) for name in names})
+    for chosen in (pairs(first.batch), pairs(first.batch)[::-1]):
+        given = harness.step(layer, chosen)
+        for mine, theirs in ((cache.key, given.cache.key), (cache.value, given.cache.value)):
+            mine[: len(theirs)] = theirs
+        eager = given.remembered().run()
+        replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
+        assert torch.equal(replayed, eager)
+        given.check()
+
+
+def sparse_reuse(case: Case, harness: Harness) -> None:
+    """What a captured graph reads is refilled: the first plan, run after another step was planned."""
+    refilled(case, harness, ("query", "key", "value", "choice"))
+
+
+def sparse_search(case: Case, harness: Harness) -> None:
+    """Any choice over any batch: heads, scopes, granularities, block sizes, entries."""
+    build, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
+    caps = build.capabilities
+
+    def example(data: st.DataObject) -> None:
+        spec = data.draw(_specs(case.spec, sorted(caps.dtypes)), label="spec")
+        assume(serves(caps, spec, harness.device))
+        layer = harness.layer(spec)
+        step = data.draw(lengths, label="(query, length)")[:4]
+        harness.step(layer, step).check("drawn: ")
+
+    drawn(harness, example)
+
+
+@st.composite
+def _specs(draw: st.DrawFn, base: LayerSpec, dtypes: list[str]) -> LayerSpec:
+    group = draw(st.sampled_from((1, 1, 2, 3, 4, 16, 64, 128)))
+    scope, heads = draw(st.sampled_from(SCOPES)), draw(st.integers(1, 4))
+    latent = heads == 1 and draw(st.booleans())
+    choice = SparseSpec(
+        budget=draw(st.integers(1, 20)), granularity=group, scope=scope,
+        tokens_per_entry=draw(st.sampled_from((1, 1, 2, 4, 128))),
+        physical=group == 1 and draw(st.booleans()), value_in_key=latent,
+    )  # fmt: skip
+    return LayerSpec(
+        kind=base.kind, num_heads=heads * draw(st.integers(1, 4)), num_kv_heads=heads,
+        head_size=base.head_size, dtype=draw(st.sampled_from(dtypes)),
+        block_size=draw(st.sampled_from((None, 1, 16, 48, 128))), sparse=choice,
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""How do a group's tokens become one entry? `Compressor`: a recurrence whose state is the last rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, SpecError
+from polyattn.families.sparse.pages import token_places
+from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.store import scatter
+from polyattn.spec.sparse import CompressorSpec
+
+
+class Entries(NamedTuple):
+    """Entries that a step's tokens may have closed, a fixed number for each sequence.
+
+    Attributes:
+        rows: (num_entries, size), float32, before any norm or rotation; 0 where no group was closed.
+        ids: int64 (num_entries,), places in the sequence; -1 where no group was closed.
+        seqs: int64 (num_entries,), the batch's sequences.
+
+    Examples:
+        >>> entries = Entries(torch.zeros(1, 8), torch.tensor([3]), torch.tensor([0]))
+        >>> entries.slots(torch.tensor([[5]]).int(), block_size=16).tolist()
+        [83]
+
+    """
+
+    rows: Tensor
+    ids: Tensor
+    seqs: Tensor
+
+    def slots(self, block_table: Tensor, block_size: int) -> Tensor:
+        """Return where a cache of entries takes them: what `store` takes as `slot_mapping`.
+
+        Args:
+            block_table: int32 (num_seqs, max_blocks), of the entries' own blocks.
+            block_size: entries of a block.
+
+        Returns:
+            int64 (num_entries,); -1 where no group was closed.
+
+        Raises:
+            Nothing: the table is as wide as the sequences are long.
+
+        """
+        at = self.ids.clamp(min=0)
+        column = (at // block_size).clamp(max=block_table.shape[1] - 1)
+        places = block_table[self.seqs, column].long() * block_size + at % block_size
+        return places.masked_fill(self.ids < 0, -1)
+
+
+class Compressor:
+    """Pools groups of tokens. A state's rows are addressed by position: drafts may be rejected.
+
+    Args:
+        spec: how.
+        bias: (tokens_per_entry, channels), added to the gates by place in the group; None: nothing.
+
+    Raises:
+        SpecError: the bias doesn't fit the spec.
+
+    Examples:
+        >>> compressor = Compressor(CompressorSpec(size=8, tokens_per_entry=4))
+        >>> states = compressor.allocate_states(num_slots=1)
+        >>> batch = Batch.from_lens([5], [5], state_slots=torch.tensor([0]))
+        >>> compressor(torch.randn(5, 8), torch.randn(5, 8), states, batch).ids.tolist()
+        [0, -1]
+
+    """
+
+    def __init__(self, spec: CompressorSpec, bias: Tensor | None = None):
+        self.spec, self.bias = spec, bias
+        if bias is not None and (
+            spec.reduction == "mean" or bias.shape != (spec.tokens_per_entry, spec.channels)
+        ):
+            raise SpecError(
+                f"bias {tuple(bias.shape)} must be ({spec.tokens_per_entry}, {spec.channels}), and only "
+                "a softmax has gates"
+            )
+
+    def allocate_states(
+        self, num_slots: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return states of sequences.
+
+        Args:
+            num_slots: sequences that are alive at once.
+            device: where.
+            dtype: float32, or float64 for rows in float64.
+
+        Returns:
+            Zeros, (num_slots, capacity, channels), of a softmax twice the channels: rows, then gates.
+
+        Raises:
+            BatchError: there is no such device.
+
+        """
+        width = self.spec.channels * (2 if self.spec.reduction == "softmax" else 1)
+        return torch.zeros(
+            num_slots, self.spec.capacity, width, dtype=dtype, device=torch_device(device)
+        )
+
+    def __call__(self, rows: Tensor, gates: Tensor | None, states: Tensor, batch: Batch) -> Entries:
+        """Pool the groups that a step's tokens close, and keep the step's last rows.
+
+        Args:
+            rows: (num_tokens, channels).
+            gates: alike; None for a mean.
+            states: as `allocate_states` returns them, written.
+            batch: the step, with `state_slots`. A sequence as long as its new tokens starts anew.
+
+        Returns:
+            The entries. It never waits for the device.
+
+        Raises:
+            BatchError: a tensor doesn't fit the spec or the batch; nothing has changed.
+
+        """
+        self._check(rows, gates, states, batch)
+        spec, m, device = self.spec, self.spec.tokens_per_entry, rows.device
+        new = rows.detach().to(states.dtype)
+        counts = [-(-query // m) for query in batch.query_lens]
+        each, positions, ends = token_places(batch)
+        of = torch.arange(batch.num_seqs, device=device)
+        starts, lens = batch.query_start_loc.long(), batch.seq_lens.long()
+        firsts = (lens - starts[1:] + starts[:-1]).clamp(min=0)  # the first new token's position
+        if gates is not None:
+            gates = gates.detach().to(states.dtype)
+            if self.bias is not None:
+                gates = gates + self.bias.to(states.dtype)[positions % m]
+            new = torch.cat([new, gates], 1)
+        seqs = of.repeat_interleave(_on(counts, device), output_size=sum(counts))
+        begin = torch.arange(len(seqs), device=device)
+        begin = begin - (torch.cumsum(_on(counts, device), 0) - _on(counts, device))[seqs]
+        ids = firsts[seqs] // m + begin
+        closed = (ids + 1) * m <= lens[seqs]
+        assert batch.state_slots is not None
+        slots = batch.state_slots.long()
+        span = torch.arange(-m * (spec.groups - 1), m, device=device)
+        at = ids[:, None] * m + span
+        members = self._members(new, states, slots[seqs], at, firsts[seqs], starts[seqs])
+        pooled = self._pooled(members, at, rows.dtype)
+        last = (positions >= (ends - spec.capacity).clamp(min=0)) & (positions < ends)
+        places = slots[each] * spec.capacity + positions % spec.capacity
+        places = places.masked_fill(~last | (slots[each] < 0), -1)
+        scatter(states.unsqueeze(2), new.unsqueeze(1), places)
+        ids = ids.masked_fill(~closed | (slots[seqs] < 0), -1)
+        return Entries(pooled.masked_fill((ids < 0)[:, None], 0.0), ids, seqs)
+
+    def _members(
+        self, new: Tensor, states: Tensor, slots: Tensor, at: Tensor, firsts: Tensor, starts: Tensor
+    ) -> Tensor:
+        """Return the rows of positions, (entries, members, width): the step's own, else a state's."""
+        if not len(new):
+            return states.new_zeros(*at.shape, states.shape[2])
+        own = (starts[:, None] + at - firsts[:, None]).clamp(0, len(new) - 1)
+        held = states[slots.clamp(min=0)[:, None], at % self.spec.capacity]
+        return torch.where((at >= firsts[:, None])[..., None], new[own], held)
+
+    def _pooled(self, members: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+        spec, m, size = self.spec, self.spec.tokens_per_entry, self.spec.size
+        gone = (at < 0)[..., None]
+        # Rows, and gates; of each the part of the next entry, then that of its own.
+        parts = members.unflatten(2, (-1, spec.groups, size))
+        if spec.overlap:
+            parts = torch.cat([parts[:, :m, :, 0], parts[:, m:, :, 1]], 1)
+        else:
+            parts = parts[:, :, :, 0]
+        rows: Tensor = parts[:, :, 0].masked_fill(gone, 0.0)
+        if spec.reduction == "mean":
+            return (rows.sum(1) / m).to(dtype).to(rows.dtype)
+        weights: Tensor = parts[:, :, 1].masked_fill(gone, -torch.inf).softmax(1)
+        return (rows * weights).sum(1)
+
+    def _check(self, rows: Tensor, gates: Tensor | None, states: Tensor, batch: Batch) -> None:
+        spec, tokens = self.spec, batch.num_tokens
+        if batch.state_slots is None:
+            raise BatchError(
+                "the batch has no state_slots, which say whose states are whose: pass them"
+            )
+        if (gates is None) != (spec.reduction == "mean"):
+            raise BatchError(
+                f"gates {'are missing' if gates is None else 'were given'}: reduction={spec.reduction!r}"
+            )
+        for name, tensor in (("rows", rows), ("gates", rows if gates is None else gates)):
+            check_tensor(name, tensor, batch.device)
+            if tensor.shape != (tokens, spec.channels):
+                raise bad_input(name, tensor, (tokens, spec.channels))
+        width = spec.channels * (1 if gates is None else 2)
+        check_tensor("states", states, batch.device)
+        if states.dim() != 3 or states.shape[1:] != (spec.capacity, width):
+            raise bad_input("states", states, ("num_slots", spec.capacity, width))
+
+
+def _on(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -1,0 +1,182 @@
+"""Which keys does a token attend to? Scores over a paged cache of index keys, and the best of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, SpecError
+from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
+from polyattn.runtime.backend import IndexBackend
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import bad_input, check_slots, check_tensor, own_precision
+from polyattn.runtime.program import IndexFrame
+from polyattn.runtime.step.batch import Batch
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import IndexerSpec
+
+
+class Indexer:
+    """Chooses each token's keys by scores over a cache of index keys. It never waits for the device.
+
+    Args:
+        group: of a sparse layer whose spec has an `indexer`, as `Attention` takes it.
+
+    Raises:
+        SpecError: the spec has no indexer.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> spec = LayerSpec(
+        ...     kind="sparse", num_heads=4, head_size=64, dtype="float32", sparse=SparseSpec(budget=8),
+        ...     indexer=IndexerSpec(num_heads=4, head_size=32, budget=8),
+        ... )
+        >>> indexer = Indexer(spec)
+        >>> keys = indexer.allocate_cache(num_blocks=2)
+        >>> indexer.store(torch.randn(20, 32), keys, torch.arange(20))
+        >>> batch = Batch.from_lens([1], [20], torch.tensor([[0]]).int(), 64)
+        >>> indexer(torch.randn(1, 4, 32), keys, batch, torch.randn(1, 4)).shape
+        torch.Size([1, 1, 8])
+
+    """
+
+    def __init__(self, group: LayerGroup | Selection | LayerSpec):
+        self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
+        layer = self.group.spec
+        if layer.indexer is None:
+            raise SpecError(f"{layer} has no indexer: give indexer=IndexerSpec(…)")
+        self.spec: IndexerSpec = layer.indexer
+        self.backend = self.group.backend("index", IndexBackend)
+        self._dtype = STORAGE_DTYPES[layer.dtype]
+
+    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> Tensor:
+        """Return a cache of index keys, (num_blocks, block_size, head_size).
+
+        Args:
+            num_blocks: of the cache.
+            block_size: entries of a block; None: as the layer's own cache.
+
+        Returns:
+            Zeros; of `cache_dtype="fp8_scaled"` uint8 (num_blocks, block_size, head_size + 4).
+
+        Raises:
+            Nothing: torch says what doesn't fit in memory.
+
+        """
+        form = self.group.cache_format
+        assert form is not None
+        size, dtype = index_cache_form(self.group.spec)
+        shape = (num_blocks, block_size or form.block_size, size)
+        return torch.zeros(shape, dtype=dtype, device=self.group.torch_device)
+
+    def store(self, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write index keys.
+
+        Args:
+            keys: (rows, head_size), in the layer's dtype.
+            cache: as `allocate_cache` returns it.
+            slot_mapping: int64 (rows,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the spec; nothing has changed.
+
+        """
+        device = self.group.torch_device
+        check_slots(slot_mapping, device)
+        check_tensor("keys", keys, device)
+        shape = (len(slot_mapping), self.spec.head_size)
+        if keys.shape != shape or keys.dtype is not self._dtype:
+            raise bad_input("keys", keys, shape, self._dtype)
+        self._check_cache("cache", cache)
+        write_index_keys(self.spec, cache, keys.detach(), slot_mapping.long())
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        plan: StepPlan | Batch,
+        weights: Tensor | None = None,
+        within: Tensor | None = None,
+    ) -> Tensor:
+        """Choose keys for each token of a step.
+
+        Args:
+            query: (num_tokens, num_heads, head_size), in the layer's dtype.
+            keys: a paged cache with each sequence's entries, the step's own included.
+            plan: the step's batch, or a plan of it; the block table says where the entries are.
+            weights: (num_tokens, num_heads), if the spec folds heads by weights.
+            within: int32 (num_tokens, choices or 1, n), the blocks of `spec.within` entries that count,
+                -1 for none.
+
+        Returns:
+            int32 (num_tokens, choices, K): ascending ids, the tail last; -1 behind them. Scores are
+            float32, or float64 for float64 tensors.
+
+        Raises:
+            BatchError: a tensor doesn't fit the spec or the batch.
+
+        """
+        batch = plan.batch if isinstance(plan, StepPlan) else plan
+        self._check(query, keys, batch, weights, within)
+        shape = (batch.num_tokens, self.spec.choices, chosen_width(self.spec, batch))
+        out = torch.empty(shape, dtype=torch.int32, device=query.device)
+        with own_precision(self.group.device_type):
+            frame = IndexFrame(query.detach(), keys, weights, within, out)
+            self.backend.run(self.backend.plan(batch), frame)
+        return out
+
+    def _check_cache(self, name: str, cache: Tensor) -> None:
+        size, dtype = index_cache_form(self.group.spec)
+        check_tensor(name, cache, self.group.torch_device)
+        if cache.dim() != 3 or cache.shape[2] != size or cache.dtype is not dtype:
+            raise bad_input(name, cache, ("num_blocks", "block_size", size), dtype)
+        if not cache.is_contiguous():
+            raise BatchError(f"{name} isn't contiguous: its pages are read as they lie")
+
+    def _check(
+        self, query: Tensor, keys: Tensor, batch: Batch, weights: Tensor | None, within: Tensor | None
+    ) -> None:  # fmt: skip
+        spec, tokens = self.spec, batch.num_tokens
+        if batch.block_table is None:
+            raise BatchError(
+                "the batch has no block_table, and the index keys are in a paged cache: pass one"
+            )
+        check_tensor("query", query, self.group.torch_device)
+        if query.shape != (tokens, spec.num_heads, spec.head_size) or (
+            query.dtype is not self._dtype
+        ):
+            raise bad_input("query", query, (tokens, spec.num_heads, spec.head_size), self._dtype)
+        self._check_cache("keys", keys)
+        longest = batch.max_seq_len // spec.tokens_per_entry
+        if longest > batch.block_table.shape[1] * keys.shape[1]:
+            raise BatchError(
+                f"block_table has {batch.block_table.shape[1]} blocks of {keys.shape[1]}; the longest "
+                f"sequence has {longest} entries"
+            )
+        if (weights is not None) != (spec.fold == "weighted"):
+            raise BatchError(
+                f"weights {'are missing' if weights is None else 'were given'}: fold={spec.fold!r}"
+            )
+        if weights is not None and weights.shape != (tokens, spec.num_heads):
+            raise bad_input("weights", weights, (tokens, spec.num_heads))
+        if (within is not None) != (spec.within is not None):
+            raise BatchError(
+                f"within {'is missing' if within is None else 'was given'}: within={spec.within!r}"
+            )
+        if within is not None and (
+            within.dim() != 3 or len(within) != tokens or within.shape[1] not in (1, spec.choices)
+        ):
+            raise bad_input("within", within, (tokens, spec.choices, "blocks"))
+
+
+def chosen_width(spec: IndexerSpec, batch: Batch) -> int:
+    """Return K, how many ids a token of a step has at most."""
+    budget = spec.budget
+    if isinstance(budget, float):
+        most = -(-(batch.max_seq_len // spec.tokens_per_entry) // spec.pool)
+        budget = max(1, math.ceil(most * budget - 1e-9))
+    return budget + spec.tail

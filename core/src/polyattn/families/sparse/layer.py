@@ -1,0 +1,276 @@
+"""Which class runs sparse attention? `SparseAttention`: each call brings its choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.rotation import check_rotate
+from polyattn.families.sparse.pages import newest
+from polyattn.families.sparse.planning import SparseStep
+from polyattn.runtime.backend import StoreBackend
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import (
+    bad_input,
+    capturing,
+    check_slots,
+    check_tensor,
+    own_precision,
+    refuse_gradients,
+)
+from polyattn.runtime.layer import Layer
+from polyattn.runtime.parameters import Weight, positive
+from polyattn.runtime.program import Frame, LayerParams
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
+
+
+class SparseAttention(Layer):
+    """One attention layer whose tokens attend to chosen keys alone. Forward only.
+
+    Args:
+        group: of a spec of kind `"sparse"`, as `Attention` takes it.
+        sinks: (num_heads,), as `Attention` takes it.
+        k_scale: as `Attention` takes it.
+        v_scale: as `Attention` takes it.
+        rotate: as `Attention` takes it.
+        checks: as `Attention` takes it; the ids are checked too, which waits for the device.
+
+    Raises:
+        SpecError: the spec isn't of this kind, or an argument doesn't fit it.
+        SelectionError, PluginError: as `LayerGroup`.
+
+    Examples:
+        >>> blocks = SparseSpec(budget=3, granularity=16, scope="kv_head")
+        >>> spec = LayerSpec(
+        ...     kind="sparse", num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16,
+        ...     sparse=blocks,
+        ... )
+        >>> layer = SparseAttention(spec)
+        >>> cache = layer.group.allocate_cache(num_blocks=2)
+        >>> batch = Batch.from_lens([20], [20], torch.tensor([[1, 0]]).int(), 16)
+        >>> choice = torch.zeros(20, 2, 3, dtype=torch.int32)  # the first block, for each KV head
+        >>> key, value = torch.randn(2, 20, 2, 64)
+        >>> layer(torch.randn(20, 4, 64), key, value, cache, batch, choice=choice).shape
+        torch.Size([20, 4, 64])
+
+    """
+
+    family = "sparse"
+
+    def __init__(
+        self,
+        group: LayerGroup | Selection | LayerSpec,
+        *,
+        sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        rotate: bool | None = None,
+        checks: bool | None = None,
+    ):
+        super().__init__(group, checks)
+        spec = self.spec
+        self.sinks = Weight.per_head(
+            "sinks", sinks, spec, spec.learned_sinks, self.group.torch_device
+        )
+        quantised = spec.stored_dtype != spec.dtype
+        self._params = LayerParams(
+            k_scale=positive("k_scale", k_scale, quantised),
+            v_scale=positive("v_scale", v_scale, quantised),
+            rotate=check_rotate(spec, rotate),
+        )
+        self._dtype = STORAGE_DTYPES[spec.dtype]
+
+    @property
+    def params(self) -> LayerParams:
+        """What differs between layers of one group: the sinks as they are now, the scales."""
+        if self.sinks is not None:
+            self._params.sinks = self.sinks.current()
+        return self._params
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache,
+        plan: StepPlan | Batch | None = None,
+        *,
+        choice: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Store the step's keys and values in `cache` and attend to the chosen ones.
+
+        Args:
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None: the cache holds the keys already.
+            value: alike, with the values' size; None with `value_in_key`.
+            cache: the layer's cache.
+            plan: as `Attention.forward` takes it.
+            choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
+                them, -1 for none. An id of what the token doesn't see counts as none; one that occurs
+                twice counts twice. None: the newest groups that the token sees, as many as the
+                budget: a window, or, of few enough, all.
+            out: (num_tokens, num_heads, v_head_size), written and returned.
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_size). If the spec has `needs_lse`, also the LSE,
+            float32 (num_tokens, num_heads). A token without keys has output 0 and LSE -inf.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
+        """
+        step = self.group.plan_for(plan)
+        assert isinstance(step, SparseStep)
+        check_tensor("query", query, self.group.torch_device)
+        if choice is None:
+            choice = newest(self.spec, step.batch)
+        if out is None:
+            out = query.new_empty(step.out_shape)
+        lse = None
+        if self.spec.needs_lse:
+            lse = torch.empty(step.out_shape[:2], dtype=torch.float32, device=query.device)
+        self.run(step, query, key, value, cache, choice, out, lse)
+        return out if lse is None else (out, lse)
+
+    def run(
+        self,
+        step: SparseStep,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache,
+        choice: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Check the tensors and run the step. Writes `out` and `lse`.
+
+        Args:
+            step: the plan.
+            query: (num_tokens, num_heads, head_size).
+            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
+            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
+            cache: the keys and values.
+            choice: int32 (num_tokens, choices, topk): the rows that each token attends to; -1 for none.
+            out: (num_tokens, num_heads, v_head_size).
+            lse: float32 (num_tokens, num_heads), or None.
+
+        Raises:
+            BatchError: a tensor has another shape, dtype or device.
+            CacheError: the cache isn't of the group's form.
+
+        """
+        sparse = self.spec.sparse
+        assert sparse is not None
+        if sparse.value_in_key and key is not None and value is None:
+            value = key[..., : self.spec.v_head_size]
+        self._check(step, query, key, value, choice, out)
+        self.group.check_cache(cache)
+        refuse_gradients(query=query, key=key, value=value)
+        if self.checks and not capturing(query):
+            if sparse.tokens_per_entry == 1:
+                check_on_device(step.batch, cache.num_blocks, cache.block_size)
+            if not step.batch.lens_are_bounds:  # a captured step's buffers may hold ids of no row
+                self._check_ids(choice, cache)
+        with own_precision(self.group.device_type):
+            step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
+
+    def store(
+        self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
+    ) -> None:
+        """Store keys and values, or entries, without attending.
+
+        Args:
+            key: (rows, num_kv_heads, head_size), any number of rows.
+            value: alike, with the values' size; None with `value_in_key`.
+            cache: the layer's cache.
+            slot_mapping: int64 (rows,), where each goes; -1 skips.
+
+        Raises:
+            BatchError: a tensor doesn't fit the plan; nothing has changed.
+            CacheError: the cache doesn't fit the layer; nothing has changed.
+
+        """
+        if self._params.rotate:
+            raise BatchError(
+                "store() writes keys as they are, and this layer rotates; pass them to forward, or build "
+                "a layer with rotate=False"
+            )
+        spec, device = self.spec, self.group.torch_device
+        assert spec.sparse is not None
+        check_slots(slot_mapping, device)
+        if value is None and spec.sparse.value_in_key:
+            value = key[..., : spec.v_head_size]
+        count = slot_mapping.shape[0]
+        for name, tensor, size in (
+            ("key", key, spec.head_size),
+            ("value", value, spec.v_head_size),
+        ):
+            check_tensor(name, tensor, device)
+            assert isinstance(tensor, Tensor)
+            shape = (count, spec.num_kv_heads, size)
+            if tensor.shape != shape or tensor.dtype is not self._dtype:
+                raise bad_input(name, tensor, shape, self._dtype)
+        self.group.check_cache(cache)
+        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
+        assert value is not None
+        store.run(store.plan(slot_mapping.long()), key, value, cache, self._params)
+
+    def _check(
+        self, step: SparseStep, query: Tensor, key: Tensor | None, value: Tensor | None,
+        choice: Tensor, out: Tensor,
+    ) -> None:  # fmt: skip
+        spec, sparse, tokens = self.spec, self.spec.sparse, step.batch.num_tokens
+        assert sparse is not None
+        if (key is None) != (value is None):
+            raise BatchError("key and value come together, or both are None")
+        device = self.group.torch_device
+        expected: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
+            "query": (query, tuple(step.query_shape), self._dtype),
+            "out": (out, tuple(step.out_shape), self._dtype),
+        }
+        if key is not None:
+            if sparse.tokens_per_entry > 1:
+                raise BatchError(
+                    f"an entry of this cache stands for {sparse.tokens_per_entry} tokens, and key has "
+                    "one row a token; pass None, and store entries by store()"
+                )
+            expected["key"] = (key, (tokens, spec.num_kv_heads, spec.head_size), self._dtype)
+            expected["value"] = (value, (tokens, spec.num_kv_heads, spec.v_head_size), self._dtype)
+        check_tensor("choice", choice, device)
+        width = choice.shape[-1] if choice.dim() == 3 else sparse.budget
+        if width > sparse.budget:
+            raise BatchError(
+                f"choice {tuple(choice.shape)} names {width} ids a token; the spec's sparse.budget is "
+                f"{sparse.budget}"
+            )
+        shape = (tokens, sparse.choices(spec.num_heads, spec.num_kv_heads), width)
+        expected["choice"] = (choice, shape, torch.int32)
+        for name, (tensor, form, dtype) in expected.items():
+            check_tensor(name, tensor, device)
+            if tensor.shape != form or tensor.dtype is not dtype:
+                raise bad_input(name, tensor, form, dtype)
+
+    def _check_ids(self, choice: Tensor, cache: KVCache) -> None:
+        """Refuse an id twice, and places outside the cache; costs a copy to the host."""
+        sparse = self.spec.sparse
+        assert sparse is not None
+        ids = choice.cpu().sort(-1).values
+        twice = ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).nonzero()
+        if len(twice):
+            token, scope, at = twice[0].tolist()
+            raise BatchError(
+                f"choice[{token}, {scope}] names {int(ids[token, scope, at])} twice; it would count twice"
+            )
+        places = cache.num_blocks * cache.block_size
+        if sparse.physical and ids.numel() and int(ids.max()) >= places:
+            raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")

@@ -1,0 +1,135 @@
+"""Where are the chosen keys? A choice as a block table and a length for each token and KV head.
+
+Attention doesn't depend on the order of its keys. A token that attends to some of them is therefore a
+decode over pages of its own: the chosen ones, complete pages first. Any paged kernel computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
+
+
+def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's sequence, its position in it, and the sequence's length.
+
+    They come from the device's lengths, which change between replays of a captured graph.
+
+    Args:
+        batch: the step.
+
+    Returns:
+        Three tensors, int64 (num_tokens,).
+
+    Raises:
+        Nothing: every step has them.
+
+    Examples:
+        >>> batch = Batch.from_lens([2, 1], [5, 9], torch.tensor([[0], [1]]).int(), 16)
+        >>> [each.tolist() for each in token_places(batch)]
+        [[0, 0, 1], [3, 4, 8], [5, 5, 9]]
+
+    """
+    tokens = torch.arange(batch.num_tokens, device=batch.device)
+    if not batch.num_tokens:
+        return tokens, tokens, tokens
+    seqs = tokens
+    if not batch.all_decode:
+        ends = batch.query_start_loc[1:].long()
+        seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    lens = batch.seq_lens.long()[seqs]
+    return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
+
+
+NONE = torch.iinfo(torch.int32).max
+"""Stands for an id that names nothing, so that it comes last."""
+
+
+def visible_entries(
+    tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
+) -> Tensor:
+    """Return how many of its sequence's entries each token sees.
+
+    Args:
+        tokens_per_entry: that an entry stands for.
+        positions: (num_tokens,), as `token_places` returns them.
+        lens: likewise.
+        causal: False: a token sees its whole sequence.
+
+    Returns:
+        int64 (num_tokens,).
+
+    Raises:
+        Nothing: any lengths do.
+
+    Examples:
+        >>> visible_entries(4, torch.tensor([2, 3, 8]), torch.tensor([9, 9, 9])).tolist()
+        [0, 1, 2]
+
+    """
+    tokens = torch.minimum(positions + 1, lens) if causal else lens
+    return tokens.clamp(min=0) // tokens_per_entry
+
+
+def newest(spec: LayerSpec, batch: Batch) -> Tensor:
+    """Return a choice of the newest groups that each token sees, as many as the budget."""
+    sparse = spec.sparse
+    assert sparse is not None
+    if sparse.physical:
+        raise BatchError(
+            "choice is missing: physical ids have no order in which some are the newest"
+        )
+    _, positions, lens = token_places(batch)
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    group = sparse.granularity
+    most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0
+    back = torch.arange(max(1, min(sparse.budget, most)), device=batch.device)
+    ids = (-(-visible // group) - 1)[:, None] - back
+    ids = ids.clamp(min=-1).int()[:, None]
+    return ids.expand(-1, sparse.choices(spec.num_heads, spec.num_kv_heads), -1).contiguous()
+
+
+def pages_of(
+    spec: LayerSpec, ids: Tensor, visible: Tensor, seqs: Tensor, table: Tensor, block_size: int,
+    size: int, steps: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the block table int32 (rows, pages) and the lengths int32 (rows,) of a choice.
+
+    A row is a token and a KV head, or, where the scope is `"head"`, a token and a query head. `ids`
+    int32 (num_tokens, scope, K); `visible`, `seqs` int64 (num_tokens,): how many entries a token sees,
+    and its row of `table`, whose blocks have `block_size` entries. `size`, `steps`: of the pages, as
+    `KVCache.in_pages_of` says. Never waits for the device.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    group, each = sparse.granularity, ids.long()
+    if sparse.physical:
+        inside = each >= 0
+        counts = inside.long()
+    else:
+        first = each * group
+        inside = (each >= 0) & (first < visible[:, None, None])
+        counts = (visible[:, None, None] - first).clamp(max=group).where(inside, 0)
+    # Of a token's groups only the last may be incomplete, and it has the largest id.
+    order = each.masked_fill(~inside, NONE).sort(-1).values
+    lens = counts.sum(-1)
+    entries = order[..., None] * group + torch.arange(0, group, size, device=ids.device)
+    entries = entries.flatten(2)
+    blocks = entries // block_size
+    if not sparse.physical:
+        width = table.shape[1]
+        at = seqs[:, None, None] * width + blocks.clamp(max=max(width - 1, 0))
+        blocks = table.reshape(-1)[at].long() if width else torch.zeros_like(at)
+    by_block, by_run, by_head = steps
+    pages = blocks * by_block + entries % block_size // size * by_run
+    pages = pages.masked_fill(entries >= NONE, 0)
+    heads = torch.arange(spec.num_kv_heads, device=ids.device)
+    if sparse.scope == "head":
+        heads = heads.repeat_interleave(spec.gqa_ratio)
+    pages = pages + heads[:, None] * by_head
+    lens = lens.expand(len(ids), len(heads))
+    return pages.int().flatten(0, 1), lens.int().flatten()

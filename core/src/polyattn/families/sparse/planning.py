@@ -1,0 +1,194 @@
+"""How is a step of a sparse layer planned? As decodes by bounds, over buffers that each call fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.rotation import rotation_of
+from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.program import Call, Frame, LayerParams, Op
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.store import Store, claimed_rotation
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.decompose import paged, sparse_blocks
+
+TABLE_BYTES = 64 << 20
+"""What the block tables of a call's rows may take while they are made: longer steps come in pieces."""
+
+
+class Piece(Op):
+    """Some of a step's tokens: a decode of each token and KV head over the keys that are chosen for it.
+
+    `table`, `lens`: the rows' block tables and lengths, which each call writes. `call` is None where the
+    host reads the lengths and plans at each call.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        batch: Batch,
+        rows: slice,
+        table: Tensor,
+        lens: Tensor,
+        call: Call | None = None,
+    ):
+        self.planner, self.batch, self.rows = planner, batch, rows
+        self.table, self.lens, self.call = table, lens, call
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return () if self.call is None else (self.call,)
+
+    def run(self, frame: Frame) -> None:
+        planner, cache, choice = self.planner, frame.cache, frame.choice
+        spec, given, table = planner.group.spec, frame.params, self.batch.block_table
+        assert cache is not None and choice is not None and table is not None
+        view, steps = cache.in_pages_of(planner.page_size)
+        assert spec.sparse is not None and isinstance(self.rows, slice)
+        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
+        visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
+        pages, lens = pages_of(
+            spec, choice, visible, seqs, table, cache.block_size, planner.page_size, steps
+        )
+        self.table[:, : pages.shape[1]].copy_(pages)
+        self.lens.copy_(lens)
+        call = self.call or planner.call_of(planner.batch_of(self, lens.tolist()))
+        rows = len(lens)
+        query = frame.query.reshape(rows, -1, spec.head_size)
+        out = frame.out.new_empty(rows, query.shape[1], spec.v_head_size)
+        lse = None
+        if planner.spec.needs_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        params = LayerParams(k_scale=given.k_scale, v_scale=given.v_scale)
+        call.run(Frame(query, None, None, view, params, out, lse))
+        result = out.view(-1, spec.num_heads, spec.v_head_size)
+        result_lse = None if lse is None else lse.view(-1, spec.num_heads)
+        if given.sinks is not None:
+            assert result_lse is not None
+            result, result_lse = with_sinks(result, result_lse, given.sinks)
+        frame.out.copy_(result)
+        if frame.lse is not None and result_lse is not None:
+            frame.lse.copy_(result_lse)
+
+
+class SparseStep(StepPlan):
+    """A step over chosen keys: the tokens to store, and the pieces to decode."""
+
+    def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
+        super().__init__(planner.group, batch, (before, *pieces))
+        self.before, self.pieces, self.planner = before, pieces, planner
+        spec, tokens = planner.group.spec, batch.num_tokens
+        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
+        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
+
+    def explain(self) -> str:
+        spec, batch = self.group.spec, self.batch
+        return (
+            f"sparse: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, {spec.sparse}: "
+            f"{self.planner.name}"
+        )
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a learned logit a head to the softmax's denominator.
+
+    `output` (tokens, heads, size), `lse` float32 (tokens, heads). A row without keys stays as it is: not
+    even the sink counts.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    weight = torch.exp(lse - total.masked_fill(lse == -torch.inf, 0.0))
+    return (
+        (output.to(weight.dtype) * weight[..., None]).to(output.dtype),
+        total.masked_fill(lse == -torch.inf, -torch.inf),
+    )
+
+
+class Planner(StepPlanner):
+    """Plans for sparse layers. One backend serves every token, in both phases."""
+
+    def __init__(self, group: LayerGroup):
+        self.group = group
+        info = group.selection.backend("decode")
+        assert info is not None and group.cache_format is not None and group.spec.sparse is not None
+        self.name, form = info.name, group.cache_format
+        self.spec = paged(group.spec, group.device.is_accelerator)
+        page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
+        self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
+        self.form = CacheFormat(
+            block_size=self.page_size, num_kv_heads=1, head_size=form.head_size,
+            v_head_size=form.v_head_size, dtype=form.dtype, value_in_key=form.value_in_key,
+        )  # fmt: skip
+        self.backend = group.load("decode", info, AttentionBackend, self.spec, self.form)
+        self.store = group.backend("store", StoreBackend, cache=form)
+        self.rotated_by = claimed_rotation(group, self.store)
+        sparse = group.spec.sparse
+        self.rows = group.spec.num_heads if sparse.scope == "head" else group.spec.num_kv_heads
+        self.width = sparse.budget * (sparse.granularity // self.page_size)
+
+    def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
+        """Plan one step. Raises `BatchError`."""
+        spec, assigned = self.group.spec, self.group.cache_format
+        assert assigned is not None and spec.sparse is not None
+        if spec.sparse.tokens_per_entry == 1:
+            batch.check_pages(assigned.block_size)
+        elif batch.slot_mapping is not None:
+            raise BatchError(
+                "slot_mapping stores a step's tokens, and an entry of this cache stands for "
+                f"{spec.sparse.tokens_per_entry} of them; leave it out, and store entries by store()"
+            )
+        if batch.block_table is None and batch.num_tokens:
+            raise BatchError(
+                f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
+            )
+        pieces: list[Piece] = []
+        most = max(1, TABLE_BYTES // (8 * 4 * self.rows * self.width))
+        for first in range(0, batch.num_tokens, most):
+            tokens = slice(first, min(first + most, batch.num_tokens))
+            earlier = None if reuse is None else reuse.pieces[len(pieces)]
+            pieces.append(self._piece(batch, tokens, pieces, earlier))
+        rotation = None
+        if spec.rope is not None:
+            rotation = rotation_of(spec, batch, reuse and reuse.before.rotation)
+        before = Store(spec, batch, self.store, self.rotated_by, rotation)
+        return SparseStep(batch, before, pieces, self)
+
+    def _piece(
+        self, batch: Batch, tokens: slice, before: list[Piece], earlier: Piece | None
+    ) -> Piece:
+        rows = (tokens.stop - tokens.start) * self.rows
+        if earlier is not None:
+            if len(earlier.lens) != rows:
+                raise BatchError(
+                    f"the captured step has {len(earlier.lens)} rows, this one {rows}; capture a graph "
+                    "for each number of tokens"
+                )
+            return Piece(self, batch, tokens, earlier.table, earlier.lens, earlier.call)
+        if before and len(before[0].lens) == rows:  # one piece after another, over the same buffers
+            return Piece(self, batch, tokens, before[0].table, before[0].lens, before[0].call)
+        device = batch.device
+        table = torch.zeros(rows, self.width, dtype=torch.int32, device=device)
+        lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        piece = Piece(self, batch, tokens, table, lens)
+        if self.spec.length_bounds:
+            longest = self.width * self.page_size
+            piece.call = self.call_of(self.batch_of(piece, [longest] * rows))
+        return piece
+
+    def batch_of(self, piece: Piece, lens: list[int]) -> Batch:
+        """Return a piece's rows as decodes; `lens` are their lengths, or the most that they may be."""
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=piece.lens.device)
+        batch = Batch.on_buffers(
+            list(range(len(lens) + 1)), lens, starts, piece.lens, piece.table, None
+        )
+        batch.lens_are_bounds = self.spec.length_bounds
+        return batch
+
+    def call_of(self, batch: Batch) -> Call:
+        """Return the backend's call for rows."""
+        return Call("decode", self.name, self.backend, self.backend.plan(batch), None)

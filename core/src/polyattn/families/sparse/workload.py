@@ -1,0 +1,204 @@
+"""One step of a sparse layer: a poisoned cache, a choice, and the reference a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyattn.families.sparse import reference
+from polyattn.families.sparse.layer import SparseAttention
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
+from polyattn.workload.base import picked_rows, spoil_requests
+from polyattn.workload.choosing import ChoosingWorkload
+from polyattn.workload.dice import Dice
+from polyattn.workload.pages import copied, poison, put
+from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
+
+
+class SparseWorkload(ChoosingWorkload):
+    """One step of a sparse layer.
+
+    - `query`; `key`, `value`: the new tokens', None where the cache holds entries of several tokens.
+    - `keys`, `values`: every sequence's entries, one sequence after another.
+    - `choice` int32 (tokens, scope, budget): ids that the token sees, a few that it doesn't, and -1.
+    """
+
+    names = ("query", "key", "value", "choice")
+    choice: Tensor
+    cache: KVCache
+    key: Tensor | None
+    value: Tensor | None
+
+    def __init__(
+        self,
+        layer: SparseAttention,
+        lengths: Lengths,
+        dice: Dice,
+        *,
+        like: SparseWorkload | None = None,
+    ):
+        """Draw a step. `like`: another layer's step, whose batch this one has too."""
+        self.layer, self.lengths, self.dice = layer, lengths, dice
+        spec = self.spec
+        queries, lens = lens_of(lengths)
+        dtype = STORAGE_DTYPES[spec.dtype]
+        entries = sum(n // self.part.tokens_per_entry for n in lens)
+        self.query = dice.normal(sum(queries), spec.num_heads, spec.head_size, dtype=dtype)
+        self.keys = dice.normal(entries, spec.num_kv_heads, spec.head_size, dtype=dtype)
+        self.values = dice.normal(entries, spec.num_kv_heads, spec.v_head_size, dtype=dtype)
+        if self.part.value_in_key:
+            self.values = self.keys[..., : spec.v_head_size]
+        self.ids = drawn_choice(spec, lengths, dice)
+        self._lay(like)
+
+    @classmethod
+    def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> SparseAttention:
+        """Return a layer with random sinks and scales where the spec has them."""
+        spec = group.spec
+        factor = {"auto": 1.0, "int8": 0.08}.get(spec.kv_cache_dtype, 0.7)
+        sinks = dice.normal(spec.num_heads).float() if spec.learned_sinks else None
+        return SparseAttention(
+            group, sinks=sinks, k_scale=factor, v_scale=factor, checks=checks,
+            rotate=False if spec.rope is not None else None,
+        )  # fmt: skip
+
+    @property
+    def part(self) -> SparseSpec:
+        """The spec's own part."""
+        assert self.spec.sparse is not None
+        return self.spec.sparse
+
+    def _lay(self, like: SparseWorkload | None = None) -> None:
+        form, m = self.group.cache_format, self.part.tokens_per_entry
+        assert form is not None
+        _, lens = lens_of(self.lengths)
+        entries = [n // m for n in lens]
+        table, num_blocks = self.dice.blocks(entries, form.block_size)
+        if like is not None and like.batch.block_table is not None:
+            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        self.cache = KVCache.allocate(form, num_blocks, self.device)
+        poison(self.cache)
+        slots = Batch.from_lens(entries, entries, table, form.block_size).slot_mapping
+        assert slots is not None
+        self.choice = self.ids
+        if self.part.physical:
+            self.choice = self._places(table, form.block_size)
+        if m > 1:
+            self._put(self.cache, self.keys, self.values, slots)
+            self.key = self.value = None
+            queries, _ = lens_of(self.lengths)
+            self.batch = Batch.from_lens(queries, lens, device=self.device)
+            self.batch.block_table = table
+            return
+        there = held_before(self.lengths).to(self.device)
+        self._put(self.cache, self.keys, self.values, slots.masked_fill(~there, -1))
+        rows = new_rows(self.lengths).to(self.device)
+        self.batch = paged(self.lengths, table, form.block_size)
+        held = len(self.keys) > 0
+        self.key = self.keys[rows] if held else self.keys.new_zeros(len(rows), *self.keys.shape[1:])
+        self.value = self.key[..., : self.spec.v_head_size] if self.part.value_in_key else None
+        if self.value is None:
+            shape = self.values.shape[1:]
+            self.value = self.values[rows] if held else self.values.new_zeros(len(rows), *shape)
+
+    def _places(self, table: Tensor, block_size: int) -> Tensor:
+        """Return the choice as places in the cache, of ids that the token sees."""
+        rows, at, blocks = self.ids.tolist(), 0, table.tolist()
+        named = SparseSpec(budget=self.part.budget, tokens_per_entry=self.part.tokens_per_entry)
+        for index, (query, length) in enumerate(self.lengths):
+            for token in range(at, at + query):
+                position = length - at - query + token
+                for each in rows[token]:
+                    slots = reference.chosen_slots(
+                        self.spec.replace(sparse=named), each, position, length, blocks[index],
+                        block_size,
+                    )  # fmt: skip
+                    each[:] = slots + [-1] * (len(each) - len(slots))
+            at += query
+        shape = self.ids.shape
+        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(shape)
+
+    def _put(self, cache: KVCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        put(cache, keys, values, slots, (self.layer.params.k_scale, self.layer.params.v_scale))
+
+    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
+        queries, lens = lens_of(self.lengths)
+        entries = [n // self.part.tokens_per_entry for n in lens]
+        rows = picked_rows(queries, requests, self.device)
+        held = picked_rows(entries, requests, self.device)
+        work = self.but(
+            lengths=[self.lengths[i] for i in requests], query=self.query[rows], ids=self.ids[rows],
+            keys=self.keys[held], values=self.values[held],
+        )  # fmt: skip
+        queries, lens = lens_of(work.lengths)
+        entries = [n // self.part.tokens_per_entry for n in lens]
+        spoil_requests([(work.query, queries), (work.keys, entries)], spoilt, self.dice)
+        if self.part.value_in_key:
+            work.values = work.keys[..., : self.spec.v_head_size]
+        work._lay()
+        expected, lse = self.expected
+        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
+        return work
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.query, self.key, self.value, self.cache
+
+    @cached_property
+    def held(self) -> KVCache:
+        """What the cache must hold after the step."""
+        held, slots = copied(self.cache), self.batch.slot_mapping
+        if slots is not None and self.key is not None and self.value is not None:
+            self._put(held, self.key, self.value, slots)
+        return held
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        return reference.forward(
+            self.spec, self.query, self.held, self.batch, self.choice, self.layer.params
+        )
+
+    @cached_property
+    def out(self) -> Tensor:
+        shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
+        return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
+
+    def call(self) -> Any:
+        return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
+
+
+WORKLOAD = SparseWorkload
+
+
+def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
+    """Return int32 (tokens, scope, budget): distinct ids in any order, -1 behind them.
+
+    Some are of groups that end behind the token, or lie behind it altogether; the newest group is often
+    among them. Some tokens have no id, some all that there are.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    group = sparse.granularity * sparse.tokens_per_entry
+    rows = []
+    for query, length in lengths:
+        for position in range(length - query, length):
+            for _ in range(sparse.choices(spec.num_heads, spec.num_kv_heads)):
+                seen = max(position, 0) // group + 1
+                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(0, sparse.budget + 1)]
+                if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
+                    ids[dice.integer(0, len(ids))] = seen - 1
+                row = torch.full((sparse.budget,), -1, dtype=torch.int32)
+                row[: len(ids)] = ids.int()
+                rows.append(row)
+    shape = (-1, sparse.choices(spec.num_heads, spec.num_kv_heads), sparse.budget)
+    if not rows:
+        return torch.empty(0, *shape[1:], dtype=torch.int32, device=dice.device)
+    return torch.stack(rows).view(shape).to(dice.device)

@@ -1,0 +1,125 @@
+"""How are blocks of one cache copied into a cache of another format, layout or block size?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import CacheError, shown
+from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
+from polyattn.runtime.cache.rows import decoded
+from polyattn.runtime.cache.scales import Scale, dequantized, of_heads
+from polyattn.spec.row_format import RowFormat
+
+AT_ONCE = 1 << 22
+"""Elements that are converted at a time: 16 MiB of float32."""
+
+
+def convert_blocks(
+    source: KVCache, target: KVCache,
+    source_blocks: Sequence[int] | Tensor, target_blocks: Sequence[int] | Tensor, *,
+    source_scales: tuple[Scale, Scale] = (1.0, 1.0), target_scales: tuple[Scale, Scale] = (1.0, 1.0),
+) -> None:  # fmt: skip
+    """Write tokens of one cache into another, whatever their formats, layouts, block sizes and devices.
+
+    Bytes are copied as they are where both formats and scales are equal. Otherwise a token is read in
+    float32, on the target's device, and written as the layer's store writes it.
+
+    Args:
+        source: the cache to read.
+        target: the cache to write.
+        source_blocks: (n,), ids of blocks in the order of their tokens.
+        target_blocks: (m,), ids of blocks that hold equally many tokens.
+        source_scales: (k_scale, v_scale) of the layer that reads `source`, as `Attention` takes them.
+        target_scales: of the layer that reads `target`.
+
+    Raises:
+        CacheError: the caches or blocks don't fit one another; nothing is written then.
+
+    Examples:
+        >>> group = LayerGroup(LayerSpec(num_heads=2, head_size=64, dtype="float32", block_size=16))
+        >>> theirs, ours = group.allocate_cache(4), group.allocate_cache(8)
+        >>> convert_blocks(theirs, ours, [0, 1], [7, 3])
+
+    """
+    one, other = source.format, target.format
+    for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
+        if getattr(one, name) != getattr(other, name):
+            raise CacheError(
+                f"source has {name}={getattr(one, name)!r}, target {getattr(other, name)!r}: they are "
+                "caches of different layers"
+            )
+    from_ids = _ids("source_blocks", source_blocks, source)
+    to_ids = _ids("target_blocks", target_blocks, target)
+    if len(to_ids.unique()) < len(to_ids):
+        raise CacheError(f"target_blocks={shown(to_ids.tolist())} names a block twice")
+    tokens = len(from_ids) * source.block_size
+    if tokens != len(to_ids) * target.block_size:
+        raise CacheError(
+            f"source_blocks hold {tokens} tokens, {len(from_ids)} blocks of {source.block_size}; "
+            f"target_blocks hold {len(to_ids) * target.block_size}, {len(to_ids)} of {target.block_size}"
+        )
+    formats = (one.rows or (None, None), other.rows or (None, None))
+    parts = [(source.key, target.key), (source.value, target.value)]
+    for part, (old, new) in enumerate(parts[: 1 if one.value_in_key else 2]):
+        size = one.v_head_size if part else one.head_size
+        read, written = formats[0][part], formats[1][part]
+        scales = (source_scales[part], target_scales[part])
+        as_bytes = old.dtype == new.dtype and read == written and _equal(*scales)
+        for first, last in _pieces(
+            tokens, source.block_size, target.block_size, size * one.num_kv_heads
+        ):
+            rows = raw(old)[from_ids[first // source.block_size : last // source.block_size]]
+            rows = rows.flatten(0, 1).to(new.device)
+            if not as_bytes:
+                rows = _rewritten(rows.view(old.dtype), read, written, size, new.dtype, scales)
+            at = to_ids[first // target.block_size : last // target.block_size]
+            raw(new)[at] = raw(rows).view(len(at), target.block_size, *rows.shape[1:])
+
+
+def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
+    """Return ids of blocks as int64 (n,) on the cache's device."""
+    ids = torch.as_tensor(blocks, device=cache.key.device)
+    if (
+        ids.dim() != 1
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or ids.dtype == torch.bool
+    ):
+        raise CacheError(f"{name}={shown(blocks)} must be ids of blocks, (n,) integers")
+    ids = ids.long()
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < cache.num_blocks:
+        raise CacheError(
+            f"{name}={shown(ids.tolist())} must be ids from 0 to {cache.num_blocks - 1} of {cache}"
+        )
+    return ids
+
+
+def _equal(one: Scale, other: Scale) -> bool:
+    return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+
+
+def _pieces(tokens: int, one: int, other: int, width: int) -> list[tuple[int, int]]:
+    """Return ranges of tokens that end at blocks of both sizes, of about `AT_ONCE` elements each."""
+    both = math.lcm(one, other)
+    step = both * max(1, AT_ONCE // (both * width))
+    return [(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+
+
+def _rewritten(
+    rows: Tensor, read: RowFormat | None, written: RowFormat | None, size: int, dtype: torch.dtype,
+    scales: tuple[Scale, Scale],
+) -> Tensor:  # fmt: skip
+    """Return rows (tokens, heads, width) in another format; `size`: a row's elements."""
+    if read is not None:
+        factor = of_heads(scales[0], rows.shape[1])
+        values = decoded(rows, read, size)
+        values *= factor.to(rows.device) if isinstance(factor, Tensor) else factor
+    else:
+        values = dequantized(rows, scales[0], torch.float32)
+    if dtype.itemsize > 1:
+        return values.to(dtype)
+    return quantize(values, dtype, scales[1], written)

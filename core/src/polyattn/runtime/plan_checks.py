@@ -1,0 +1,82 @@
+"""Does a step's plan read what the layer's mask shows? Checked in a share of the planning time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from polyattn.errors import PluginError, shown
+from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.portions import unevenly_called
+from polyattn.runtime.reads import problems
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.kinds import AttentionKind
+
+SHARE = 0.2
+"""Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
+
+
+class PlanChecks:
+    """Checks steps as they are planned, within a share of the planning time.
+
+    `share` is that share; infinity checks every step. The first step is always checked. `plans` counts
+    backends' plans, and `checked` those whose backend could tell.
+    """
+
+    def __init__(self, share: float = SHARE):
+        self.share, self.planned, self.spent = share, 0.0, 0.0
+        self.plans = self.checked = 0
+
+    def __call__(self, step: Any, captured: Any, seconds: float) -> None:
+        """Check a `StepPlan` that took `seconds` to plan. Raises `PluginError`.
+
+        `captured`: the captured step in whose buffers it lies; None where it isn't replayed.
+        """
+        self.planned += seconds
+        if self.plans and self.spent > self.share * self.planned:
+            return
+        began = time.perf_counter()
+        held = {call.phase: call.plan for call in captured.calls} if captured else {}
+        check_calls(step)
+        for call in step.calls:
+            self.plans += 1
+            plan = held.get(call.phase, call.plan)
+            self.checked += check_plan(call.backend, plan, call.plan.batch)
+        self.spent += time.perf_counter() - began
+
+
+def check_calls(step: Any) -> None:
+    """Check that the calls of a `StepPlan` together attend to each key once. Raises `PluginError`."""
+    spec, form = step.group.spec, step.group.cache_format
+    if (
+        spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE
+    ):  # whose keys are chosen by each token
+        return
+    found = unevenly_called(step.batch, step.ops, None if form is None else form.block_size)
+    if found:
+        raise PluginError(
+            f"a step was taken apart wrongly, and its answer would be wrong: {'; '.join(found)} ({spec}, "
+            f"query lengths {shown(step.batch.query_lens)}, lengths {shown(step.batch.lens)}); report it"
+        )
+
+
+def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
+    """Check that a plan reads what the layer's mask shows. Returns whether the backend could tell.
+
+    `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
+    Raises `PluginError` with what is wrong.
+    """
+    if batch.lens_are_bounds or not isinstance(backend, AttentionBackend):
+        return False
+    reads = backend.reads(plan, batch)
+    if reads is None:
+        return False
+    spec = reads.spec or backend.spec_of(batch)
+    found = problems(spec, batch, reads)
+    if found:
+        raise PluginError(
+            f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "
+            f"{'; '.join(found)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
+            f"{shown(batch.lens)}); report it, and select another backend until it is fixed"
+        )
+    return True

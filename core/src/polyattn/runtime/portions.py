@@ -1,0 +1,160 @@
+"""Do a step's calls together attend to each key once? By phase, over pieces of keys, in smaller blocks.
+
+A checker that shares no line with what takes steps apart: it reads off the calls which tokens each is
+for, and where its keys lie. What a call's own plan does with them is `reads`' to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyattn.runtime.merge import Merged
+from polyattn.runtime.program import Call, Op, Rows
+from polyattn.runtime.step.batch import Batch
+
+Ints = NDArray[np.signedinteger[Any]]
+
+
+class Portion(NamedTuple):
+    """What a call attends to for neighbouring tokens of a sequence.
+
+    `first`, `last`: tokens of the step, `last` excluded; `begin`, `end`: keys of the sequence likewise.
+    """
+
+    seq: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> list[str]:
+    """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
+
+    `block_size`: of the batch's block table. Steps with a mask of their own or with texts whose first
+    keys are missing aren't told of.
+    """
+    if batch.lens_are_bounds or batch.mask is not None or batch.first_positions:
+        return []
+    portions: list[Portion] = []
+    problems: list[str] = []
+    for op in ops:
+        for rows, call, slots in _calls(op, np.arange(batch.num_tokens)):
+            step = _Step(batch, block_size, call, slots)
+            for portion in step.portions(rows, problems):
+                portions.append(portion)
+    if problems:
+        return problems[:5]
+    return list(_gaps(batch, portions))[:5]
+
+
+def _of(rows: Ints, some: Rows) -> Ints:
+    """Return some of these tokens."""
+    if some is None:
+        return rows
+    return rows[some if isinstance(some, slice) else some.cpu().numpy()]
+
+
+def _calls(op: Op, rows: Ints) -> Iterator[tuple[Ints, Call, Any]]:
+    """Yield each call of an op, with its tokens of the step and the slots that its keys come from."""
+    rows = _of(rows, op.rows)
+    if isinstance(op, Merged):
+        for some, part in op.parts:
+            yield from _calls(part, _of(rows, some))
+        return
+    for call in op.calls:
+        yield rows, call, getattr(op, "slots", None)
+
+
+class _Step:
+    """A call beside the step that it is of."""
+
+    def __init__(self, batch: Batch, block_size: int | None, call: Call, slots: Any):
+        self.batch, self.size, self.call = batch, block_size, call
+        self.part: Batch = call.plan.batch
+        self.slots = None if slots is None else slots.cpu().numpy()
+        self.starts = np.asarray(batch.host_starts)
+        self.end = 0  # of the slots that sequences before have
+
+    def portions(self, rows: Ints, problems: list[str]) -> Iterator[Portion]:
+        """Yield what each sequence of the call is of the step's; `rows`: the call's tokens."""
+        part, name = self.part, f"{self.call.phase} by {self.call.name}"
+        if part.num_tokens != len(rows):
+            problems.append(f"{name}: {part.num_tokens} tokens are planned for {len(rows)} rows")
+            return
+        for index, (first, last) in enumerate(zip(part.starts, part.starts[1:], strict=False)):
+            length = part.lens[index]
+            self.end += length
+            if first == last:
+                continue
+            mine = rows[first:last]
+            seq = int(self.starts.searchsorted(mine[0], "right")) - 1
+            stop = int(self.starts[seq + 1])
+            if mine[-1] >= stop or (np.diff(mine) != 1).any():
+                problems.append(
+                    f"{name}: sequence {index} has tokens {mine.tolist()[:8]} of several"
+                )
+                continue
+            begin = self.begin(seq, index)
+            # Where its first token stands, by the step and by the call.
+            stands = self.batch.lens[seq] - (stop - int(mine[0]))
+            taken = begin + length - len(mine)
+            aligned = stands == taken if part.causal else begin + length <= stands
+            if begin < 0 or not aligned:
+                token = int(mine[0]) - int(self.starts[seq])
+                problems.append(
+                    f"{name}: sequence {seq}, query token {token}: its keys from {begin} to "
+                    f"{begin + length} are not the step's"
+                )
+                continue
+            yield Portion(seq, int(mine[0]), int(mine[-1]) + 1, begin, begin + length)
+
+    def begin(self, seq: int, index: int) -> int:
+        """Return which of a sequence's keys the call's first is; -1: they aren't neighbours there."""
+        batch, part, length = self.batch, self.part, self.part.lens[index]
+        if not length:
+            return max(0, self.batch.lens[seq] - self.batch.query_lens[seq]) if part.causal else 0
+        table = batch.host_block_table
+        if batch.block_table is None:
+            return part.key_starts[index] - batch.key_starts[seq]
+        if table is None or not self.size:
+            return 0
+        place = np.arange(batch.lens[seq])
+        if self.slots is not None:
+            held = self.slots[self.end - length : self.end]
+            slots = table[seq, place // self.size] * self.size + place % self.size
+            at = np.flatnonzero(slots[: len(slots) - length + 1] == held[0])
+            return next((int(a) for a in at if (slots[a : a + length] == held).all()), -1)
+        theirs, size = part.host_block_table, self.call.block_size or self.size
+        if theirs is None:
+            return 0
+        place, ratio = place[:length:size] // size, self.size // size
+        blocks, turned = table[seq, place // ratio], theirs[index, place] - place % ratio
+        # Where K's and V's blocks lie in turn, the next is twice as far.
+        same = (turned == blocks * ratio) | (turned == 2 * blocks * ratio)
+        return 0 if same.all() else -1
+
+
+def _gaps(batch: Batch, portions: list[Portion]) -> Iterator[str]:
+    """Yield the first key of a token that no call attends to, or several."""
+    held = np.array(portions, np.int64).reshape(-1, 5)
+    for seq, (first, last) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
+        mine = held[held[:, 0] == seq]
+        cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last]]))
+        for token in cuts[:-1].tolist() if last > first else ():
+            there = mine[(mine[:, 1] <= token) & (token < mine[:, 2])]
+            name = f"sequence {seq}, query token {token - first}"
+            if not len(there):
+                yield f"{name}: no call has it"
+            at = 0
+            for begin, end in there[there[:, 3].argsort(kind="stable"), 3:].tolist():
+                if end > begin and begin != at:
+                    calls = "no call" if begin > at else "several calls"
+                    yield f"{name}, key {min(begin, at)}: by {calls}"
+                at = max(at, end)
+            if at < batch.lens[seq]:
+                yield f"{name}, key {at}: by no call"

@@ -1,0 +1,75 @@
+"""Checked integers of a batch: Python's lists, or arrays on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyattn.errors import BatchError, shown
+from polyattn.spec.fields import LONGEST
+
+LARGEST = (1 << 31) - 1
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+            raise BatchError(
+                f"{name} is {values.dtype} of shape {tuple(values.shape)}; it must be one-dimensional "
+                "int32"
+            )
+        return list(values.tolist())
+    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
+        raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
+    found = list(values) if not isinstance(values, np.ndarray) else values.tolist()
+    for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
+            raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
+        found[index] = int(value)
+    return found
+
+
+def on_host(name: str, values: list[int]) -> Integers:
+    """Return integers as NumPy's int64. Raises `BatchError` if they exceed what kernels count to."""
+    try:
+        found = np.array(values, np.int64)
+    except OverflowError:
+        found = None
+    if found is None or found.max(initial=0) > LARGEST:
+        raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
+    return found
+
+
+def check_lengths(starts: Integers, lens: Integers) -> None:
+    """Check that starts never decrease and lengths are not negative. Raises `BatchError`."""
+    if not len(starts) or starts[0] != 0:
+        raise BatchError(f"query_start_loc={starts[:4].tolist()}… must start with 0")
+    if len(starts) != len(lens) + 1:
+        raise BatchError(
+            f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
+            "than there are sequences"
+        )
+    queries = starts[1:] - starts[:-1]
+    if queries.min(initial=0) < 0:
+        index = int((queries < 0).argmax())
+        raise BatchError(
+            f"query_start_loc[{index + 1}]={starts[index + 1]} is less than the entry before it "
+            f"({starts[index]}); it must never decrease"
+        )
+    if lens.min(initial=0) < 0:
+        index = int((lens < 0).argmax())
+        raise BatchError(f"seq_lens[{index}]={lens[index]} is negative")
+    for name, counts in (("seq_lens", lens), ("query_lens", queries)):
+        if counts.max(initial=0) > LONGEST:
+            index = int(counts.argmax())
+            raise BatchError(
+                f"{name}[{index}]={counts[index]} is more than {LONGEST}, the longest sequence; split it"
+            )

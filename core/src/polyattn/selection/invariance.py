@@ -1,0 +1,75 @@
+"""What does invariance cost? Predicted times of two typical steps, with it and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polyattn.selection.prediction import Predictor, kind_of_step, shape_of_step
+from polyattn.selection.selection import Selection
+from polyattn.selection.step_choice import step_choice
+from polyattn.spec.timing import TimingModel
+
+STEPS = {
+    "decode": ("a decode of 32 sequences of 4,096 keys", [1] * 32, [4096] * 32),
+    "prefill": ("a prompt of 2,048 tokens", [2048], [2048]),
+}
+"""By phase a step, its query lengths and its key lengths."""
+
+
+def times(
+    selection: Selection, models: Iterable[TimingModel]
+) -> dict[str, tuple[str, float | None]]:
+    """Return by phase the backend of its step in `STEPS`, and the predicted microseconds if known.
+
+    `models`: measured times for this layer on this device, of any backends.
+    """
+    choice, predictor = step_choice(selection), Predictor(selection.spec, models)
+    found: dict[str, tuple[str, float | None]] = {}
+    for phase, (_, queries, lens) in STEPS.items():
+        info = selection.backend(phase)
+        if info is None:
+            continue
+        if choice is None:
+            shape = shape_of_step(selection.spec, queries, lens)
+            weighed = predictor.among(kind_of_step(queries, lens), [info.name])
+            found[phase] = info.name, predictor.evaluate(weighed, shape).get(info.name)
+        else:
+            call = choice.calls(queries, lens)[0]
+            found[phase] = call.name, call.times.get(call.name)
+    return found
+
+
+def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:
+    """Return a line for each phase that costs more than if bits could depend on the batch, or may.
+
+    Another backend runs it then, or the same one was measured at the level. `models`: as in `times`.
+    """
+    models, lines = tuple(models), []
+    others = times(free, free.timings or models)
+    measured = {(m.backend, m.kind) for m in models if m.level}
+    level = invariant.spec.batch_invariant.name.lower()
+    for phase, (name, us) in times(invariant, models).items():
+        other, its = others[phase]
+        _, queries, lens = STEPS[phase]
+        if name == other and (name, kind_of_step(queries, lens)) not in measured:
+            continue
+        beside = "without it too" if name == other else f"not {other}"
+        line = f"batch_invariant={level!r} costs: {name} runs {phase}, {beside}; "
+        if us is None or its is None:
+            unknown = " and ".join(n for n, t in ((name, us), (other, its)) if t is None)
+            line += f"no timing table of this device has {unknown}"
+            line += "" if its is None else f" ({other}: {its:,.1f} us for {STEPS[phase][0]})"
+        else:
+            line += f"for {STEPS[phase][0]} {us:,.1f} us are predicted, "
+            line += f"{us / its:.1f} times {its:,.1f} us"
+        lines.append(line)
+    return lines
+
+
+def described(selection: Selection, models: Iterable[TimingModel]) -> str:
+    """Return the backends of a selection, with the predicted times of `STEPS`."""
+    found = times(selection, models)
+    return ", ".join(
+        f"{phase} {name} ({'not measured' if us is None else f'{us:,.1f} us for {STEPS[phase][0]}'})"
+        for phase, (name, us) in found.items()
+    )

@@ -1,0 +1,89 @@
+"""How are a spec's fields read, and how large may they be?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from enum import Enum, IntEnum
+from typing import Any, TypeVar
+
+from polyattn.errors import SpecError, nearest
+
+T = TypeVar("T")
+LARGEST_BLOCK = 1 << 16
+LONGEST = 1 << 29
+"""Tokens of the longest sequence. A window, chunk or number of kept tokens beyond it hides nothing more,
+and a position plus or minus either stays within int32, in which kernels count."""
+LARGEST_WINDOW = 1 << 40
+"""Engines write 2^31 - 1, 2^31 or 2^32 for none; what exceeds this is a slip."""
+
+
+def member(name: str, value: Any, enum: type[Enum]) -> Enum:
+    """Return the member of `enum` that `value` is or names. Raises `SpecError`."""
+    if isinstance(value, str) and issubclass(enum, IntEnum):
+        value = enum.__members__.get(value.upper(), value)
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return enum(value)
+    except ValueError:
+        valid = [m.name.lower() if issubclass(enum, IntEnum) else m.value for m in enum]
+        raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}") from None
+
+
+FIELDS_ELSEWHERE = {
+    "head_dim": "head_size", "qk_head_dim": "head_size", "head_dim_qk": "head_size",
+    "v_head_dim": "v_head_size", "head_dim_v": "v_head_size", "head_dim_vo": "v_head_size",
+    "num_attention_heads": "num_heads", "num_qo_heads": "num_heads", "num_q_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "num_heads_kv": "num_kv_heads",
+    "sm_scale": "scale", "softmax_scale": "scale", "scaling": "scale", "page_size": "block_size",
+    "softcap": "logit_soft_cap", "soft_cap": "logit_soft_cap", "logits_soft_cap": "logit_soft_cap",
+    "attn_logit_softcapping": "logit_soft_cap", "is_causal": "causal",
+    "attention_chunk": "chunk_size", "attention_chunk_size": "chunk_size",
+    "window": "sliding_window", "window_size": "sliding_window",
+    "window_left": "sliding_window, which counts the query itself: window_left + 1",
+    "kv_dtype": "kv_cache_dtype", "kv_data_type": "kv_cache_dtype", "cache_dtype": "kv_cache_dtype",
+    "q_data_type": "dtype", "torch_dtype": "dtype", "sinks": "learned_sinks",
+    "return_lse": "needs_lse", "alibi_slopes": "alibi", "rope_theta": "rope=RopeSpec(base=...)",
+}  # fmt: skip
+"""What transformers, vLLM, FlashInfer and flash-attn call a field, and its name here."""
+
+
+def no_field(of: str, name: str, known: Collection[str]) -> str:
+    """Say that there is no such field, and what it is called here."""
+    here = FIELDS_ELSEWHERE.get(name, "")
+    hint = (
+        f"; polyattn calls it {here}" if here.partition(",")[0].partition("=")[0] in known else ""
+    )
+    return f"{of} has no field {name!r}{hint or nearest(name, known)}"
+
+
+def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build a spec, or a part of one, from its fields. Raises `SpecError`."""
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise SpecError(no_field(of, str(name), known))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise SpecError(f"{of}: {error}") from error
+
+
+def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, or from what is `derived`, as JSON values."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value == derived.get(field.name, field.default):
+            continue
+        if isinstance(value, Enum):
+            value = value.name.lower() if isinstance(value, IntEnum) else value.value
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif hasattr(value, "to_dict"):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value):
+            value = dataclasses.asdict(value)  # type: ignore[arg-type]
+        out[field.name] = value
+    return out

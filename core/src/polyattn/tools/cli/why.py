@@ -1,0 +1,72 @@
+"""`polyattn why`: which backends does a running process use, and why?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from polyattn.errors import SettingsError
+from polyattn.selection.running import Process, running
+from polyattn.tools.cli import stdout
+from polyattn.tools.cli.output import add_row, console, print_json, table
+
+COMMAND = 120
+"""How much of a command the list of processes shows."""
+
+NOBODY = (
+    "no running process that you may look into has loaded a layer group; POLYATTN_WHY=0 keeps a "
+    "process from writing its record"
+)
+
+
+def show(pid: int | None, as_json: bool) -> int:
+    """Print a process's decisions, or the list of processes; 1 where there is none.
+
+    A server's processes are those that it started.
+    """
+    processes = list(running())
+    if pid is not None:
+        processes = [process for process in processes if pid in (process.pid, *process.ancestors)]
+        if not processes:
+            raise SettingsError(
+                f"process {pid} has no record, nor has a process that it started: it has ended, or has "
+                "loaded no layer group, or belongs to another user, or its POLYATTN_WHY is 0; "
+                "`polyattn why` lists the others"
+            )
+    if as_json:
+        print_json([asdict(process) for process in processes])
+    elif not processes:
+        console.print(NOBODY, markup=False)
+    elif len(processes) == 1:
+        _print(processes[0])
+    else:
+        _list(processes)
+    return int(not processes)
+
+
+def _list(processes: Sequence[Process]) -> None:
+    rows = table(">process", ">server", ">decisions", ">fallbacks", "integrations", "command")
+    for one in processes:
+        ids = (str(one.pid), str(one.ancestors[-1]) if one.ancestors else "")
+        counts = (str(len(one.decisions)), str(len(one.fallbacks)))
+        command = one.server or one.command
+        add_row(rows, *ids, *counts, ", ".join(one.integrations), command[:COMMAND])
+    console.print(rows)
+    console.print("`polyattn why PROCESS` prints a process's decisions", markup=False)
+
+
+def _print(process: Process) -> None:
+    through = f" through {', '.join(process.integrations)}" if process.integrations else ""
+    lines = [f"process {process.pid}, polyattn {process.version}{through}: {process.command}"]
+    if process.ancestors:
+        lines.append(f"started by process {process.ancestors[-1]}: {process.server}")
+    for decision in process.decisions:
+        lines += ["", decision["explain"]]
+    if process.fallbacks:
+        lines += ["", "not served by polyattn:", *(f"  {line}" for line in process.fallbacks)]
+    # Another user's process may have written anything.
+    stdout.write("\n".join("".join(filter(str.isprintable, line)) for line in _lines(lines)))
+
+
+def _lines(texts: Sequence[str]) -> list[str]:
+    return [line for text in texts for line in text.split("\n")]

@@ -1,0 +1,279 @@
+"""Decoders whose heads, window or rotary embedding depend on a layer's type or index."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polyattn import LayerSpec, RopeSpec
+
+from polyattn_models.attention import Decoder, needed_window, rotary, shared_keys, window
+from polyattn_models.config import Config
+from polyattn_models.layers import Missing, Part, Reader, Towers
+from polyattn_models.patterns import FULL, SLIDING, every, named, starting
+from polyattn_models.recurrent import short_convolution
+from polyattn_models.rotary import read_rope
+
+ROPE_BY_TYPE = Callable[[Config, int, int, str], RopeSpec | None]
+POWER = "a query temperature that is a power of the position"
+
+
+def rope_by_type(
+    defaults: Mapping[str, Any], partial: float | None = 1.0, **options: Any
+) -> ROPE_BY_TYPE:
+    """Return a reader of `rope_parameters` with a set for each layer type; null: no rotation.
+
+    `defaults` stand for absent parameters; `partial` and `options` as in `read_rope`.
+    """
+
+    def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
+        cfg.only("rope_scaling")
+        cfg.only("partial_rotary_factor", partial)
+        stated = cfg.get("rope_parameters", default=defaults)
+        if not isinstance(stated, Mapping) or kind not in stated:
+            raise cfg.error("rope_parameters", stated, f"lacks the layer type {kind!r}")
+        if stated[kind] is None:
+            return None
+        return read_rope(cfg, size, layer_type=kind, default=defaults, partial=partial, **options)
+
+    return rope
+
+
+def _default(theta: float, partial: float | None = None) -> dict[str, Any]:
+    turned = {} if partial is None else {"partial_rotary_factor": partial}
+    return {"rope_type": "default", "rope_theta": theta, **turned}
+
+
+def _by_type(full: Mapping[str, Any], sliding: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {FULL: full, SLIDING: sliding}
+
+
+LAGUNA = Decoder(
+    listed=True, window=needed_window,
+    rope=rope_by_type(_by_type(_default(500000.0, 0.5), _default(10000.0, 1.0))),
+)  # fmt: skip
+
+
+def laguna(cfg: Config) -> Towers:
+    """Each layer has a number of heads of its own."""
+    count = cfg.need("num_hidden_layers")
+    heads = cfg.items("num_attention_heads_per_layer", int, count)
+    layers = [LAGUNA.layer(cfg, i, kind) for i, kind in enumerate(LAGUNA.layer_types(cfg, count))]
+    if heads is not None:
+        layers = [one.replace(num_heads=n) for one, n in zip(layers, heads, strict=True)]
+    return {"text": [(layer,) for layer in layers]}
+
+
+def granite_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
+    """Each layer has a base of its own, 0 for no rotation (Granite with windows)."""
+    count = cfg.need("num_hidden_layers")
+    bases = cfg.get("layer_rope_theta")
+    rope = read_rope(cfg, size)
+    if bases is None:
+        return rope
+    good = isinstance(bases, list) and len(bases) == count
+    if not good or any(type(base) not in (int, float) or base < 0 for base in bases):
+        raise cfg.error("layer_rope_theta", bases, f"must be {count} numbers that aren't negative")
+    return dataclasses.replace(rope, base=float(bases[index])) if bases[index] else None
+
+
+def cohere2_moe(cfg: Config) -> Towers:
+    """Windowed layers are rotated; of the first dense layers all are, or have a window pattern."""
+    cfg.only("rope_scaling")
+    count, dense = cfg.need("num_hidden_layers"), cfg.get("first_k_dense_replace", default=0)
+    if type(dense) is not int or not 0 <= dense <= count:
+        raise cfg.error("first_k_dense_replace", dense, f"must be from 0 to {count}")
+    period = cfg.integer("prefix_dense_sliding_window_pattern") or 1
+    rest = cfg.integer("sliding_window_pattern") or 4
+    derived = every(period)(cfg, dense) + every(rest)(cfg, count - dense)
+    types = cfg.items("layer_types", str, count) or derived
+    types = named(cfg, "layer_types", types, (FULL, SLIDING))
+    mlps = cfg.items("mlp_layer_types", str, count) or ["dense"] * dense + ["sparse"] * count
+    rotated = Decoder(window=needed_window, rope=rotary(pairing="gptj"))
+    layers = []
+    for i, kind in enumerate(types):
+        layer = rotated.layer(cfg, i, kind)
+        turns = kind == SLIDING or (mlps[i] == "dense" and period == 1)
+        layers.append(layer if turns else layer.replace(rope=None))
+    return {"text": [(layer,) for layer in layers]}
+
+
+def kolibri_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
+    """Full attention has no positions in a model with windows."""
+    return None if kind == FULL and window(cfg) is not None else read_rope(cfg, size)
+
+
+def flint_types(cfg: Config, count: int) -> list[str]:
+    """The first two layers, every fourth and the last one see everything."""
+    return [FULL if i < 2 or i % 4 == 1 or i == count - 1 else SLIDING for i in range(count)]
+
+
+def sliding_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
+    """Full attention has no positions."""
+    return read_rope(cfg, size) if kind == SLIDING else None
+
+
+def beam_types(cfg: Config, count: int) -> list[str]:
+    """Every sixth layer and the last one see everything."""
+    return [*every(6)(cfg, count)[:-1], FULL]
+
+
+BEAM = Decoder(
+    types=beam_types, listed=True, window=needed_window,
+    rope=rope_by_type({SLIDING: _default(10000.0), FULL: None}, None),
+)  # fmt: skip
+
+
+def beam(cfg: Config) -> Towers:
+    """A layer without positions multiplies the query by ((position + 1) / 2048 + 1) ** 0.1."""
+    return {
+        "text": [
+            parts if any(isinstance(p, LayerSpec) and p.rope for p in parts) else (Missing(POWER),)
+            for parts in BEAM(cfg)["text"]
+        ]
+    }
+
+
+MIMO_ROPE = _by_type(_default(5e6, 0.334), _default(1e4, 0.334))
+
+
+def mimo(cfg: Config) -> Towers:
+    """MiMo-V2-Flash: windowed layers have sinks and twice the KV heads; values are smaller than keys.
+
+    The window counts the query's own token: the publisher's 128 are 129 here, as in transformers.
+    """
+    count = cfg.need("num_hidden_layers")
+    size, v_size = cfg.need("head_dim"), cfg.need("v_head_dim")
+    heads, kv_heads = cfg.need("num_attention_heads"), cfg.need("num_key_value_heads")
+    stated = cfg.integer("sliding_window_size")
+    within = cfg.need("sliding_window") if stated is None else stated + 1
+    for name, value in (
+        ("swa_head_dim", size), ("swa_v_head_dim", v_size), ("swa_num_attention_heads", heads),
+        ("swa_num_key_value_heads", 2 * kv_heads), ("add_swa_attention_sink_bias", True),
+        ("add_full_attention_sink_bias", False), ("rope_theta", 5e6), ("swa_rope_theta", 1e4),
+        ("partial_rotary_factor", 0.334),
+    ):  # fmt: skip
+        cfg.only(name, value)
+    cfg.number("attention_value_scale")
+    derived = [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
+    pattern = cfg.items("hybrid_layer_pattern", int, count)
+    if pattern is not None and pattern != [int(kind == SLIDING) for kind in derived]:
+        raise cfg.error("hybrid_layer_pattern", pattern, "isn't that of layer_types; drop one")
+    types = cfg.items("layer_types", str, count) or derived
+    types = named(cfg, "layer_types", types, (FULL, SLIDING))
+    rope = rope_by_type(MIMO_ROPE, 0.334)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        slides = kind == SLIDING
+        return LayerSpec(
+            num_heads=heads, num_kv_heads=2 * kv_heads if slides else kv_heads, head_size=size,
+            v_head_size=v_size, dtype=cfg.dtype, learned_sinks=slides,
+            sliding_window=within if slides else None, rope=rope(cfg, size, index, kind),
+        )  # fmt: skip
+
+    return {"text": [(layer(i, kind),) for i, kind in enumerate(types)]}
+
+
+GEMMA4_ROPE = _by_type(
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    _default(10000.0),
+)
+
+
+def gemma4(cfg: Config) -> Towers:
+    """Gemma 4: global layers have larger heads, of which a quarter turns, and may have V = K."""
+    cfg.only("use_bidirectional_attention", "vision")
+    count = cfg.need("num_hidden_layers")
+    types = cfg.items("layer_types", str, count) or every(6)(cfg, count)
+    types = [*named(cfg, "layer_types", types, (FULL, SLIDING))[:-1], FULL]
+    size, kv_heads = cfg.need("head_dim"), cfg.need("num_key_value_heads")
+    own = cfg.get("per_layer_config")
+    if own is not None and not isinstance(own, Mapping):
+        raise cfg.error("per_layer_config", own, "must be a JSON object")
+    whole_size = cfg.integer("global_head_dim") or 512
+    whole_heads = cfg.integer("num_global_key_value_heads")
+    if whole_heads is None or not cfg.flag("attention_k_eq_v"):
+        whole_heads = kv_heads
+    sizes = {SLIDING: (size, kv_heads), FULL: (whole_size, whole_heads)}
+    rope = rope_by_type(GEMMA4_ROPE)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        own_size, own_heads = sizes[kind]
+        if own is not None:
+            part = Config(
+                {f"per_layer_config.{index}": own.get(index, own.get(str(index)))}, cfg.source
+            ).part(f"per_layer_config.{index}")
+            own_size = part.integer("head_dim") or size
+            own_heads = part.integer("num_key_value_heads") or kv_heads
+            cfg.parts.append(part)
+        return LayerSpec(
+            num_heads=cfg.need("num_attention_heads"), num_kv_heads=own_heads, head_size=own_size,
+            scale=1.0, dtype=cfg.dtype, rope=rope(cfg, own_size, index, kind),
+            sliding_window=needed_window(cfg) if kind == SLIDING else None,
+        )  # fmt: skip
+
+    layers = [layer(index, kind) for index, kind in enumerate(types)]
+    return {"text": [(one,) for one in shared_keys(cfg, layers, types)]}
+
+
+LFM3_ROPE = _by_type(
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+    _default(10000.0),
+)
+
+
+def lfm3(cfg: Config) -> Towers:
+    """Gated short convolutions, windowed and full attention."""
+    count = cfg.need("num_hidden_layers")
+    derived = [
+        FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else "conv" for i in range(count)
+    ]
+    types = cfg.items("layer_types", str, count) or derived
+    types = named(cfg, "layer_types", types, (FULL, SLIDING, "conv"))
+    attention = Decoder(window=needed_window, rope=rope_by_type(LFM3_ROPE))
+    convolution: tuple[Part, ...] = (short_convolution(cfg),)
+    return {
+        "text": [
+            convolution if kind == "conv" else (attention.layer(cfg, i, kind),)
+            for i, kind in enumerate(types)
+        ]
+    }
+
+
+COMPASS = Decoder(
+    listed=True, window=needed_window, head_dim=False,
+    rope=rope_by_type({}, None, sections=(24, 20, 20), interleaved=True),
+)  # fmt: skip
+
+
+def cohere_compass(cfg: Config) -> Towers:
+    """Positions have three axes; a layer type without a rotation has null for it."""
+    cfg.only("head_dim", cfg.need("hidden_size") // cfg.need("num_attention_heads"))
+    return COMPASS(cfg)
+
+
+READERS: dict[str, Reader] = {
+    "laguna": laguna,
+    "mellum": Decoder(
+        listed=True, window=needed_window,
+        rope=rope_by_type(_by_type(_default(500000.0), _default(10000.0)), None),
+    ),
+    "cohere2_moe": cohere2_moe,
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"),
+        Decoder(
+            types=starting(4), listed=True, window=needed_window, sinks=True, rope=granite_rope,
+            scale=lambda cfg, size, index: cfg.number("attention_multiplier") or 0.0,
+        ),
+    ),
+    "kolibri1": Decoder(types=every(5), listed=True, window=window, rope=kolibri_rope),
+    "flint": Decoder(
+        types=flint_types, listed=True, window=needed_window, sinks=True, rope=sliding_rope
+    ),
+    "beam": beam,
+    "mimo_v2_flash": mimo,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), gemma4),
+    "lfm3": lfm3,
+    "cohere_compass_text": cohere_compass,
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""Multi-head latent attention: DeepSeek's models and those made after them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec
+
+from polyattn_models.config import Config
+from polyattn_models.layers import Reader, Towers
+from polyattn_models.patterns import named
+from polyattn_models.rotary import parameters, read_rope, yarn_mscale
+
+
+def latent_attention(
+    cfg: Config, rope: RopeSpec | None, topk: int | None = None, indexed: bool = True
+) -> LayerSpec:
+    """Return an MLA layer, a sparse one where `topk` is given; `indexed`: with its own indexer."""
+    nope, rotated = cfg.need("qk_nope_head_dim"), cfg.need("qk_rope_head_dim")
+    heads = cfg.need("num_attention_heads")
+    if rope is not None and "head_dim" not in cfg.cls.fields:  # classes that have it overwrite it
+        cfg.only("head_dim", rotated)
+    cfg.get("head_dim")
+    indexer = None
+    if topk and indexed:
+        index_heads, size = cfg.need("index_n_heads"), cfg.need("index_head_dim")
+        indexer = IndexerSpec(num_heads=index_heads, head_size=size, budget=topk)
+    return LayerSpec(
+        kind=AttentionKind.SPARSE_MLA if topk else AttentionKind.MLA,
+        num_heads=heads,
+        head_size=nope + rotated,
+        v_head_size=cfg.integer("v_head_dim") or cfg.need("hidden_size") // heads,
+        scale=(nope + rotated) ** -0.5 * _magnitude(cfg),
+        dtype=cfg.dtype,
+        rope=rope,
+        latent=LatentSpec(
+            rank=cfg.need("kv_lora_rank"),
+            rope_head_size=rotated,
+            topk=topk,
+        ),
+        indexer=indexer,
+    )
+
+
+def _magnitude(cfg: Config) -> float:
+    """Return YaRN's correction of the scale, for queries and keys alike (`mscale_all_dim`)."""
+    params: Mapping[str, object] = parameters(cfg, "full_attention", None)
+    kind = params.get("rope_type") or params.get("type") or "default"
+    share = params.get("mscale_all_dim")
+    factor = params.get("factor")
+    if kind == "default" or not isinstance(share, (int, float)) or not share:
+        return 1.0
+    if not isinstance(factor, (int, float)) or factor <= 0:
+        raise cfg.error("rope_parameters.factor", factor, "must be a positive number")
+    return yarn_mscale(factor, share) ** 2
+
+
+def _pairing(cfg: Config, default: bool) -> str:
+    return "gptj" if cfg.flag("rope_interleave", default) else "neox"
+
+
+def deepseek(cfg: Config) -> Towers:
+    """DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash: neighbouring elements of the rope part turn."""
+    return _stack(cfg, _pairing(cfg, True))
+
+
+def deepseek_v2(cfg: Config) -> Towers:
+    """DeepSeek-V2, which knows no other pairing."""
+    cfg.only("rope_interleave", True)
+    return _stack(cfg, "gptj")
+
+
+def neox_latent(cfg: Config) -> Towers:
+    """MiniCPM 3: halves of the rope part turn."""
+    return _stack(cfg, "neox")
+
+
+def _stack(cfg: Config, pairing: str) -> Towers:
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing=pairing)
+    return {"text": [(latent_attention(cfg, rope),)] * cfg.need("num_hidden_layers")}
+
+
+def deepseek_sparse(cfg: Config) -> Towers:
+    """DeepSeek-V3.2: each query attends to the tokens that its indexer chose."""
+    return {"text": [(layer,) for layer in _sparse(cfg, [True] * cfg.need("num_hidden_layers"))]}
+
+
+def glm_sparse(cfg: Config) -> Towers:
+    """GLM-5: some layers attend to the tokens that an earlier layer's indexer chose."""
+    count = cfg.need("num_hidden_layers")
+    listed = cfg.items("indexer_types", str, count)
+    pattern = cfg.get("index_topk_pattern")
+    if listed is None and pattern is not None:
+        listed = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    every = cfg.integer("index_topk_freq") or 1
+    offset = cfg.get("index_skip_topk_offset", default=2)
+    if type(offset) is not int:
+        raise cfg.error("index_skip_topk_offset", offset, "must be an integer")
+    counted = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(count)]
+    if listed is None:
+        listed = counted
+    elif cfg.given("index_topk_freq") and listed != counted:
+        raise cfg.error("index_topk_freq", every, f"contradicts indexer_types={listed}; drop one")
+    kinds = named(cfg, "indexer_types", listed, ("full", "shared"))
+    if len(kinds) != count:
+        raise cfg.error("indexer_types", listed, f"must have an entry for each of {count} layers")
+    return {"text": [(layer,) for layer in _sparse(cfg, [kind == "full" for kind in kinds])]}
+
+
+def hy_sparse(cfg: Config) -> Towers:
+    """Hunyuan 4: the first of each four layers after the first has an indexer; all have sinks."""
+    count = cfg.need("num_hidden_layers")
+    derived = ["full" if i == 0 or (i - 1) % 4 == 0 else "shared" for i in range(count)]
+    kinds = cfg.items("indexer_types", str, count) or derived
+    kinds = named(cfg, "indexer_types", kinds, ("full", "shared"))
+    layers = _sparse(cfg, [kind == "full" for kind in kinds], "neox")
+    return {"text": [(layer.replace(learned_sinks=True),) for layer in layers]}
+
+
+def longcat(cfg: Config) -> Towers:
+    """LongCat-Flash: two attention layers in each of `num_layers`."""
+    count = 2 * cfg.need("num_layers")
+    cfg.only("num_hidden_layers", count)
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing="gptj")
+    return {"text": [(latent_attention(cfg, rope),)] * count}
+
+
+def _sparse(cfg: Config, indexed: list[bool], pairing: str = "gptj") -> list[LayerSpec]:
+    types = cfg.items("layer_types", str, len(indexed))
+    named(cfg, "layer_types", types or [], ("indexed_attention",))
+    rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing=pairing)
+    topk = cfg.need("index_topk")
+    return [latent_attention(cfg, rope, topk, own) for own in indexed]
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek),
+    "deepseek_v2": deepseek_v2,
+    "minicpm3": neox_latent,
+    **dict.fromkeys(("deepseek_v32", "axk2"), deepseek_sparse),
+    "hy_v4": hy_sparse,
+    "longcat_flash": longcat,
+    "glm_moe_dsa": glm_sparse,
+}

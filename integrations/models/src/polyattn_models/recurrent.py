@@ -1,0 +1,207 @@
+"""Recurrent layers, and models whose every layer is one."""
+
+from __future__ import annotations
+
+import math
+
+from polyattn import AttentionKind, LayerSpec, RecurrentSpec
+
+from polyattn_models.config import Config
+from polyattn_models.layers import Reader, Towers, unserved
+
+
+def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:
+    """Return a Mamba-1 layer."""
+    return LayerSpec(
+        kind=AttentionKind.MAMBA1,
+        num_heads=channels,
+        head_size=1,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation=silu(cfg)),
+    )
+
+
+def mamba2(
+    cfg: Config,
+    heads: int,
+    groups: int,
+    head_size: int,
+    state: int,
+    width: int,
+    activation: str = "hidden_act",
+) -> LayerSpec:
+    """Return a Mamba-2 layer; `activation` names the field of the convolution's.
+
+    Raises `ConfigError` where the step size is clamped.
+    """
+    limit = cfg.get("time_step_limit")
+    if limit is not None and list(limit) not in ([0.0, math.inf], [0, "Infinity"], [0.0, 1e308]):
+        raise cfg.error("time_step_limit", limit, "can't be served; only [0, Infinity] is")
+    if activation:
+        silu(cfg, activation)
+    if heads % groups:
+        raise cfg.error("n_groups", groups, f"doesn't divide the {heads} heads")
+    return LayerSpec(
+        kind=AttentionKind.MAMBA2,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_size=head_size,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation="silu"),
+    )
+
+
+def silu(cfg: Config, name: str = "hidden_act") -> str:
+    """Return the activation after the convolution. Raises `ConfigError` where it isn't SiLU."""
+    cfg.only(name, "silu", "swish")
+    return "silu"
+
+
+def gated_delta(cfg: Config) -> LayerSpec:
+    """Return a gated delta rule (Qwen3-Next)."""
+    heads, groups = cfg.need("linear_num_value_heads"), cfg.need("linear_num_key_heads")
+    if heads % groups:
+        raise cfg.error("linear_num_key_heads", groups, f"doesn't divide the {heads} value heads")
+    size = cfg.need("linear_key_head_dim")
+    return LayerSpec(
+        kind=AttentionKind.GDN,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_size=size,
+        v_head_size=cfg.need("linear_value_head_dim"),
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(
+            state_size=size,
+            conv_width=cfg.need("linear_conv_kernel_dim"),
+            activation=silu(cfg),
+            qk_norm=True,
+        ),
+    )
+
+
+def lightning(cfg: Config, heads: int, size: int) -> LayerSpec:
+    """Return lightning attention (MiniMax)."""
+    return LayerSpec(
+        kind=AttentionKind.LINEAR,
+        num_heads=heads,
+        head_size=size,
+        scale=1.0,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(state_size=size),
+    )
+
+
+def kimi_delta(cfg: Config, heads: int, size: int, width: int) -> LayerSpec:
+    """Return Kimi delta attention (Kimi Linear)."""
+    return LayerSpec(
+        kind=AttentionKind.KDA,
+        num_heads=heads,
+        head_size=size,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(
+            state_size=size, conv_width=width, activation=silu(cfg), qk_norm=True
+        ),
+    )
+
+
+def gated_linear_unit(cfg: Config) -> LayerSpec:
+    """Return RG-LRU (RecurrentGemma)."""
+    channels, blocks = cfg.integer("lru_width"), cfg.need("num_attention_heads")
+    channels = cfg.need("hidden_size") if channels is None else channels
+    if channels % blocks:
+        raise cfg.error("lru_width", channels, f"is no multiple of num_attention_heads={blocks}")
+    return LayerSpec(
+        kind=AttentionKind.RG_LRU,
+        num_heads=channels,
+        head_size=1,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(conv_width=cfg.need("conv1d_width")),
+    )
+
+
+def short_convolution(cfg: Config) -> LayerSpec:
+    """Return a gated short convolution (LFM2)."""
+    return LayerSpec(
+        kind=AttentionKind.SHORT_CONV,
+        num_heads=cfg.need("hidden_size"),
+        head_size=1,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(conv_width=cfg.need("conv_L_cache")),
+    )
+
+
+def widened(cfg: Config, *names: str) -> int:
+    """Return the channels that `expand` makes of the hidden size."""
+    factor = next((f for f in (cfg.number(name) for name in names) if f is not None), 2.0)
+    return int(factor * cfg.need("hidden_size"))
+
+
+def _mamba(cfg: Config) -> Towers:
+    channels = cfg.integer("intermediate_size") or widened(cfg, "expand")
+    for name, value in (
+        ("d_inner", channels), ("d_model", cfg.need("hidden_size")), ("ssm_cfg", {}),
+        ("n_layer", cfg.need("num_hidden_layers")),
+    ):  # fmt: skip
+        cfg.only(name, value)
+    layer = mamba1(cfg, channels, cfg.need("state_size"), cfg.need("conv_kernel"))
+    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+
+
+def _mamba2(cfg: Config) -> Towers:
+    heads, size = cfg.need("num_heads"), cfg.need("head_dim")
+    if widened(cfg, "expand") != heads * size:
+        raise cfg.error("num_heads", heads, f"x head_dim={size} isn't expand x hidden_size")
+    layer = mamba2(
+        cfg, heads, cfg.need("n_groups"), size, cfg.need("state_size"), cfg.need("conv_kernel")
+    )
+    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+
+
+RWKV7_BESIDE = (
+    "attn_mode", "hidden_ratio", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim",
+    "v_low_rank_dim", "norm_first", "norm_bias", "norm_eps", "fuse_norm", "fuse_cross_entropy",
+    "fuse_linear_cross_entropy", "use_l2warp",
+)  # fmt: skip
+"""Fields of RWKV-7 that its recurrence doesn't depend on."""
+
+
+def _rwkv7(cfg: Config) -> Towers:
+    """RWKV-7, in the fields of its published configs (fla's); `attn` would mix in attention."""
+    cfg.get(*RWKV7_BESIDE)
+    cfg.only("attn")
+    hidden, count = cfg.need("hidden_size"), cfg.need("num_hidden_layers")
+    size, heads = cfg.integer("head_dim"), cfg.integer("num_heads")
+    if size is None:  # the class has 64 where the file has no such field
+        size = hidden // heads if heads and "head_dim" in cfg.values else 64
+    if hidden % size:
+        raise cfg.error("hidden_size", hidden, f"isn't divisible by head_dim={size}")
+    if heads is not None and heads * size != hidden:
+        raise cfg.error("num_heads", heads, f"x head_dim={size} isn't hidden_size={hidden}")
+    value = cfg.get("value_dim", default=hidden)
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count or any(type(v) is not int or v < 1 or v % hidden for v in values):
+        raise cfg.error(
+            "value_dim", value, f"must be multiples of hidden_size={hidden}, one a layer"
+        )
+    layers = [
+        LayerSpec(
+            kind=AttentionKind.RWKV7, num_heads=hidden // size, head_size=size,
+            v_head_size=v * size // hidden, scale=1.0, dtype=cfg.dtype,
+            recurrent=RecurrentSpec(state_size=size),
+        )
+        for v in values
+    ]  # fmt: skip
+    return {"text": [(layer,) for layer in layers]}
+
+
+READERS: dict[str, Reader] = {
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "mamba2": _mamba2,
+    "rwkv": unserved("the RWKV-4 recurrence"),
+    "rwkv5": unserved("the RWKV-5 recurrence"),
+    "rwkv6": unserved("the RWKV-6 recurrence"),
+    "rwkv7": _rwkv7,
+    "zamba": unserved("Mamba-1 with several heads"),
+    "xlstm": unserved("the mLSTM recurrence"),
+}

@@ -1,0 +1,171 @@
+"""Writes docs/models.md: which models are read, and what says that they are read rightly.
+
+python integrations/models/tests/update_table.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+from polyattn_models import READERS, ModelLayers, model_layers
+from polyattn_models.multimodal import WRAPPERS
+from test_against_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
+from tiny import CONFIG_MAPPING, tiny_values
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+MODELS: dict[str, tuple[str, ...]] = {
+    "Llama 1 to 3": ("llama",), "Llama 4": ("llama4", "llama4_text", "llama4_vision_model"),
+    "Llama 3.2 Vision": ("mllama", "mllama_text_model", "mllama_vision_model"),
+    "Mistral": ("mistral", "ministral3"), "Mixtral": ("mixtral",), "Qwen2, Qwen2.5": ("qwen2",),
+    "Qwen2-MoE": ("qwen2_moe",), "Qwen3": ("qwen3",), "Qwen3-MoE": ("qwen3_moe",),
+    "Qwen3-Next": ("qwen3_next",), "Gemma 1": ("gemma",), "Gemma 2": ("gemma2",),
+    "Gemma 3": ("gemma3", "gemma3_text"), "Gemma 3n": ("gemma3n", "gemma3n_text"),
+    "Phi-1, 1.5, 2": ("phi",), "Phi-3, Phi-4": ("phi3",), "Phi-3.5-MoE": ("phimoe",),
+    "Granite": ("granite", "granitemoe", "granitemoeshared"),
+    "Granite-4 hybrid": ("granitemoehybrid",), "Command-R": ("cohere",),
+    "Command-R7B": ("cohere2",), "OLMo 1": ("olmo",), "OLMo 2": ("olmo2",), "OLMo 3": ("olmo3",),
+    "OLMoE": ("olmoe",), "SmolLM3": ("smollm3",), "Exaone-4": ("exaone4",), "GLM-4": ("glm", "glm4"),
+    "GLM-4.5": ("glm4_moe",), "DeepSeek-V2": ("deepseek_v2",), "DeepSeek-V3, R1": ("deepseek_v3",),
+    "DeepSeek-V3.2": ("deepseek_v32",), "Kimi-K2": ("kimi_k2",), "Kimi-Linear": ("kimi_linear",),
+    "MiniMax": ("minimax", "minimax_text_01", "minimax_m2"), "gpt-oss": ("gpt_oss",),
+    "Falcon": ("falcon",), "Falcon-H1": ("falcon_h1",), "Falcon-Mamba": ("falcon_mamba",),
+    "Mamba 1": ("mamba",), "Mamba 2": ("mamba2",), "Bamba": ("bamba",), "Jamba": ("jamba",),
+    "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",), "RecurrentGemma": ("recurrent_gemma",),
+    "RWKV-7": ("rwkv7",), "LFM2": ("lfm2", "lfm2_moe"), "GPT-2": ("gpt2",), "GPT-J": ("gptj",),
+    "GPT-NeoX": ("gpt_neox",), "GPT-Neo": ("gpt_neo",), "GPT-BigCode": ("gpt_bigcode",),
+    "StarCoder2": ("starcoder2",), "OPT": ("opt",), "BLOOM": ("bloom",), "MPT": ("mpt",),
+    "StableLM": ("stablelm",), "T5": ("t5", "mt5", "umt5"), "BART": ("bart",),
+    "Whisper": ("whisper",), "BERT": ("bert",), "RoBERTa": ("roberta",),
+    "ModernBERT": ("modernbert", "modernbert-decoder"), "ViT": ("vit",),
+    "CLIP": ("clip", "clip_text_model", "clip_vision_model"),
+    "SigLIP": ("siglip", "siglip_text_model", "siglip_vision_model"),
+    "LLaVA": ("llava", "llava_next", "llava_onevision"),
+    "Qwen2-VL": ("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
+    "Qwen2.5-VL": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    "Qwen3-VL": ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision", "qwen3_vl_moe"),
+    "xLSTM": ("xlstm",),
+}  # fmt: skip
+HEAD = """# Which models are read
+
+`polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
+group polyattn.models. A config becomes layers by its `model_type`. The reader knows {count} types. For
+{refused} of them polyattn serves no layer, and the reader says what the layers need. The reader
+refuses any other type, and names the type that it resembles.
+
+The column "read" says how the reading is proven:
+
+- "equal": a tiny model of the type, built by transformers {version}, computes what the specs say, field
+  by field (`integrations/models/tests/test_against_transformers.py`)
+- "by towers": each tower has a type of its own, and is compared as that type
+- "by attributes": the attributes of its modules are compared, because they call no attention interface
+- "published code": transformers has no such type. The fields follow the publisher's code, and nothing
+  checks them
+
+"Not served" names what the layers need and polyattn lacks. The refusal has the same words.
+Files of mamba_ssm, which have no `model_type`, are read as `mamba` or `mamba2`.
+
+## Fields that the reader doesn't know
+
+A field is harmless unless code reads it. A table, generated from the sources of transformers {version},
+lists the fields that each type's modelling and configuration files read. It also lists the fields that
+caches, masks and rotations read for every type.
+
+- The reader ignores a field that neither it nor this code reads.
+- It refuses a field that this code reads and it doesn't understand, unless the field has its default.
+- It refuses any unknown field of a type that it reads as another one (`assume`), or that transformers
+  has no code for.
+
+`ignore` names fields that don't affect attention. `strict=False` warns instead of refusing. Commands
+take `--assume` and `--ignore`.
+
+## Caches
+
+If a checkpoint stores scales for an e4m3 cache (`kv_cache_scheme`, `kv_cache_quant_algo`, Quark's
+`kv_cache_group`), its layers have `kv_cache_dtype="fp8_e4m3"`; for ModelOpt's NVFP4, `"nvfp4"`.
+`polyattn_models.cache_scales(folder)` reads the scales, and `polyattn run --weights` uses them. The
+reader refuses any other scheme unless `kv_cache_dtype` names a dtype. A layer that reads another layer's
+keys (Gemma 3n) has that layer's index as `LayerSpec.kv_source`.
+
+## Your own type
+
+A package adds a type by an entry point in the group polyattn.readers, whose name is the `model_type`:
+
+```python
+# my_models.py; in pyproject.toml: [project.entry-points."polyattn.readers"] my_type = "my_models:read"
+from polyattn import LayerSpec
+
+
+def read(cfg):
+    heads, size = cfg.need("num_attention_heads"), cfg.need("head_dim")
+    full = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
+    near = full.replace(sliding_window=cfg.need("sliding_window"))
+    return {{"text": [(full if i % 4 == 3 else near,) for i in range(cfg.need("num_hidden_layers"))]}}
+```
+
+`cfg.need` returns a positive integer. `cfg.integer`, `cfg.number`, `cfg.flag` and `cfg.items` return
+optional values. `cfg.only` refuses all values but some. You can't replace the types in the table below.
+
+`pytest -m sweep integrations/models/tests/test_against_transformers.py` renames, drops, changes and
+adds fields for each type that can be compared. It passes if the reader either refuses the config or
+returns what the modules compute. On 2026-11-22, with transformers 5.23.0, the 156 types of that day
+passed in three runs on three machines.
+
+## All types
+
+Written by `python integrations/models/tests/update_table.py`. Where the bundled configs come from is in
+`polyattn/data/README.md`.
+
+| model | `model_type` | layers | read | not served |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def proof(name: str) -> str:
+    """Return what says that a type is read rightly."""
+    if name in PUBLISHERS_CODE:
+        return "published code"
+    if name in BY_THEIR_TOWERS:
+        return "by towers"
+    return "by attributes" if name in BY_ATTRIBUTES else "equal"
+
+
+def read(name: str) -> ModelLayers:
+    """Return the layers of a small model of the type."""
+    values: dict[str, object] = {"num_hidden_layers": 4}
+    if name == "rwkv7":
+        values["hidden_size"] = 256
+    if name in WRAPPERS:
+        values = {"text_config": {"model_type": "llama", "num_hidden_layers": 4}}
+    elif name in CONFIG_MAPPING:
+        values = tiny_values(CONFIG_MAPPING[name])
+    return model_layers({"model_type": name} | values)
+
+
+def rows() -> Iterator[str]:
+    """Return the table's rows: those that have a name first, then all others that are read."""
+    named = {name for kinds in MODELS.values() for name in kinds}
+    others = {name: (name,) for name in sorted(set(READERS) - named)}
+    for model, kinds in (MODELS | others).items():
+        for name in kinds:
+            found = read(name)
+            served = sorted({spec.kind.value for layer in found.layers for spec in layer.specs})
+            lacks = sorted({what for layer in found.layers for what in layer.missing})
+            how = proof(name) if served else "refused by name"
+            yield (
+                f"| {model} | `{name}` | {', '.join(served) or 'none'} | {how} | "
+                f"{'; '.join(lacks)} |"
+            )
+
+
+def page() -> str:
+    """Return the page."""
+    lines = list(rows())
+    refused = sum("| refused by name |" in line for line in lines)
+    head = HEAD.format(count=len(READERS), refused=refused, version=transformers.__version__)
+    return head + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,212 @@
+"""Which launches give a request the same bits in any batch? One for each class of a step's requests.
+
+What a request's sums are depends on the kernel, on its tiles' sizes and on where its keys are cut. Here
+all three follow from the request's own numbers of queries and keys: they are its class, and a launch has
+the requests of one class. Keys are cut after each so many key tiles, and a program has one piece of one
+tile: the device deals the pieces out.
+
+Where steps must not count, either, all requests are of one class, by the portable prefill over tiles of
+one height: a row then sums tiles of keys at the same places, in the same order, whatever rows are beside
+it, and a tile that isn't cut rounds as a part does.
+
+Pieces of a decode are of `PIECE` keys: their parts are 1.6 % of the bytes of 16-bit keys and values with
+four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096 on an H200.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import numpy as np
+import triton
+from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
+
+from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
+from polyattn_triton.plan import AttentionPlan
+from polyattn_triton.planning import PlannedAttention
+from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
+from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
+
+PIECE = 512
+"""Keys of a piece of a decode, and the fewest of a piece of a prefill."""
+LOW = 16
+"""Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
+beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
+START, MERGE, PART = 128, 768, 3
+"""What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
+merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
+SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e) % 128 == 0])
+"""Keys of a prefill's pieces, in eighths of powers of two. A request of which the chip could hold four
+takes powers of two alone, so that few classes are in a step."""
+STEPS_PIECE = 1024
+"""Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
+ROOM = 256 << 20
+"""Bytes of the parts of a launch: more tiles are in launches of their own."""
+WHOLE, FRESH = 0, 1
+"""The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
+are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
+
+
+def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
+    """Return how many keys a piece of each prefill has, so that it ends first alone on a chip.
+
+    `WHOLE`: of those whose tiles fill the chip's `slots`, or wouldn't end sooner in pieces. `tiles`: of
+    all KV heads, (requests,). `keys`: of a tile, the most.
+    """
+    found: Ints = np.full(len(tiles), WHOLE)
+    some = np.flatnonzero((tiles < slots) & (keys > PIECE))
+    if len(some):
+        count, lens = tiles[some, None], keys[some, None]
+        pieces, rest = np.divmod(lens, SIZES)
+        rounds = -(-count * pieces // slots)
+        idle = rounds * slots - count * pieces  # of the last round: there shorter ones fit in turn
+        turns = -(-count // np.maximum(idle, 1)) * (rest + START) - (SIZES + START)
+        last = np.where(rest > 0, np.clip(turns, 0, rest + START), 0)
+        parts = count * (pieces + (rest > 0))
+        costs = rounds * (SIZES + START) + last + MERGE + PART * parts
+        coarse = (4 * count <= slots) & (SIZES & (SIZES - 1) > 0)
+        costs = np.where(coarse | (lens <= SIZES), np.inf, costs)
+        best = costs.argmin(1)
+        sooner = costs.min(1) < lens[:, 0] + START
+        found[some[sooner]] = SIZES[best[sooner]]
+    return found
+
+
+class AlikeAttention(PlannedAttention):
+    """Plans of layers with `batch_invariant`."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.piece, self.steps_piece, self.room = PIECE, STEPS_PIECE, ROOM
+        self.any_step = spec.batch_invariant >= Invariance.STEPS
+        self.steps_config = steps_config(spec, device.arch)
+        # What is copied for Hopper's own prefill, and whether, depends on the step.
+        if spec.batch_invariant and (spec.stored_dtype, spec.qkv_dtype) != (spec.dtype, "auto"):
+            self.hopper = None
+
+    def plan_alike(self, batch: Batch) -> AttentionPlan:
+        """Plan a launch for each class of requests: the first one holds the others."""
+        if self.any_step:
+            return self._plan_any_step(batch)
+        which = self.classes(batch)
+        asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
+        plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
+        launches = [launch for plan in plans for launch in (plan, *plan.others)]
+        launches[0].others = launches[1:]
+        return launches[0]
+
+    def _plan_any_step(self, batch: Batch) -> AttentionPlan:
+        """Plan all rows alike: pieces lie at the same keys for each of a sequence's rows.
+
+        Where a row's first key depends on its position, tiles aren't cut.
+        """
+        plan, table = AttentionPlan(batch, self._none), batch.block_table
+        plan.config, plan.fresh = self.steps_config, table is None
+        if table is not None:
+            plan.table = (table.stride(0), table.shape[1] - 1)
+        plan.way, plan.rows = "pieces", plan.config.block_m
+        tiles, keys = self._tiles(plan), self.steps_piece
+        if self.spec.sliding_window or self.spec.chunk_size:
+            keys = int(tiles.keys.max(initial=1)) * plan.config.block_n
+        return self._in_pieces(plan, tiles, keys)
+
+    def classes(self, batch: Batch) -> Ints:
+        """Return each request's class, (sequences,)."""
+        queries, lens, group = batch.host_query_lens, batch.host_lens, self.spec.gqa_ratio
+        rows = queries * group
+        few = (rows <= MOST_FEW_ROWS) | (queries == 1)
+        if batch.block_table is None:
+            few &= False
+        least = tile_config(self.spec, self.device.arch, "few").block_m
+        height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
+        found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
+        if not few.all():
+            tall, config = ~few, self.prefill_config
+            tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
+            seen = most_keys(self.spec, lens[tall], queries[tall])
+            found[tall] = -pieces_of(tiles, seen, self.num_sms)
+            if self.hopper is None or self.hopper.by_token:
+                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
+        return found
+
+    def _plan_class(
+        self, batch: Batch, kind: int, mine: Ints, portable: bool = False
+    ) -> AttentionPlan:
+        """Plan the requests of one class; `portable`: not to Hopper's own prefill."""
+        plan, spec = AttentionPlan(batch, self._none), self.spec
+        plan.requests = kind, mine
+        table = batch.block_table
+        if table is not None:
+            plan.table = (table.stride(0), table.shape[1] - 1)
+        if kind > FRESH:
+            plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
+            longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
+            plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
+            return self._in_pieces(plan, self._tiles(plan), self.piece)
+        plan.fresh = table is None or kind == FRESH
+        plan.config = self.prefill_config if plan.fresh else self.paged_config
+        hopper = None if portable else self.hopper
+        if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
+            plan.config, plan.at_once = hopper.config, hopper.heads
+        tiles = self._tiles(plan)
+        if kind in (WHOLE, FRESH):
+            order = np.argsort(-tiles.keys, kind="stable")
+            if plan.at_once and hopper is not None:
+                costs = tiles.keys[order] + self.rates.item
+                plan.at_once = hopper.heads_at_once(batch.host_lens[mine].tolist(), costs)
+            self._one_each(plan, tiles, order, None)
+        else:
+            plan.way, plan.rows = "pieces", plan.config.block_m
+            return self._in_pieces(plan, tiles, -kind, one=portable)
+        self._keep(plan)
+        return plan
+
+    def _in_pieces(
+        self, plan: AttentionPlan, tiles: Tiles, keys: int, one: bool = False
+    ) -> AttentionPlan:
+        """Cut each tile after so many keys, in launches whose parts have `room` bytes, or in `one`.
+
+        A request of a class is in one launch, so that the class's other kernel can take its tiles.
+        """
+        each = max(1, keys // plan.config.block_n)
+        pieces = np.maximum(-(-tiles.keys // each), 1)
+        of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
+        ends = pieces.cumsum()
+        if plan.requests is not None:
+            ends = ends[np.searchsorted(tiles.seq, tiles.seq, "right") - 1]
+        launch = (ends - 1) // max(1, self.room // of_one)
+        if one or pieces.max(initial=0) <= 1:  # there are no parts
+            launch = 0 * launch
+        launches = []
+        for some in (np.flatnonzero(launch == number) for number in np.unique(launch)):
+            launches.append(copy(plan))
+            mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
+            if plan.requests is not None:
+                kind, asked = plan.requests
+                launches[-1].requests = kind, asked & np.isin(np.arange(len(asked)), mine.seq)
+            self._plan_pieces(launches[-1], mine, pieces[some], each)
+        if not launches:
+            self._keep(plan)
+            return plan
+        launches[0].others = launches[1:]
+        return launches[0]
+
+    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
+        """Give each piece of `each` key tiles a program."""
+        line = np.concatenate([[0], pieces.cumsum() * each])
+        programs, most = int(pieces.sum()), int(pieces.max())
+        plan.grid = (programs, self.spec.num_kv_heads, 1)
+        if most > 1:  # merged as many at a time whatever other tiles have
+            plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
+            self._reserve(plan.rows, programs * self.spec.num_kv_heads)
+        dealt = Stretches(line, int(line[-1]), each, 0, programs, most)
+        host = staged(dealt.size(tiles), self.torch_device)
+        dealt.work(tiles, host.numpy())
+        plan.work = sent(host, self.torch_device, None)
+        self._keep(plan)
+
+    def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
+        """Return the portable kernel's plan for the same requests."""
+        if plan.requests is None:
+            return super().portable_of(plan)
+        return self._plan_class(plan.batch, *plan.requests, portable=True)

@@ -1,0 +1,370 @@
+"""Decode over rows of packed four-bit numbers for Hopper, in Gluon: what `kernels.decode` computes.
+
+A warp is a program and attends to 32 keys at a time. Keys are the rows of the first product and values'
+columns those of the second, so that a product's short side is the heads of one KV head. Numbers pass
+from shared memory to the tensor cores' registers in units of 16 bits, which hold four numbers: a unit's
+first numbers, its second and so on are four operands, whose columns are every fourth of a head. So none
+is moved once it is unpacked, two at a time, and multiplied by its group's scale.
+
+Gluon has no interpreter: CI compiles this ahead of time, and a GPU checks its values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from polyattn_triton.hopper.rows import barrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+RAISED = gl.constexpr(15)
+"""Weights are 2^15 times as large, as in `kernels.decode`: float16 then holds small ones."""
+
+# Four bits, of two units, are the low bits of 1024's mantissa, or of its next four: that minus 1032 is
+# exact, as is a 16th of it minus 72.
+INTEGERS = gl.constexpr("""
+{
+    .reg .b32 t, a, b, c, magic, less, part, by;
+    mov.b32 magic, 0x64006400;
+    mov.b32 less, 0xe408e408;
+    mov.b32 part, 0x2c002c00;
+    mov.b32 by, 0xd480d480;
+    shr.u32 t, $4, 8;
+    lop3.b32 a, $4, 0x000f000f, magic, 0xea;
+    lop3.b32 b, $4, 0x00f000f0, magic, 0xea;
+    lop3.b32 c, t, 0x000f000f, magic, 0xea;
+    lop3.b32 t, t, 0x00f000f0, magic, 0xea;
+    add.rn.f16x2 a, a, less;
+    fma.rn.f16x2 b, b, part, by;
+    add.rn.f16x2 c, c, less;
+    fma.rn.f16x2 t, t, part, by;
+    mul.rn.f16x2 $0, a, $5;
+    mul.rn.f16x2 $1, b, $5;
+    mul.rn.f16x2 $2, c, $5;
+    mul.rn.f16x2 $3, t, $5;
+}
+""")
+# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part.
+E2M1 = gl.constexpr("""
+{
+    .reg .b32 a, b, low, high, none;
+    mov.b32 none, 0;
+    shl.b32 a, $4, 4;
+    shl.b32 b, $4, 1;
+    and.b32 a, a, 0x80808080;
+    lop3.b32 low, b, 0x0e0e0e0e, a, 0xea;
+    shr.u32 b, $4, 3;
+    and.b32 a, $4, 0x80808080;
+    lop3.b32 high, b, 0x0e0e0e0e, a, 0xea;
+    prmt.b32 a, low, none, 0x2404;
+    mul.rn.f16x2 $0, a, $5;
+    prmt.b32 a, high, none, 0x2404;
+    mul.rn.f16x2 $1, a, $5;
+    prmt.b32 a, low, none, 0x3414;
+    mul.rn.f16x2 $2, a, $5;
+    prmt.b32 a, high, none, 0x3414;
+    mul.rn.f16x2 $3, a, $5;
+}
+""")
+
+
+@gluon.jit
+def _unpacked(units, scales, FLOAT: gl.constexpr):
+    """Return the first, second, third and fourth numbers of units int16 times their scales, float16."""
+    return gl.inline_asm_elementwise(
+        E2M1 if FLOAT else INTEGERS, "=r,=r,=r,=r,r,r", [units, scales],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _scales(smem, LAYOUT: gl.constexpr, FLOAT: gl.constexpr):
+    """Load scales as float16; those of e2m1 64 times as large."""
+    found = smem.load(LAYOUT)
+    if FLOAT:
+        found = found.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
+    return found
+
+
+@gluon.jit
+def _copy(
+    codes, scales, ROWS, BT, tile, slot, length, of_row, b, t, WORDS: gl.constexpr,
+    LAYOUT: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's rows into shared memory, 16 at a time; scales past the length are zero."""
+    line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
+    for part in gl.static_range(BLOCK_N // 16):
+        at = tile * BLOCK_N + part * 16
+        block = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0).to(gl.int64)
+        FROM = ROWS + block * b + (at % BLOCK_SIZE) * t
+        async_copy.async_copy_global_to_shared(
+            codes.index(slot).slice(part * 16, 16), FROM + of_row
+        )
+        async_copy.async_copy_global_to_shared(
+            scales.index(slot).slice(part * 16, 16), FROM + WORDS + (line * t)[:, None],
+            mask=(line < length - at)[:, None],
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    Q, K, V, BT, scale, q_t, q_h, k_b, k_t, v_b, v_t, token, kv_head, length, begin, end, step,
+    k_codes, v_codes, k_scales, v_scales,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FLOAT: gl.constexpr,
+):  # fmt: skip
+    """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: acc, m, l."""
+    UNITS: gl.constexpr = D // 4
+    WORDS: gl.constexpr = D // 16
+    EACH: gl.constexpr = 4 if FLOAT else 8  # units of a group
+    GROUPS: gl.constexpr = UNITS // EACH
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
+    HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
+
+    # Powers of two keep queries inside of float16's range.
+    unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
+    head = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(0, QUERY))
+    AT = Q + token * q_t + (kv_head * G + head)[None, :] * q_h + 4 * unit[:, None]
+    mine = (head < G)[None, :] & (unit < UNITS)[:, None]
+    q0 = gl.load(AT, mask=mine, other=0.0).to(gl.float32)
+    q1 = gl.load(AT + 1, mask=mine, other=0.0).to(gl.float32)
+    q2 = gl.load(AT + 2, mask=mine, other=0.0).to(gl.float32)
+    q3 = gl.load(AT + 3, mask=mine, other=0.0).to(gl.float32)
+    most = gl.maximum(
+        gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3))
+    )  # fmt: skip
+    most = gl.max(most, 0)
+    power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.where(power == 0.0, 1.0, power)
+    q0 = gl.convert_layout((q0 / power[None, :]).to(gl.float16), B)
+    q1 = gl.convert_layout((q1 / power[None, :]).to(gl.float16), B)
+    q2 = gl.convert_layout((q2 / power[None, :]).to(gl.float16), B)
+    q3 = gl.convert_layout((q3 / power[None, :]).to(gl.float16), B)
+    by = gl.convert_layout(power, HEAD) * (scale * LOG2E * (256.0 if FLOAT else 1.0))
+
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, WIDE))
+    of_k = row[:, None] * k_t + word[None, :]
+    of_v = row[:, None] * v_t + word[None, :]
+    last = gl.minimum(gl.cdiv(length, BLOCK_N), end)
+    for i in gl.static_range(STAGES - 1):
+        tile = begin + i * step
+        if tile < last:
+            _copy(k_codes, k_scales, K, BT, tile, i, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+            _copy(v_codes, v_scales, V, BT, tile, i, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+        async_copy.commit_group()
+
+    acc0 = gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
+    sums = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
+    slot = 0
+    for tile in range(begin, last, step):
+        async_copy.wait_group(STAGES - 2)
+        k = (
+            k_codes.index(slot)
+            ._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS))
+            .load(A)
+        )
+        v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], k_units_layout(UNITS))
+        v = v.permute((1, 0)).load(A)
+        k = k.reshape((BLOCK_N, GROUPS, EACH))
+        v = v.reshape((GROUPS, EACH, BLOCK_N))
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        KIND: gl.constexpr = gl.uint8 if FLOAT else gl.float16
+        k_scale = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, GROUPS], PLAIN)
+        v_scale = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, GROUPS], PLAIN)
+        k_by = _scales(k_scale, gl.SliceLayout(2, k.type.layout), FLOAT)
+        v_by = _scales(v_scale.permute((1, 0)), gl.SliceLayout(1, v.type.layout), FLOAT)
+
+        ahead = tile + (STAGES - 1) * step
+        to = slot - 1
+        if to < 0:
+            to = STAGES - 1
+        if ahead < last:
+            _copy(k_codes, k_scales, K, BT, ahead, to, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+            _copy(v_codes, v_scales, V, BT, ahead, to, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
+                  BLOCK_N, BLOCK_SIZE)  # fmt: skip
+        async_copy.commit_group()
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+
+        k0, k1, k2, k3 = _unpacked(k, k_by[:, :, None], FLOAT)
+        s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
+        s = mma_v2(gl.convert_layout(k0.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q0, s)
+        s = mma_v2(gl.convert_layout(k1.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q1, s)
+        s = mma_v2(gl.convert_layout(k2.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q2, s)
+        s = mma_v2(gl.convert_layout(k3.reshape((BLOCK_N, UNITS)), A, assert_trivial=True), q3, s)
+        s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 0))
+        alpha = gl.exp2(m - m_new)
+        p = gl.exp2(s - (m_new - RAISED)[None, :])
+        m = m_new
+        sums = sums * alpha[None, :] + p
+        weights = gl.convert_layout(p.to(gl.float16), B)
+        v0, v1, v2, v3 = _unpacked(v, v_by[:, None, :], FLOAT)
+        more = alpha[None, :]
+        acc0 = mma_v2(gl.convert_layout(v0.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+                      weights, acc0 * more)  # fmt: skip
+        acc1 = mma_v2(gl.convert_layout(v1.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+                      weights, acc1 * more)  # fmt: skip
+        acc2 = mma_v2(gl.convert_layout(v2.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+                      weights, acc2 * more)  # fmt: skip
+        acc3 = mma_v2(gl.convert_layout(v3.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+                      weights, acc3 * more)  # fmt: skip
+    async_copy.wait_group(0)
+    total = gl.sum(sums, 0)
+    raised = 256.0 if FLOAT else 1.0
+    safe = gl.where(total == 0.0, 1.0, total)
+    norm = (raised / safe)[None, :]
+    lse = gl.where(total == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
+    return acc0 * norm, acc1 * norm, acc2 * norm, acc3 * norm, lse
+
+
+@gluon.constexpr_function
+def k_units_layout(units):
+    """How a tile's units of 16 bits lie in shared memory: 16 bytes of eight rows in different banks."""
+    return gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+
+
+@gluon.jit
+def _store(
+    acc0, acc1, acc2, acc3, lse, OUT, LSE, at, lse_at, by, lse_by, ok, HAS_LSE: gl.constexpr
+):
+    """Store the heads' outputs, each fourth number from one operand, and their LSE."""
+    LAYOUT: gl.constexpr = acc0.type.layout
+    unit = gl.arange(0, acc0.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    TO = OUT + at[None, :] + 4 * unit[:, None]
+    mine = ok[None, :]
+    gl.store(TO, (acc0 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 1, (acc1 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 2, (acc2 * by).to(OUT.dtype.element_ty), mask=mine)
+    gl.store(TO + 3, (acc3 * by).to(OUT.dtype.element_ty), mask=mine)
+    if HAS_LSE:
+        gl.store(LSE + lse_at, lse * lse_by, mask=ok)
+
+
+@gluon.jit
+def _scaled(number, ONE, TWO, at, DIVIDED: gl.constexpr, SCALES: gl.constexpr):
+    """A KV head's scale, as `kernels.softmax.logit_scale` and `value_scale` have it."""
+    if SCALES > 0:
+        place = at * (SCALES - 1)
+        number = number * gl.load(ONE + place)
+        if DIVIDED:
+            number = number / gl.load(TWO)
+        else:
+            number = number * gl.load(TWO + place)
+    return number
+
+
+@gluon.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
+def packed_kernel(
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
+    scale, v_scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FLOAT: gl.constexpr, ROWS: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LISTED: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """A token of one sequence, the heads of one KV head, over all their keys or some of them.
+
+    Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FLOAT`: numbers
+    are e2m1, with a scale in e4m3 for each 16; else integers from -8, with one in float16 for each 32.
+    """
+    gl.static_assert(gl.num_warps() == 1)
+    gdc_launch_dependents()
+    WORD: gl.constexpr = gl.int64
+    WORDS: gl.constexpr = D // 16
+    CODES: gl.constexpr = gl.SwizzledSharedLayout(2, 2, 4, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    k_codes = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, WORDS], CODES)
+    v_codes = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, WORDS], CODES)
+    k_scales = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, 1], LINE)
+    v_scales = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, 1], LINE)
+    program = gl.program_id(0)
+    kv_head = gl.program_id(1)
+    scale = _scaled(scale, Q_SCALE, K_SCALE, kv_head, False, SCALES)
+    v_scale = _scaled(v_scale, V_SCALE, OUT_SCALE, kv_head, True, SCALES)
+    KEYS = (K + kv_head.to(gl.int64) * k_h).to(gl.pointer_type(WORD))
+    VALUES = (V + kv_head.to(gl.int64) * v_h).to(gl.pointer_type(WORD))
+    k_b = k_b // 8
+    k_t = k_t // 8
+    v_b = v_b // 8
+    v_t = v_t // 8
+    head = gl.arange(
+        0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+    )
+    ok = head < G
+    heads = kv_head * G + head
+    if LISTED:
+        share = gl.load(WORK)
+        item = gl.load(WORK + 2)
+        count = gl.load(WORK + 3)
+        programs = gl.num_programs(0)
+        FIRST = WORK + 4 + program
+        ENDS = WORK + 4 + 3 * programs
+        seq = gl.load(FIRST)
+        low = gl.load(FIRST + programs)
+        high = gl.load(FIRST + 2 * programs)
+        at = program * share
+        stop = gl.minimum(at + share, gl.load(WORK + 1))
+        while at < stop:
+            token = seq.to(gl.int64)
+            acc0, acc1, acc2, acc3, lse = _attend(
+                Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
+                token, kv_head, gl.load(SEQ_LENS + seq),
+                gl.maximum(at - low - item, 0), gl.minimum(stop, high) - low - item, 1,
+                k_codes, v_codes, k_scales, v_scales,
+                G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FLOAT,
+            )  # fmt: skip
+            first = low // share
+            if (high - 1) // share > first:
+                part = kv_head * 2 * programs + 2 * program + (first == program).to(gl.int32)
+                place = part * ROWS + head
+                _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
+                       1.0, 1.0, ok, True)  # fmt: skip
+            else:
+                _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
+                       token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip
+            barrier()  # the next one's copies go where this one's products read
+            at = high
+            low = high
+            seq = gl.minimum(seq + 1, count - 1)
+            high = gl.load(ENDS + seq + 1)
+    else:
+        token = program.to(gl.int64)
+        begin = 0
+        step = 1
+        if SPLIT:
+            begin = gl.program_id(2)
+            step = splits
+        length = gl.load(SEQ_LENS + program)
+        acc0, acc1, acc2, acc3, lse = _attend(
+            Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
+            token, kv_head, length, begin, length, step, k_codes, v_codes, k_scales, v_scales,
+            G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FLOAT,
+        )  # fmt: skip
+        if SPLIT:
+            part = (program * gl.num_programs(1) + kv_head) * splits + begin
+            place = part * ROWS + head
+            _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
+                   1.0, 1.0, ok, True)  # fmt: skip
+        else:
+            _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
+                   token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip

@@ -1,0 +1,80 @@
+"""Which decodes does `hopper.packed` serve, and what is it launched with?
+
+Plain layers over caches of int4 or nvfp4 rows of 128, whose rows begin at multiples of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from polyattn.kernel import CacheFormat, KVCache, LayerSpec, arch_matches
+
+from polyattn_triton.configs import Config
+from polyattn_triton.functions.pointwise import Generated
+from polyattn_triton.hopper.choice import is_plain
+from polyattn_triton.launch import Site
+from polyattn_triton.variants import SCALES
+
+try:
+    from polyattn_triton.hopper.packed import packed_kernel
+except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
+    packed_kernel = None
+
+PACKED = Config(16, 32, 1, 3)
+"""Of a program, which is one warp."""
+FLOATS = {"int4": False, "nvfp4": True}
+"""Formats whose bytes the kernel knows, and whether their numbers are floats."""
+PLACES = 4
+"""Programs of one warp in a usual program's place."""
+OPTIONS = {"num_warps": PACKED.num_warps, "maxnreg": 168}
+"""Of a launch: with so many registers a thread, twelve programs are on a multiprocessor at once."""
+WORD = 8
+"""Bytes that are copied at once."""
+
+
+def packed_config(
+    spec: LayerSpec, cache: CacheFormat | None, arch: str, generated: Generated | None
+) -> Config | None:
+    """Return the tiles of the decode over packed rows, or None where it doesn't serve a layer."""
+    rows = None if cache is None else cache.rows
+    if cache is None or rows is None or packed_kernel is None or generated is not None:
+        return None
+    fits = (
+        rows[0] == rows[1]
+        and (rows[0].name, rows[0].version) in {(name, 1) for name in FLOATS}
+        and arch_matches("sm_90", arch)
+        and is_plain(spec.replace(kv_cache_dtype="auto", scales="number"))
+        and not spec.sliding_window
+        and spec.qkv_dtype == "auto"
+        and spec.head_size == 128
+        and spec.gqa_ratio <= 16
+        and cache.block_size % 16 == 0
+    )
+    return PACKED if fits else None
+
+
+def in_words(cache: KVCache) -> bool:
+    """Whether each row of a cache begins at a multiple of `WORD` bytes."""
+    found = cache.key.data_ptr() | cache.value.data_ptr()
+    for stride in (*cache.strides[0][:3], *cache.strides[1][:3]):
+        found |= stride
+    return found % WORD == 0
+
+
+def packed_constants(
+    spec: LayerSpec, cache: CacheFormat, way: str, lse: bool, rows: int
+) -> tuple[Any, ...]:
+    """Return `packed_kernel`'s constants, in its order. `rows`: of a part."""
+    assert cache.rows is not None
+    return (
+        spec.gqa_ratio, spec.head_size, max(8, triton.next_power_of_2(spec.gqa_ratio)),
+        PACKED.block_n, cache.block_size, PACKED.num_stages, FLOATS[cache.rows[0].name], rows, lse,
+        way == "many", way == "listed", SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def packed_site(strides: tuple[tuple[int, ...], ...], constants: tuple[Any, ...]) -> Site:
+    """Specialise the kernel for query, key, value and output of these strides."""
+    q, k, v, out = strides
+    return Site(packed_kernel, (*q[:2], *k[:3], *v[:3], *out[:2]), constants, OPTIONS)

@@ -1,0 +1,217 @@
+"""Lies about bits: results that are right, and other ones in other company, steps or calls."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from liars.plain import HonestGraph, Plain
+from polyattn.kernel import Batch, Frame, Plan, RecurrentFrame
+from polyattn_cpu.mla import TorchMLA
+from polyattn_cpu.recurrent import TorchScan
+from polyattn_cpu.sdpa import TorchSDPA
+
+NUDGE = 1.004
+"""One unit of bfloat16's last place, about: within every tolerance."""
+
+
+class Same(Plain):
+    """Whatever is asked beside a row, it has the same bits."""
+
+    def nudged(self, batch: Batch, index: int) -> bool | slice:
+        """Return whether a sequence's rows have other bits, or which of them do."""
+        return False
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        batch, out = plan.batch, frame.out
+        self.paged = frame.cache is not None
+        for index in range(batch.num_seqs):
+            which = self.nudged(batch, index)
+            if which is not False:
+                rows = out[batch.starts[index] : batch.starts[index + 1]]
+                rows[slice(None) if which is True else which] *= NUDGE
+
+
+class HonestSame(Same):
+    by: ClassVar[tuple[str, ...]] = ()
+
+
+class PlaceInTheBatch(Same):
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return index % 2 == 1
+
+
+class LongestNeighbour(Same):
+    """Keys are split by the longest sequence."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.max_seq_len > 40
+
+
+class AloneIsAnother(Same):
+    """One sequence has a kernel of its own."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.num_seqs == 1
+
+
+class TokensOfTheStep(Same):
+    """Tiles are as high as the step has tokens."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.num_tokens > 64
+
+
+class ByItsPages(Same):
+    """Pages that lie in order are read in larger tiles."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        table = batch.block_table
+        return table is not None and int(table[index, 0]) % 2 == 1
+
+
+class FullChip(Same):
+    """Splits end where the chip is full: work that the step has in all."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return sum(batch.lens) > 150
+
+
+class DecodesApart(Same):
+    """A single token has decode's tile."""
+
+    by = ("chunked", "drafted")
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.query_lens[index] == 1
+
+
+class DraftsApart(Same):
+    by = ("drafted",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return 2 <= batch.query_lens[index] <= 8
+
+
+class ContextApart(Same):
+    """Context and a chunk's own keys are merged."""
+
+    by = ("chunked",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.lens[index] > batch.query_lens[index] > 1
+
+
+class WholePrompts(Same):
+    """A prompt's own keys are read as they come, in other tiles than the cache's."""
+
+    by = ("chunked",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.query_lens[index] == batch.lens[index] > 20
+
+
+class RowOfTheTile(Same):
+    """The last rows of a tile of 16 are masked otherwise."""
+
+    by = ("chunked",)
+
+    def nudged(self, batch: Batch, index: int) -> slice:
+        return slice(15, None, 16)
+
+
+class HitsOfBlocks(Same):
+    """A chunk that begins with a block skips a mask."""
+
+    by = ("hits",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        context = batch.lens[index] - batch.query_lens[index]
+        return context > 0 and context % 16 == 0
+
+
+class LongChunks(Same):
+    """More than 512 queries, or after 512 keys, are cut."""
+
+    by = ("chunked--long",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return batch.query_lens[index] < batch.lens[index] > 512
+
+
+class GivenKeys(Same):
+    by = ("given_alike",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return not self.paged
+
+
+class PackedBehindOthers(Same):
+    """Of packed keys the first sequence's are aligned."""
+
+    by = ("given_alike",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return not self.paged and batch.key_starts[index] > 0
+
+
+class PlansForGraphs(HonestGraph):
+    """A captured step's splits are as many as the chip's programs."""
+
+    by = ("planned_alike",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if self.spec.graph_capture:
+            frame.out.mul_(NUDGE)
+
+
+class OneSequenceAtATime(TorchSDPA):
+    """torch's tiles of queries follow from how many there are."""
+
+    by = ("chunked",)
+
+
+class ChunksFromTheStep(TorchScan):
+    """Chunks of a recurrence begin where its step does."""
+
+    by = ("divided",)
+
+
+class ScansByTheBatch(TorchScan):
+    by = ("regrouped",)
+
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+
+
+class StatesByTheBatch(TorchScan):
+    """Outputs have the same bits, and the states that are left don't."""
+
+    by = ("regrouped",)
+
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        written = [slot for slot in plan.slots if slot >= 0]
+        frame.states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
+
+
+class LatentsByTheBatch(TorchMLA):
+    by = ("regrouped",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))

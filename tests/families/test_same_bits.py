@@ -1,0 +1,258 @@
+"""Reinforcement learning: a trainer's log-probabilities have the bits that the engine sampled by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from defaults import CPU_DEFAULT
+from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, RopeSpec, attention, select
+from polyattn.errors import BatchError
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+pytestmark = pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built")
+HEADS, KV_HEADS, SIZE, LAYERS, WORDS = 4, 2, 32, 2, 50
+WIDTH = HEADS * SIZE
+BLOCK, SEED = 16, 4
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""A layer's number, its queries, keys and values; the result, (tokens, HEADS, SIZE)."""
+
+
+def by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Apply an operator to one token at a time: what isn't attention has the same bits in any batch."""
+    return torch.stack([function(row) for row in rows])
+
+
+class Model:
+    """A small decoder with random weights; `attend` is the attention that a caller brings."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dice = torch.Generator().manual_seed(SEED)
+        heads = (HEADS + 2 * KV_HEADS) * SIZE
+        self.words = self._weights(WORDS, WIDTH, dtype) * 12
+        # Values count for more than a token's own embedding, so that a bit of attention's is seen.
+        self.layers = [
+            (self._weights(heads, WIDTH, dtype) * 2, self._weights(WIDTH, WIDTH, dtype) * 30)
+            for _ in range(LAYERS)
+        ]
+
+    def _weights(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return (torch.randn(rows, columns, generator=self.dice) / columns**0.5).to(dtype)
+
+    def __call__(self, tokens: Sequence[int], attend: Attend) -> Tensor:
+        """Return log-probabilities of the next token, (tokens, WORDS), float32."""
+        hidden = self.words[list(tokens)]
+        for number, (to_heads, to_hidden) in enumerate(self.layers):
+
+            def project(row: Tensor, weights: Tensor = to_heads) -> Tensor:
+                return weights @ rms_norm(row, (WIDTH,))
+
+            def join(row: Tensor, weights: Tensor = to_hidden) -> Tensor:
+                return silu(weights @ row)
+
+            mixed = by_row(project, hidden).view(len(hidden), -1, SIZE)
+            query, key, value = mixed.split([HEADS, KV_HEADS, KV_HEADS], 1)
+            seen = attend(number, query.contiguous(), key.contiguous(), value.contiguous())
+            hidden = hidden + by_row(join, seen.reshape(len(hidden), WIDTH))
+
+        def log_probabilities(row: Tensor) -> Tensor:
+            return torch.log_softmax((self.words @ rms_norm(row, (WIDTH,))).float() / 8, 0)
+
+        return by_row(log_probabilities, hidden)
+
+
+class Engine:
+    """Prompts in chunks of any length, decodes of any requests beside them, over a paged cache."""
+
+    def __init__(self, model: Model, spec: LayerSpec, requests: int):
+        self.model, self.group = model, LayerGroup(select(spec, "cpu"))
+        self.layer = Attention(self.group)
+        self.caches: list[KVCache] = [self.group.allocate_cache(128) for _ in range(LAYERS)]
+        order = torch.randperm(128, generator=model.dice)[: requests * 20]
+        self.table = order.view(requests, 20).int()
+
+    def step(self, texts: Sequence[list[int]], pieces: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Run tokens `first` to `last` of some requests."""
+        which = [request for request, _, _ in pieces]
+        queries, lens = [b - a for _, a, b in pieces], [b for _, _, b in pieces]
+        batch = Batch.from_lens(queries, lens, self.table[which], BLOCK)
+        plan = self.group.plan(batch)
+        assert {call.name for call in plan.calls} == {"NATIVE_ATTN"}
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = self.layer(query, key, value, self.caches[number], plan)
+            assert isinstance(out, Tensor)
+            return out
+
+        return self.model([t for r, a, b in pieces for t in texts[r][a:b]], attend)
+
+
+def generated(model: Model, spec: LayerSpec) -> tuple[list[list[int]], list[int], list[Tensor]]:
+    """Return texts, how long their prompts are, and the log-probabilities of the sampled tokens."""
+    texts = [
+        torch.randint(0, WORDS, (n,), generator=model.dice).tolist() for n in (300, 3, 70, 1, 16)
+    ]
+    prompts = [len(text) for text in texts]
+    engine = Engine(model, spec, len(texts))
+    at, said = [0] * len(texts), [[] for _ in texts]  # type: ignore[var-annotated]
+    while unfinished := [i for i, p in enumerate(prompts) if len(texts[i]) < p + 12]:
+        some = [i for i in unfinished if torch.rand((), generator=model.dice) < 0.7] or unfinished[
+            :1
+        ]
+        sizes = torch.randint(1, 90, (len(some),), generator=model.dice).tolist()
+        pieces = [
+            (i, at[i], min(len(texts[i]), at[i] + n)) for i, n in zip(some, sizes, strict=True)
+        ]
+        rows = engine.step(texts, pieces)
+        end = 0
+        for request, first, last in pieces:
+            end += last - first
+            at[request] = last
+            if last == len(texts[request]):
+                token = int(torch.multinomial(rows[end - 1].exp(), 1, generator=model.dice))
+                texts[request].append(token)
+                said[request].append(rows[end - 1, token])
+    return texts, prompts, [torch.stack(each) for each in said]
+
+
+def packed(model: Model, spec: LayerSpec, texts: list[list[int]]) -> list[Tensor]:
+    """Return what a trainer computes: one forward of all texts, without a cache."""
+    layer = Attention(LayerGroup(select(spec.replace(cached=False), "cpu")))
+    lens = [len(text) for text in texts]
+    plan = layer.group.plan(Batch.from_lens(lens, lens))
+    assert {call.name for call in plan.calls} == {"NATIVE_ATTN"}
+
+    def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = layer(query, key, value, None, plan)
+        assert isinstance(out, Tensor)
+        return out
+
+    return list(model([t for text in texts for t in text], attend).split(lens))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_s_log_probabilities_have_the_engine_s_bits(dtype: str) -> None:
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, batch_invariant="calls"
+    )
+    model = Model(getattr(torch, dtype))
+    texts, prompts, sampled = generated(model, spec)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 0]):
+        rows = packed(model, spec, [texts[i] for i in order])
+        for request, found in zip(order, rows, strict=True):
+            first, text = prompts[request], torch.tensor(texts[request])
+            own = found[first - 1 : -1].gather(1, text[first:, None])[:, 0]
+            assert torch.equal(own, sampled[request]), f"request {request} of {order}"
+
+
+@pytest.mark.parametrize("level", [True, "calls"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_without_a_layer_gives_a_sequence_its_bits(
+    dtype: torch.dtype, level: bool | str
+) -> None:
+    """Packed with others, alone, and as a dense row; the second call of each goes by addresses."""
+    dice, lens = torch.Generator().manual_seed(SEED), [37, 700, 1, 64]
+    query, key, value = (
+        torch.randn(sum(lens), heads, SIZE, generator=dice).to(dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    asked = {"causal": True, "return_lse": True, "batch_invariant": level}
+    packed = [attention(query, key, value, query_lens=lens, **asked) for _ in range(2)]
+    expected = packed[0]
+    at = 0
+    for length in lens:
+        mine = slice(at, at + length)
+        three = query[mine], key[mine], value[mine]
+        for _ in range(2):
+            for found in (
+                attention(*three, query_lens=[length], **asked),
+                [x[0] for x in attention(*(x[None] for x in three), **asked)],
+            ):
+                assert all(torch.equal(x, y[mine]) for x, y in zip(found, expected, strict=True))
+        at += length
+    assert all(torch.equal(x, y) for x, y in zip(*packed, strict=True))
+    with pytest.raises(BatchError, match="batch_invariant=.*beside a mask"):
+        attention(
+            query[None],
+            key[None],
+            value[None],
+            mask=torch.ones(1, 1, at, at).bool(),
+            batch_invariant=level,
+        )
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("store", ["NATIVE_STORE", "TORCH_STORE"])
+def test_what_is_rotated_quantised_and_stored_has_the_same_bits(store: str, stored: str) -> None:
+    """Of a request in a step of five and alone: its blocks, and what its rotated queries attend to."""
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=48, kv_cache_dtype=stored,
+        rope=RopeSpec(rotary_size=32), batch_invariant="batch",
+    )  # fmt: skip
+    group = LayerGroup(select(spec, "cpu", backend=f"store={store}"))
+    scales = {"k_scale": 0.03, "v_scale": 0.02} if stored != "auto" else {}
+    layer = Attention(group, rotate=True, **scales)
+    assert group.selection.backend("store").name == store  # type: ignore[union-attr]
+    dice, lens = torch.Generator().manual_seed(SEED), [37, 1, 16, 5, 90]
+    given = [
+        torch.randn(sum(lens), heads, 48, generator=dice).bfloat16()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    table = torch.randperm(30, generator=dice).view(5, 6).int()
+
+    def step(cache: KVCache, some: list[int]) -> list[Tensor]:
+        batch = Batch.from_lens(
+            [lens[i] for i in some], [lens[i] for i in some], table[some], BLOCK
+        )
+        rows = (torch.cat([part.split(lens)[i] for i in some]) for part in given)
+        out = layer(*rows, cache, group.plan(batch))
+        assert isinstance(out, Tensor)
+        return list(out.split([lens[i] for i in some]))
+
+    whole, alone = (group.allocate_cache(30) for _ in range(2))
+    for pages in (whole.key, whole.value, alone.key, alone.value):
+        pages.view(torch.uint8).zero_()
+    order = [3, 0, 4, 1, 2]
+    for i, found in zip(order, step(whole, order), strict=True):
+        assert torch.equal(step(alone, [i])[0], found), i
+    for pages, its in ((whole.key, alone.key), (whole.value, alone.value)):
+        assert pages.view(torch.uint8).any()
+        assert torch.equal(pages.view(torch.uint8), its.view(torch.uint8))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
+def test_ten_thousand_regroupings_change_no_bit(backend: str, dtype: str) -> None:
+    """Of 14 requests, decodes, drafts, chunks and prompts, some of them in any order and repeated."""
+    asked = [(1, 1), (1, 16), (1, 17), (1, 300), (1, 900), (2, 40), (3, 513), (4, 64), (8, 8), (9, 256),
+             (17, 500), (33, 33), (65, 90), (1, 33)]  # fmt: skip
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, batch_invariant="batch"
+    )
+    layer = Attention(LayerGroup(select(spec, "cpu", backend=backend)))
+    dice = torch.Generator().manual_seed(SEED)
+    cache = layer.group.allocate_cache(14 * 57)
+    for pages in (cache.key, cache.value):
+        pages.copy_(torch.randn(pages.shape, generator=dice))
+    table = torch.randperm(14 * 57, generator=dice).view(14, 57).int()
+    query = [
+        torch.randn(q, HEADS, SIZE, generator=dice).to(getattr(torch, dtype)) for q, _ in asked
+    ]
+
+    def attended(some: list[int]) -> list[Tensor]:
+        queries, lens = zip(*(asked[i] for i in some), strict=True)
+        starts = torch.tensor([0, *queries]).cumsum(0).tolist()
+        plan = layer.group.plan(Batch(starts, list(lens), table[some]))
+        out = layer(torch.cat([query[i] for i in some]), None, None, cache, plan)
+        assert isinstance(out, Tensor)
+        return list(out.split(queries))
+
+    alone = [attended([i])[0] for i in range(len(asked))]
+    for _ in range(10_000):
+        count = int(torch.randint(2, 10, (), generator=dice))
+        some = torch.randint(0, len(asked), (count,), generator=dice).tolist()
+        for i, found in zip(some, attended(some), strict=True):
+            assert torch.equal(found, alone[i]), f"request {i} of {some}"

@@ -1,0 +1,352 @@
+"""Attention to chosen keys: ids, pages, bad input, and lies about all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import polyattn
+import pytest
+import torch
+from polyattn import (
+    Attention,
+    Batch,
+    Indexer,
+    IndexerSpec,
+    LayerGroup,
+    LayerSpec,
+    SparseAttention,
+    SparseSpec,
+    select,
+)
+from polyattn.conformance.cases.index import INDEXERS, layer_for
+from polyattn.conformance.harness.index import IndexHarness
+from polyattn.errors import BatchError, SelectionError, SpecError
+from polyattn.families.sparse import pages, planning, reference, torch_index
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step.cost import batch_cost
+from polyattn.settings import current
+from polyattn.workload.base import workload
+from polyattn.workload.pages import bits
+
+MSA = LayerSpec(
+    kind="sparse", num_heads=8, num_kv_heads=2, head_size=16, dtype="float32", block_size=16,
+    sparse=SparseSpec(budget=3, granularity=16, scope="kv_head"),
+)  # fmt: skip
+DSA = MSA.replace(sparse=SparseSpec(budget=20))
+STEP = [(1, 1), (1, 70), (5, 19), (0, 4), (9, 9), (1, 0), (3, 200)]
+
+
+def of(spec: LayerSpec = MSA, **sparse: Any) -> LayerSpec:
+    assert spec.sparse is not None
+    fields = {name: getattr(spec.sparse, name) for name in spec.sparse.__dataclass_fields__}
+    return spec.replace(sparse=SparseSpec(**(fields | sparse)))
+
+
+@pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        of(scope="head", granularity=4, budget=9),
+        of(DSA, physical=True, scope="kv_head"),
+        of(DSA, tokens_per_entry=4),
+        of(DSA.replace(num_kv_heads=1, v_head_size=8), value_in_key=True, tokens_per_entry=128),
+        of().replace(learned_sinks=True, needs_lse=True, num_heads=14, num_kv_heads=7),
+        of(granularity=24, budget=4).replace(logit_soft_cap=2.0, kv_cache_dtype="int8"),
+    ],
+    ids=str,
+)
+def test_every_backend_serves_every_choice(backend: str, spec: LayerSpec) -> None:
+    workload(LayerGroup(select(spec, "cpu", backend=backend)), STEP, 1).check()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> None:
+    plain = Attention(LayerSpec(num_heads=8, num_kv_heads=2, head_size=16, dtype="float32"))
+    settings = replace(current(), layout=layout)
+    sparse = SparseAttention(select(of(budget=5, scope="all"), "cpu", settings=settings))
+    order = (16, 2) if layout == "NHD" else (2, 16)
+    caches = [plain.group.allocate_cache(40), sparse.group.allocate_cache(40)]
+    if packed:
+        caches[1] = KVCache.packed(torch.empty(40, 2, *order, 16), layout)
+    table = (torch.randperm(39)[:15] + 1).int().view(3, 5)
+    context = Batch.from_lens([64, 0, 23], [64, 0, 23], table, 16)
+    old, slots = torch.randn(2, 87, 2, 16), context.slot_mapping
+    assert slots is not None
+    for layer, cache in zip((plain, sparse), caches, strict=True):
+        cache.key.fill_(torch.nan)
+        cache.value.fill_(torch.nan)
+        layer.store(old[0], old[1], cache, slots)
+    batch = Batch.from_lens([1, 20, 7], [65, 20, 30], table, 16)
+    query, key, value = (torch.randn(28, heads, 16) for heads in (8, 2, 2))
+    blocks = torch.tensor([[[4, 1, 0, 3, 2]]]).int().expand(28, 1, 5)
+    chosen = sparse(query, key, value, caches[1], batch, choice=blocks)
+    torch.testing.assert_close(
+        chosen, plain(query, key, value, caches[0], batch), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = LayerGroup(select(MSA, "cpu", backend="TORCH_SDPA"))
+    step = workload(group, STEP, 4)
+    whole = step.check().clone()
+    monkeypatch.setattr(planning, "TABLE_BYTES", 8 * 4 * 2 * 3 * 5)
+    plan = group.plan(step.batch)
+    assert isinstance(plan, planning.SparseStep) and len(plan.pieces) == 4
+    assert torch.equal(step.check("in pieces: ", plan), whole)
+
+
+def test_an_id_that_comes_twice_counts_twice_or_is_refused() -> None:
+    step = workload(LayerGroup(select(DSA, "cpu")), [(1, 30)], 2)
+    step.choice[0, 0, :3] = torch.tensor([4, 9, 4])
+    step.layer.checks = False
+    step.check()
+    step.layer.checks = True
+    with pytest.raises(BatchError, match=r"choice\[0, 0\] names 4 twice"):
+        step.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda w: {"choice": w.choice.long()}, r"choice.*int64.*int32"),
+        (lambda w: {"choice": w.choice[:, :1]}, r"choice"),
+        (lambda w: {"choice": w.choice.repeat(1, 1, 2)}, r"names 6 ids a token; .*budget is 3"),
+        (lambda w: {"value": None}, "come together"),
+        (lambda w: {"query": w.query[:, :4]}, "query"),
+    ],
+)
+def test_bad_input_is_refused(change: Callable[[Any], dict[str, Any]], match: str) -> None:
+    step = workload(LayerGroup(select(MSA, "cpu")), [(1, 30), (2, 9)], 2)
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError, match=match):
+        step.but(**change(step)).run()
+    torch.testing.assert_close(step.cache.key, before, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"sliding_window": 4}, "choice names the keys"),
+        ({"alibi": True}, "choice names the keys"),
+        ({"sparse": None}, "give sparse=SparseSpec"),
+        ({"kind": "attention"}, "leave sparse out"),
+        ({"mask": "custom"}, "mask"),
+    ],
+)
+def test_a_spec_that_means_two_things_is_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        MSA.replace(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"budget": 0}, {"granularity": 0}, {"scope": "group"}, {"physical": 1},
+               {"granularity": 4, "physical": True}, {"tokens_per_entry": -1}]
+)  # fmt: skip
+def test_a_choice_that_means_nothing_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"sparse.{next(iter(fields))}"):
+        SparseSpec(**({"budget": 4} | fields))
+
+
+def test_a_spec_is_json_and_back() -> None:
+    assert LayerSpec.from_json(MSA.to_json()) == MSA and str(MSA).count("choice 3 of 16 by KV head")
+
+
+def test_on_an_accelerator_the_host_waits_for_nothing() -> None:
+    decision = select(MSA.replace(dtype="bfloat16", head_size=64), "h200").decision
+    assert dict(decision.chosen)["decode"] == "TRITON_ATTN"
+    with pytest.raises(SelectionError, match="length_bounds"):
+        select(MSA, "h200", backend="TORCH_SDPA")
+
+
+def _changed(**fields: Any) -> Callable[..., Any]:
+    def lie(spec: LayerSpec, *args: Any) -> Any:
+        return HONEST(of(spec, **fields), *args)
+
+    return lie
+
+
+def _ids(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    return lambda spec, ids, *args: HONEST(spec, change(ids), *args)
+
+
+def _seen(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    return lambda spec, ids, visible, *args: HONEST(spec, ids, change(visible), *args)
+
+
+def _after(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    return lambda *args: change(*HONEST(*args))
+
+
+def _unsorted(spec: LayerSpec, ids: torch.Tensor, *args: Any) -> Any:
+    """The last id of a token, not the largest, is taken for the incomplete one."""
+    table, lens = HONEST(spec, ids, *args)
+    kept = (lens > 16)[:, None] & (torch.arange(table.shape[1]) < 2)
+    return torch.where(kept, table.flip(1), table), lens
+
+
+HONEST = pages.pages_of
+LIES: dict[str, Callable[..., Any]] = {
+    "granularity": _changed(granularity=8),
+    "scope of all": lambda spec, ids, *args: HONEST(spec, ids[:, :1].expand_as(ids), *args),
+    "heads in turn": _ids(lambda ids: ids.flip(1)),
+    "first id lost": _ids(lambda ids: ids[..., 1:]),
+    "last id lost": _ids(lambda ids: ids[..., :-1]),
+    "-1 is key 0": _ids(lambda ids: ids.clamp(min=0)),
+    "ids from 1": _ids(lambda ids: torch.where(ids > 0, ids - 1, ids)),
+    "the first twice": _ids(lambda ids: torch.cat([ids[..., :2], ids[..., :1]], -1)),
+    "future keys": _seen(lambda seen: seen + 1),
+    "not itself": _seen(lambda seen: seen - 1),
+    "whole groups": _seen(lambda seen: (seen + 15) // 16 * 16),
+    "complete groups": _seen(lambda seen: seen // 16 * 16),
+    "everything is seen": _seen(lambda seen: seen * 0 + 10**6),
+    "the step's longest": _seen(lambda seen: seen.amax().expand_as(seen)),
+    "one page short": _after(lambda table, lens: (table, (lens - 16).clamp(min=0))),
+    "one key short": _after(lambda table, lens: (table, (lens - 1).clamp(min=0))),
+    "one key more": _after(lambda table, lens: (table, lens + (lens > 0))),
+    "the next page": _after(lambda table, lens: (table + 1, lens)),
+    "the other head": _after(lambda table, lens: (table ^ 1, lens)),
+    "pages unsorted": _unsorted,
+    "another token's": _after(lambda table, lens: (table.roll(2, 0), lens.roll(2))),
+    "the first sequence's": lambda spec, ids, seen, seqs, *args: HONEST(
+        spec, ids, seen, seqs * 0, *args
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_about_a_choice_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = workload(LayerGroup(select(MSA, "cpu", backend="TORCH_SDPA")), STEP, 7)
+    step.check()
+    monkeypatch.setattr(planning, "pages_of", LIES[name])
+    with pytest.raises((AssertionError, IndexError, BatchError)):
+        step.check()
+
+
+def test_there_are_twenty_lies() -> None:
+    assert len(LIES) >= 20
+
+
+def index_step(name: str) -> tuple[Indexer, Batch, Any]:
+    """Return an indexer, a step and its tensors, drawn as the kit draws them."""
+    spec = layer_for(INDEXERS[name], "float32")
+    harness = IndexHarness("TORCH_INDEX", polyattn.resolve_device("cpu"), 3)
+    batch, frame = harness.step(spec, "mixed")
+    return Indexer(harness.group(spec)), batch, frame
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks", "groups", "level 2", "scaled"])
+def test_an_indexer_chooses_as_its_definition_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexer, batch, frame = index_step(name)
+    wanted = reference.indexed(indexer.group.spec, batch, frame)
+    given = (frame.query, frame.keys, batch, frame.weights, frame.within)
+    assert torch.equal(indexer(*given), wanted)
+    monkeypatch.setattr(torch_index, "SCORES", 300)
+    assert torch.equal(indexer(*given), wanted), "in pieces"
+
+
+@pytest.mark.parametrize("form", ["auto", "fp8_e4m3", "fp8_scaled"])
+def test_index_keys_are_stored_as_they_are_read(form: str) -> None:
+    """DeepGEMM's pages: all keys of 8 bits, then a float32 scale for each; what is skipped stays."""
+    spec = layer_for(replace(INDEXERS["tokens"], cache_dtype=form), "float32")
+    indexer = Indexer(select(spec, "cpu"))
+    cache, keys = indexer.allocate_cache(3, 8), torch.randn(5, 32) * 3
+    keys[1] = 0.0
+    before, slots = cache.clone(), torch.tensor([9, 0, -1, 23, 8])
+    indexer.store(keys, cache, slots)
+    pages = cache.flatten(1)
+    for key, slot in zip(keys, slots.tolist(), strict=True):
+        if slot < 0:
+            continue
+        at = slot % 8
+        if form == "fp8_scaled":
+            page = pages[slot // 8]
+            scale = page[256 + 4 * at : 260 + 4 * at].view(torch.float32)
+            assert scale == max(float(key.abs().max()), 1e-4) / 448
+            stored = page[32 * at : 32 * at + 32].view(torch.float8_e4m3fn).float() * scale
+        else:
+            stored = cache[slot // 8, at].float()
+        limit = 0.0 if form == "auto" else float(key.abs().max()) / 16
+        assert (stored - key).abs().max() <= limit
+    assert torch.equal(bits(cache[1, 2:7]), bits(before[1, 2:7])) or form == "fp8_scaled"
+    assert torch.equal(bits(cache[0, 1:]), bits(before[0, 1:])) or form == "fp8_scaled"
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"budget": 0}, "budget"), ({"budget": 1.5}, "budget"), ({"activation": "gelu"}, "activation"),
+        ({"tail": True}, "tail"), ({"fold": "mean"}, "fold"), ({"pool": 0}, "pool"),
+    ],
+)  # fmt: skip
+def test_an_indexer_that_means_nothing_is_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=f"indexer.{match}"):
+        IndexerSpec(**({"num_heads": 2, "head_size": 8, "budget": 4} | fields))
+
+
+def test_an_indexer_refuses_what_it_would_misread() -> None:
+    indexer, batch, frame = index_step("tokens")
+    query, keys = frame.query, frame.keys
+    with pytest.raises(BatchError, match="weights are missing"):
+        indexer(query, keys, batch)
+    with pytest.raises(BatchError, match="within was given"):
+        indexer(query, keys, batch, frame.weights, frame.weights)
+    with pytest.raises(BatchError, match="keys"):
+        indexer(query, keys[..., :4], batch, frame.weights)
+    with pytest.raises(BatchError, match="isn't contiguous"):
+        indexer(query, keys.transpose(0, 1), batch, frame.weights)
+    with pytest.raises(SpecError, match="has no indexer"):
+        Indexer(DSA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"pool": 16, "fold": "none"}, r"choices=3: it must be 2, the layer's"),
+        ({"num_heads": 2, "fold": "none"}, r"pool \* tokens_per_entry=1: it must be 16"),
+        (
+            {"num_heads": 2, "pool": 16, "fold": "none", "budget": 4},
+            "budget=4: it must be 3 at most",
+        ),
+    ],
+)
+def test_an_indexer_of_another_choice_is_refused(fields: dict[str, Any], match: str) -> None:
+    indexer = IndexerSpec(**({"num_heads": 3, "head_size": 8, "budget": 3} | fields))
+    with pytest.raises(SpecError, match=f"indexer.{match}"):
+        MSA.replace(indexer=indexer)
+
+
+def test_who_indexes_is_selected_and_told() -> None:
+    chosen = select(layer_for(INDEXERS["tokens"], "bfloat16"), "h200").decision
+    assert chosen.backend("index") == "TRITON_INDEX" and "index TRITON_INDEX" in chosen.summary()
+    named = select(layer_for(INDEXERS["tokens"], "float32"), "cpu", backend="index=VANILLA_INDEX")
+    assert named.decision.backend("index") == "VANILLA_INDEX"
+    with pytest.raises(SelectionError, match="index_fp8_scaled"):
+        select(layer_for(INDEXERS["scaled"], "bfloat16"), "a100", backend="index=TRITON_INDEX")
+    assert select(DSA, "cpu").decision.backend("index") is None
+
+
+def test_layers_know_whose_choice_they_attend_to() -> None:
+    """GLM-5.2's way: a layer without an indexer shares the choice of the nearest before it."""
+    full = layer_for(INDEXERS["tokens"], "float32")
+    shared = full.replace(indexer=None)
+    dense = LayerSpec(num_heads=1, head_size=64, dtype="float32")
+    specs = [dense, shared, full, shared, shared, dense, full, shared]
+    groups = {g.spec: g.choice_source for g in polyattn.select_layers(specs, "x86-avx512")}
+    assert groups == {dense: (None, None), full: (2, 6), shared: (None, 2, 2, 6)}
+    steps = {s.question: s.answer for s in select(full, "x86-avx512").decision.steps}
+    assert "128 bytes of index key for each token" in steps["Who chooses the keys?"]
+
+
+def test_the_roofline_counts_the_index() -> None:
+    indexer = replace(INDEXERS["entries"], cache_dtype="fp8_scaled")
+    spec = layer_for(indexer, "bfloat16")
+    batch = Batch.from_lens([2, 1], [9, 100])
+    more, less = (batch_cost(s, batch) for s in (spec, spec.replace(indexer=None)))
+    # Entries of 4 tokens: of the tokens at 7 and 8 two each, of the last one 25; 36 bytes a key.
+    assert more.flops - less.flops == 2 * (2 + 2 + 25) * 4 * 32
+    assert more.bytes - less.bytes == (2 + 25) * 36 + 3 * 4 * (32 * 2 + 4)

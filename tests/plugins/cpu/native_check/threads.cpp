@@ -1,0 +1,92 @@
+// Do threads of the pool touch each other's memory? A program for ThreadSanitizer, which prints what
+// races: steps cut in parts, blocks of prompts and stores by four threads, from two callers at once.
+// Each output must have the bits that one thread computes; prints how many steps there were, and
+// returns 1 where one differs.
+
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "polyattn_cpu.h"
+
+namespace {
+
+enum { HEADS = 8, KV_HEADS = 2, SIZE = 32, BLOCK = 16, TIMES = 6 };
+
+struct Step {
+  std::vector<int32_t> starts = {0}, lens, table;
+  std::vector<float> query, cache;
+  int32_t width = 0, blocks = 0;
+
+  explicit Step(const std::vector<std::pair<int, int>> &rows) {
+    for (auto [queries, length] : rows) {
+      starts.push_back(starts.back() + queries);
+      lens.push_back(length);
+      width = std::max(width, (length + BLOCK - 1) / BLOCK);
+    }
+    blocks = width * (int32_t)lens.size();
+    for (int32_t i = 0; i < blocks; i++) table.push_back(blocks - 1 - i);
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal;
+    query.resize((size_t)starts.back() * HEADS * SIZE);
+    cache.resize((size_t)blocks * BLOCK * KV_HEADS * SIZE);
+    for (auto *some : {&query, &cache}) {
+      for (float &x : *some) x = normal(random);
+    }
+  }
+
+  std::vector<float> attend(const char *isa, int32_t threads) const {
+    const pa_layer layer = {HEADS, KV_HEADS, SIZE, SIZE, PA_F32, PA_F32, 1, 0, 0, 0, 0.2f, 0};
+    const pa_batch batch = {(int32_t)lens.size(), BLOCK, threads, starts.data(), lens.data(), nullptr};
+    std::vector<float> out(query.size());
+    const int64_t token = KV_HEADS * SIZE;
+    pa_tensors t = {query.data(), cache.data(), cache.data(), out.data(), nullptr, table.data(), nullptr,
+                    nullptr, HEADS * SIZE, SIZE, token * BLOCK, token, SIZE, token * BLOCK, token, SIZE,
+                    HEADS * SIZE, SIZE, 0, 0, width, blocks, 1, 1};
+    pa_plan *plan = pa_plan_new(isa, &layer, &batch);
+    if (!plan || pa_attend(plan, &t)) std::printf("%s\n", pa_error());
+    pa_plan_free(plan);
+    return out;
+  }
+
+  std::vector<float> store(const char *isa, int32_t threads) const {
+    std::vector<float> to(cache.size());
+    std::vector<int64_t> slots;
+    for (int32_t i = 0; i < blocks * BLOCK; i++) slots.push_back(blocks * BLOCK - 1 - i);
+    pa_scatter part = {};
+    part.source = cache.data();
+    part.cache = to.data();
+    part.slots = slots.data();
+    part.num_tokens = part.num_slots = (int64_t)slots.size();
+    part.num_heads = KV_HEADS, part.head_size = SIZE, part.block_size = BLOCK;
+    part.source_token = part.cache_token = KV_HEADS * SIZE;
+    part.source_head = part.cache_head = SIZE;
+    part.cache_block = KV_HEADS * SIZE * BLOCK;
+    part.dtype = part.cache_dtype = PA_F32, part.scale = 1;
+    if (pa_store(isa, &part, 1, threads)) std::puts("a slot is out of range");
+    return to;
+  }
+};
+
+}  // namespace
+
+int main() {
+  char isa[32] = "";
+  std::sscanf(pa_isas(), "%31[^,;]", isa);
+  const std::vector<Step> steps = {Step({{1, 4000}, {1, 600}, {1, 3}}), Step({{300, 300}, {2, 2500}})};
+  int differ[2] = {0, 0};
+  auto caller = [&](int which) {
+    for (int time = 0; time < TIMES; time++) {
+      const Step &step = steps[(which + time) % steps.size()];
+      differ[which] += step.attend(isa, 4) != step.attend(isa, 1);
+      differ[which] += step.store(isa, 4) != step.store(isa, 1);
+    }
+  };
+  std::thread other(caller, 1);
+  caller(0);
+  other.join();
+  std::printf("%d steps, %d differ\n", 4 * TIMES, differ[0] + differ[1]);
+  return differ[0] + differ[1] != 0;
+}

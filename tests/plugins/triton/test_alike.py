@@ -1,0 +1,222 @@
+"""Does TRITON_ATTN's plan of an invariant layer have a request attended to alike in any batch?
+
+By the plan alone, which is quick: what a request's bits follow from is the kernel, its tiles, and where
+each tile's keys are cut. The kit runs the kernels (`regrouped`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreting import interpreted
+from polyattn import Batch, LayerSpec
+from polyattn.workload.dice import Dice
+
+pytest.importorskip("triton")
+SPECS = {
+    "Llama 3.1 8B": LayerSpec(num_heads=32, num_kv_heads=8, head_size=128),
+    "Qwen 2.5 7B": LayerSpec(num_heads=28, num_kv_heads=4, head_size=128),
+    "Mistral 7B": LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096),
+    "gpt-oss 20B": LayerSpec(
+        num_heads=64, num_kv_heads=8, head_size=64, sliding_window=128, learned_sinks=True
+    ),
+    "Gemma 2 9B": LayerSpec(num_heads=16, num_kv_heads=8, head_size=256, logit_soft_cap=50.0),
+    "Llama, int8": LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="int8"),
+    "multi-query": LayerSpec(num_heads=71, num_kv_heads=1, head_size=64),
+}
+QUERIES = (0, 1, 1, 1, 2, 3, 4, 8, 9, 15, 16, 17, 60, 100, 263, 264, 265, 512, 900)
+"""For 32 query heads, 8 KV heads: 16 tokens are 64 rows, 264 are 9 tiles of 128 rows a KV head."""
+CONTEXTS = (0, 0, 1, 300, 510, 511, 512, 1023, 4095, 8191, 8192, 40_000)
+
+
+def plans_of(backend: Any, lens: list[tuple[int, int]]) -> list[Any]:
+    table = torch.zeros(len(lens), -(-max(n for _, n in lens) // 16) + 1, dtype=torch.int32)
+    starts = [0]
+    for queries, _ in lens:
+        starts.append(starts[-1] + queries)
+    plan = backend.plan(Batch(starts, [n for _, n in lens], table))
+    return [plan, *getattr(plan, "others", [])]
+
+
+def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
+    """Return by request what its bits follow from: each piece of its tiles, and how they are run."""
+    from polyattn_triton.reading import Work, stretches
+
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for plan in plans_of(backend, lens):
+        count = plan.grid[0]
+        if not count:
+            continue
+        work = Work(plan.work, [])
+        how = (
+            plan.way, plan.config, plan.fresh, plan.at_once > 0, plan.lists, plan.chosen,
+            plan.widening, plan.merging is not None and plan.merging.few,
+        )  # fmt: skip
+        if plan.way == "prefill":
+            for tile in range(count):
+                request, row = int(work[tile]), int(work[count + tile])
+                found.setdefault(request, []).append((row, 0, None, *how))
+            continue
+        pieces = stretches(work, count, plan.way != "listed")
+        for request, row, begin, end in zip(
+            *(x.tolist() for x in (pieces.seq, pieces.row, pieces.begin, pieces.end)), strict=True
+        ):
+            found.setdefault(request, []).append((row, begin, end, *how))
+    return {request: sorted(some, key=lambda x: x[:2]) for request, some in found.items()}
+
+
+def regroupings(dice: Dice) -> list[tuple[int, int]]:
+    queries = [dice.choice(QUERIES) for _ in range(dice.choice((2, 3, 5, 9, 40)))]
+    return [(q, q + dice.choice(CONTEXTS)) for q in queries]
+
+
+@pytest.mark.parametrize("draws", [15, pytest.param(1500, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_request_is_attended_to_alike_in_any_batch(
+    name: str, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep's are more than 10,000 regroupings."""
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS[name].replace(batch_invariant="batch"))
+    free, _ = pretended(monkeypatch, SPECS[name])
+    alone: dict[tuple[int, int], Any] = {}
+    dice, differ = Dice(len(name)), 0
+    for _ in range(draws):
+        lens = regroupings(dice)
+        found = ways(backend, lens)
+        assert found.keys() == {i for i, (queries, _) in enumerate(lens) if queries}
+        for request, way in found.items():
+            its = lens[request]
+            if its not in alone:
+                alone[its] = ways(backend, [its])[0]
+            assert way == alone[its], (its, lens)
+        its = next((pair for pair in lens if pair[0]), None)
+        if its is not None:
+            (plan,), (by_itself,) = plans_of(free, lens), plans_of(free, [its])
+            differ += (plan.way, plan.config) != (by_itself.way, by_itself.config)
+    assert differ > 2  # the free layer's plans do
+
+
+def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At and around what decides it: keys of a piece, rows of the decode kernel, a full chip."""
+    from polyattn_triton.alike import LOW, PIECE
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    for queries, height in ((1, 16), (LOW // 4, 16), (LOW // 4 + 1, 64)):
+        for count in (queries, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1):
+            (plan,) = plans_of(backend, [(queries, count)])
+            assert plan.way == "few" and plan.grid == (-(-count // PIECE), 8, 1)
+            assert plan.config.block_m == height
+            assert (plan.merging is not None) == (count > PIECE)
+    full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
+    of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
+    ways = [plan.way for plan in of.values()]
+    assert ways == ["few", "few", "pieces", "pieces", "prefill", "prefill"]
+    assert of[1].rows == 4 and of[16].config.block_m == 64
+    assert of[17].grid == (17, 8, 1) and of[200].grid == (7 * 3, 8, 1)
+    assert of[200].at_once and of[full].at_once
+    assert plans_of(backend, [(17, PIECE)])[0].way == "prefill"
+    mixed = plans_of(backend, [(1, 5000), (full, 9000), (3, 70), (17, 9000), (1, 3)])
+    assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
+    prompts = plans_of(backend, [(300, 300), (full, 9000), (301, 302), (900, 900)])
+    assert [plan.fresh for plan in prompts] == [False, True]
+    assert [plan.requests[1].tolist() for plan in prompts] == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    paged, _ = pretended(monkeypatch, SPECS["gpt-oss 20B"].replace(batch_invariant="batch"))
+    assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
+
+
+def test_prefills_are_cut_where_they_end_sooner() -> None:
+    """Beside what a simulation says: the pieces dealt out, the longest first, to programs as they end."""
+    from heapq import heapreplace
+
+    from polyattn_triton.alike import MERGE, PART, PIECE, SIZES, START, WHOLE, pieces_of
+
+    def duration(tiles: int, keys: int, size: int) -> int:
+        lengths, loads = [size] * (keys // size) + [keys % size] * (keys % size > 0), [0] * 132
+        for length in lengths:
+            for _ in range(tiles):
+                heapreplace(loads, loads[0] + length + START)
+        return max(loads) + (MERGE + PART * tiles * len(lengths) if len(lengths) > 1 else 0)
+
+    cut = 0
+    for tiles in (1, 4, 16, 33, 34, 56, 64, 112, 131):
+        for keys in (PIECE, PIECE + 1, 1500, 4608, 8704, 40_000):
+            found = int(pieces_of(np.array([tiles]), np.array([keys]), 132)[0])
+            sizes = [s for s in SIZES.tolist() if s < keys and (4 * tiles > 132 or not s & (s - 1))]
+            best = min(duration(tiles, keys, size) for size in [keys, *sizes])
+            assert duration(tiles, keys, found or keys) <= 1.1 * best, (tiles, keys, found)
+            cut += found != WHOLE
+    assert 20 < cut < 45
+    assert (pieces_of(np.array([132, 1000]), np.array([8704, 8704]), 132) == WHOLE).all()
+
+
+@pytest.mark.parametrize("level", ["batch", "steps"])
+def test_parts_have_bounded_room(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt, and of many requests: launches one after another, each tile in one of them."""
+    from polyattn_triton import alike
+    from pretending import pretended
+
+    lens = [(100, 8292)] * 60 + [(1, 5000)] * 300 + [(40_000, 40_000)]
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant=level))
+    plans = plans_of(backend, lens)
+    assert len(plans) > 5 and all(not plan.others for plan in plans[1:])
+    spec = backend.spec
+    for plan in plans:
+        of_one = 2 * plan.rows * spec.num_kv_heads * (spec.v_head_size + 1) * 4
+        longest = 40 * of_one  # what a tile, or a request of a class, may be beyond
+        assert plan.merging is None or plan.grid[0] * of_one <= backend.room + longest
+    found = ways(backend, lens)
+    assert 4 * backend.workspace.parts.numel() < 2.5 * alike.ROOM  # it grows by doubling
+    backend.room = 1 << 40
+    monkeypatch.setattr(backend, "_reserve", lambda *room: None)  # 29 GB
+    assert len(plans_of(backend, lens)) < len(plans) and ways(backend, lens) == found
+
+
+@pytest.mark.parametrize("level", ["steps", "calls"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_s_keys_are_cut_at_the_same_places_in_any_step(
+    name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, drafts, decodes and packed prompts, in one kernel; a window's tiles aren't cut."""
+    from polyattn_triton.alike import STEPS_PIECE
+    from polyattn_triton.reading import Work, stretches
+    from pretending import pretended
+
+    if level == "calls" and SPECS[name].kv_cache_dtype != "auto":
+        return
+    spec = SPECS[name].replace(batch_invariant=level)
+    backend, _ = pretended(monkeypatch, spec)
+    dice, hows, cut = Dice(len(name)), set(), 0
+    for _ in range(6):
+        lens = regroupings(dice)
+        lens += [(STEPS_PIECE + n, STEPS_PIECE + n) for n in (-1, 0, 1)]
+        for plan in plans_of(backend, lens):
+            hows.add((plan.way, plan.config, plan.at_once, plan.fresh, plan.rows))
+            each = STEPS_PIECE // plan.config.block_n
+            pieces = stretches(Work(plan.work, []), plan.grid[0], True)
+            assert not plan.merging or not plan.merging.few
+            if spec.sliding_window:
+                assert plan.merging is None and (pieces.part < 0).all() and not pieces.begin.any()
+                continue
+            assert not (pieces.begin % each).any() and (pieces.end - pieces.begin <= each).all()
+            cut += int((pieces.part >= 0).sum())
+    assert len(hows) == 1 and (cut > 0) == (not spec.sliding_window)
+    if spec.kv_cache_dtype == "auto":  # a call without a cache goes the same way
+        plan = backend.plan(Batch([0, 3000], [3000], None))
+        assert (plan.way, plan.config, plan.at_once, plan.rows) == (
+            *next(iter(hows))[:3],
+            plan.rows,
+        )
+
+
+@pytest.mark.slow
+def test_the_kernels_give_the_same_bits_interpreted() -> None:
+    """A few regroupings of uneven requests, each beside itself alone, and beside float64."""
+    said = interpreted(Path(__file__).with_name("interpreted_alike.py"))
+    assert said.split() == ["same", "bits"]

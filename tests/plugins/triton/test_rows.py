@@ -1,0 +1,62 @@
+"""Do Triton's kernels read and write any format's rows? Interpreted beside torch, and as machine code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from interpreting import interpreted
+from polyattn import LayerSpec
+
+pytest.importorskip("triton")
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="nvfp4", block_size=16)
+
+
+@pytest.mark.slow
+def test_interpreted() -> None:
+    """nvfp4 is written by TRITON_STORE, too; others, and one that no kernel knows, are read."""
+    names = interpreted(Path(__file__).with_name("interpreted_rows.py")).split("\n")
+    assert names[:3] == ["numbers", "one tensor", "by head"] and len(names) == 9
+
+
+@pytest.mark.parametrize("phase", ["decode", "paged", "write"])
+def test_compiles_to_machine_code(phase: str) -> None:
+    from triton_ahead import compile_phase
+
+    kernel = compile_phase(SPEC, "sm_90", phase)
+    assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("name", ["int4", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_path: Path) -> None:
+    from polyattn_triton.hopper.packing import PLACES
+    from polyattn_triton.variants import FEW_ON_ONE
+    from test_triton import programs_on_one
+    from triton_ahead import compile_packed
+
+    for way in ("decode", "many", "listed"):
+        kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way)
+        assert programs_on_one(kernel, tmp_path, 160) == FEW_ON_ONE * PLACES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
+def test_needs_no_small_types_of_the_device(arch: str) -> None:
+    """e2m1 and e4m3 are read as float16's bits: chips that know neither serve it, too."""
+    from triton_ahead import compile_phase
+
+    for phase in ("decode", "write"):
+        kernel = compile_phase(SPEC, arch, phase)
+        assert len(kernel.asm["cubin" if arch.startswith("sm_") else "hsaco"]) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["int4", "mxfp4", "kivi2", "turboquant4", "int8_rows", "e4m3_rows"]
+)
+def test_every_format_compiles_to_machine_code(name: str) -> None:
+    from triton_ahead import compile_phase
+
+    for phase in ("listed", "paged"):
+        kernel = compile_phase(SPEC.replace(kv_cache_dtype=name), "sm_90", phase)
+        assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10

@@ -1,0 +1,360 @@
+"""TRITON_ATTN without a GPU: the kit in Triton's interpreter, and machine code for every target."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interpreting import interpreted
+from kits import conforms
+from polyattn import LayerSpec
+from polyattn.kernel import AttentionKind, RecurrentSpec
+
+triton = pytest.importorskip("triton")
+
+BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+VARIANTS = {
+    "plain": BASE,
+    "head 64, sinks, window": BASE.replace(
+        num_heads=64, head_size=64, learned_sinks=True, sliding_window=128
+    ),
+    "head 256, soft cap, window": BASE.replace(
+        num_heads=16, head_size=256, logit_soft_cap=50.0, sliding_window=4096
+    ),
+    "head 96, MHA, lse": BASE.replace(num_kv_heads=32, head_size=96, needs_lse=True),
+    "ALiBi": BASE.replace(num_kv_heads=32, alibi=True),
+    "MQA of 71": BASE.replace(num_heads=71, num_kv_heads=1, head_size=64),
+    "chunked, sink tokens": BASE.replace(chunk_size=8192, sliding_window=512, sink_tokens=4),
+    "int8 cache": BASE.replace(kv_cache_dtype="int8"),
+    "fp32": BASE.replace(dtype="float32"),
+}
+SHARED_KIB = {
+    "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx90a": 64, "gfx942": 64,
+    "gfx950": 160,
+}  # fmt: skip
+"""What a program may use of each chip's shared memory (NVIDIA) or LDS (AMD)."""
+TARGETS = tuple(SHARED_KIB)
+FP8_TARGETS = ("sm_90", *(pytest.param(a, marks=pytest.mark.slow) for a in ("gfx942", "gfx950")))
+
+
+LARGEST = ("listed", "paged pieces", "prefix high", "merge", "merge many", "write")
+"""Each kernel once, in the way that asks most of a chip: listed work, pieces of pages, high tiles."""
+
+
+def compiled_bytes(
+    spec: LayerSpec, arch: str, phases: tuple[str, ...] | None = None
+) -> dict[str, int]:
+    """Compile a layer's phases, of `phases` those that it has; returns the machine code's sizes."""
+    from triton_ahead import compile_phase, phases_of
+
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    compiled = {
+        phase: compile_phase(spec, arch, phase)
+        for phase in phases_of(spec, arch)
+        if phases is None or phase in phases
+    }
+    for phase, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_KIB[arch] << 10, f"{phase} can't be launched"
+    return {phase: len(kernel.asm[kind]) for phase, kernel in compiled.items()}
+
+
+slow = pytest.mark.slow
+sweep = pytest.mark.sweep  # not yet run whole on the work lists' kernels
+WHOLE = [
+    pytest.param(arch, variant, marks=[] if (arch, variant) == ("sm_90", "plain") else [sweep])
+    for arch in TARGETS
+    for variant in VARIANTS
+]
+"""Every variant for every target; the quick suite has one chip's plain layer."""
+QUICK = [
+    *(("sm_90", variant) for variant in VARIANTS if variant != "plain"),
+    *((arch, "plain") for arch in TARGETS if arch != "sm_90"),
+]
+
+
+@pytest.mark.parametrize(("arch", "variant"), WHOLE)
+def test_compiles_to_machine_code(arch: str, variant: str) -> None:
+    sizes = compiled_bytes(VARIANTS[variant], arch)
+    assert len(sizes) >= 9 and all(size > 500 for size in sizes.values())
+
+
+@pytest.mark.parametrize(("arch", "variant"), QUICK)
+def test_each_kernel_compiles_at_its_largest(arch: str, variant: str) -> None:
+    """One chip's variants and the other chips' plain layers, in the ways that may not fit."""
+    sizes = compiled_bytes(VARIANTS[variant], arch, LARGEST)
+    assert len(sizes) >= 3 and all(size > 500 for size in sizes.values())
+
+
+def programs_on_one(kernel: object, folder: Path, most_spilled: int = 0) -> int:
+    """How many programs of a compiled kernel Hopper's multiprocessor holds at once.
+
+    `most_spilled`: bytes of a thread's registers that may lie in memory.
+    """
+    from triton import knobs
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    registers = -(-int(re.search(r"REG:(\d+)", usage)[1]) // 8) * 8
+    spilled = int(re.search(r"STACK:(\d+)", usage)[1])
+    assert spilled <= most_spilled, f"registers are spilled: {usage}"
+    by_registers = 65536 // (registers * 32 * kernel.metadata.num_warps)
+    return min(by_registers, 228 * 1024 // (kernel.metadata.shared + 1024))
+
+
+MANY = {
+    "plain": BASE,
+    "window": BASE.replace(sliding_window=4096),
+    "head 96, MHA, window": BASE.replace(num_kv_heads=32, head_size=96, sliding_window=2047),
+    "chunked": BASE.replace(chunk_size=8192),
+    "ALiBi": BASE.replace(num_kv_heads=32, alibi=True),
+    "soft cap, lse": BASE.replace(logit_soft_cap=50.0, needs_lse=True),
+    "groups of 8": BASE.replace(num_heads=64),
+    "e4m3 cache": BASE.replace(kv_cache_dtype="fp8_e4m3"),
+    "head 64, sinks, window": VARIANTS["head 64, sinks, window"],
+}
+
+
+@pytest.mark.slow
+def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel(tmp_path: Path) -> None:
+    from triton_ahead import compile_phase
+
+    layer = BASE.replace(batch_invariant="steps")
+    assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces"), tmp_path) == 2
+
+
+@pytest.mark.parametrize("layer", MANY)
+def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
+    """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
+    from polyattn_triton.variants import FEW_ON_ONE, MANY_ON_ONE, on_one, tile_config
+    from triton_ahead import compile_phase
+
+    held = {
+        # What is constant over a stretch may be spilled: it is loaded once a tile.
+        way: programs_on_one(
+            compile_phase(MANY[layer], "sm_90", way),
+            tmp_path,
+            32 if way in ("listed", "few") else 0,
+        )
+        for way in ("decode", "split", "many", "listed", "few")
+    }
+    assert held["decode"] >= MANY_ON_ONE
+    fewest = FEW_ON_ONE if MANY[layer].kv_cache_dtype == "auto" else 2
+    assert held["split"] >= fewest and held["many"] >= fewest
+    for way, rows in (("listed", 0), ("few", 4 * MANY[layer].gqa_ratio)):
+        config = tile_config(MANY[layer], "sm_90", "few", rows)
+        assert held[way] >= on_one(MANY[layer], config, way)
+
+
+@pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
+def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
+    """Of each tile that was measured; nothing of a thread lies in memory."""
+    from polyattn_triton.configs import prefix_configs
+    from triton_ahead import compile_prefix
+
+    configs = prefix_configs("sm_90", 128, 2)
+    assert len(configs) > 2
+    for config in configs:
+        kernel = compile_prefix(BASE, "sm_90", config, "bf16", cached)
+        assert programs_on_one(kernel, tmp_path) >= config.on_one, config
+
+
+@pytest.mark.parametrize("arch", FP8_TARGETS)
+def test_compiles_fp8_caches(arch: str) -> None:
+    """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""
+    code = (
+        f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); import test_triton as t; "
+        f"print(min(t.compiled_bytes(t.BASE.replace(kv_cache_dtype='fp8_e4m3'), {arch!r}).values()))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0 and int(found.stdout) > 500, found.stderr[-2000:]
+
+
+FAMILY_MODELS = (
+    "deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2", "jamba-v0.1", "mamba2-2.7b",
+    "minimax-text-01", "qwen3-next-80b-a3b", "lfm2-1.2b",
+)  # fmt: skip
+
+
+SAMPLE = ("deepseek-v3", "qwen3-next-80b-a3b")
+"""An MLA and a recurrence: what CI compiles for each target, of one NVIDIA and one AMD chip all."""
+FAMILY_CASES = [
+    *(pytest.param("sm_90", model) for model in FAMILY_MODELS),
+    *(
+        pytest.param(arch, model, marks=slow if arch == "gfx942" or model in SAMPLE else sweep)
+        for arch in TARGETS
+        if arch != "sm_90"
+        for model in FAMILY_MODELS
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "model"), FAMILY_CASES)
+def test_families_compile_to_machine_code(arch: str, model: str) -> None:
+    from polyattn.tools.cli.models import bundled
+    from triton_ahead_families import compile_mla, compile_scan
+
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
+    if spec.latent:
+        few = () if spec.latent.topk else (True,)
+        made = [compile_mla(spec, arch, split) for split in (False, True)]
+        made += [compile_mla(spec, arch, True, few=True) for _ in few]
+    else:
+        parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
+        made = [
+            compile_scan(spec, arch, phase) for phase in ("prefill", "decode", "drafts", *parts)
+        ]
+    assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a == "sm_90" else [sweep]) for a in TARGETS]
+)
+@pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
+def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
+    from triton_ahead_families import compile_channels, compile_token_scan
+
+    machine = "cubin" if arch.startswith("sm_") else "hsaco"
+    sizes = (
+        {"num_heads": 2560, "head_size": 1}
+        if kind == "rg_lru"
+        else {"num_heads": 32, "head_size": 128}
+    )
+    form = RecurrentSpec(
+        feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
+    )
+    spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
+    if kind in ("kda", "rwkv7"):
+        made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]
+    else:
+        made = [compile_token_scan(spec, arch)]
+    assert all(len(kernel.asm[machine]) > 500 for kernel in made)
+
+
+def test_compilation_can_fail() -> None:
+    """The negative control: a head size that fits no chip's shared memory is not waved through."""
+    from triton_ahead import compile_phase
+
+    with pytest.raises(Exception, match=r"."):
+        compile_phase(BASE.replace(head_size=4096), "sm_90", "prefill")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param("pair and (sliding_window or chunked)", marks=sweep),
+        pytest.param("pair and not (sliding_window or chunked)", marks=sweep),
+        pytest.param("feature_lse or isolation or plans", marks=pytest.mark.slow),
+        pytest.param("decoder and not pair", marks=sweep),
+        pytest.param("not pair and not decoder", marks=sweep),
+    ],
+)
+def test_conforms_in_the_interpreter(chosen: str) -> None:
+    conforms("TRITON_ATTN", 4, "-k", chosen, TRITON_INTERPRET="1")
+
+
+def test_both_mla_kernels_are_launched_alike() -> None:
+    """One call site launches either: their arguments before the constants are the same."""
+    from polyattn_triton.hopper.mla import mla_hopper_kernel
+    from polyattn_triton.kernels.mla import mla_kernel
+
+    names = [k.arg_names[: k.arg_names.index("HEADS")] for k in (mla_hopper_kernel, mla_kernel)]
+    assert names[0] == names[1] and names[0][-1] == "table_s"
+
+
+def test_a_triton_without_what_hoppers_kernel_needs_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from polyattn import AttentionKind
+    from polyattn.spec.latent import LatentSpec
+    from polyattn_triton import mla
+
+    spec = LayerSpec(
+        kind=AttentionKind.MLA, num_heads=128, num_kv_heads=1, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    assert mla.mla_config(spec, "sm_90").hopper and not caplog.records
+    monkeypatch.setattr(mla, "mla_hopper_kernel", None)
+    assert not mla.mla_config(spec, "sm_90").hopper
+    assert "install triton 3.6" in caplog.text
+    caplog.clear()
+    assert not mla.mla_config(spec, "sm_100").hopper and not caplog.records
+
+
+def test_splits_fill_the_multiprocessors_evenly() -> None:
+    """Within 1% of its configuration's fastest on an H200 (132), by sequences times KV heads."""
+    from polyattn_triton.variants import even_splits
+
+    chosen = {32: 8, 40: 6, 56: 7, 64: 4, 80: 3, 96: 4, 128: 3, 160: 2, 192: 2, 256: 2, 320: 1}
+    assert {programs: even_splits(programs, 132) for programs in chosen} == chosen
+    assert even_splits(10_000, 132) == 1
+
+
+UNITS = """
+import torch, triton, triton.language as tl
+from polyattn_triton.kernels.decode import _power_below
+
+@triton.jit
+def kernel(X, OUT, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(OUT + at, _power_below(tl.load(X + at)))
+
+x = torch.tensor([0.0, 1.0, 1.5, 3.9, 4.0, 0.3, 7e5, 3e38])
+out = torch.full_like(x, torch.nan)
+kernel[(1,)](x, out, 8)
+assert out.tolist() == [1.0, 1.0, 1.0, 2.0, 4.0, 0.25, 2.0**19, 2.0**127], out
+"""
+
+
+def test_the_unit_of_a_query_is_a_power_of_two(tmp_path: Path) -> None:
+    """What float16 holds of a query that is divided by it is exact."""
+    (tmp_path / "units.py").write_text(UNITS)
+    interpreted(tmp_path / "units.py")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("sms", [16, 132])
+def test_a_captured_graph_serves_any_lengths(kv_heads: int, sms: int) -> None:
+    """Its grid, its workspace and where its work lies stay, whatever is planned after it."""
+    import torch
+    from polyattn import Batch, Device
+    from polyattn.kernel import CacheFormat
+    from polyattn_triton.attention import TritonAttention
+
+    spec = BASE.replace(num_kv_heads=kv_heads, graph_capture="single_token_decode")
+    form = CacheFormat(
+        block_size=16, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
+    )
+    backend = TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu"))
+    backend.num_sms = sms
+    random, seen = torch.Generator().manual_seed(0), set()
+    for count in [1, 2, 3, 5, 16, 31, 64, 263, 300]:
+        table = torch.zeros(count, 512, dtype=torch.int32)
+        captured = backend.plan(Batch.from_lens([1] * count, [8192] * count, table, 16))
+        before = captured.work.clone()
+        for _ in range(4):
+            lens = torch.randint(0, 8193, (count,), generator=random)
+            lens[torch.randint(count, (1,), generator=random)] = 1
+            batch = Batch([*range(count + 1)], lens.tolist(), table)
+            plan = backend.plan(batch, reuse=captured)
+            assert (plan.grid, plan.variant, plan.merging) == (
+                captured.grid, captured.variant, captured.merging,
+            )  # fmt: skip
+            assert plan.work.data_ptr() == captured.work.data_ptr()
+        assert not torch.equal(before, captured.work)
+        space = backend.workspace
+        seen.add((space.parts.data_ptr(), space.part_lse.data_ptr()))
+        rows = 2 * plan.grid[0] * kv_heads * plan.rows
+        assert space.part_lse.numel() >= rows
+        assert space.parts.numel() >= rows * spec.v_head_size
+    assert len(seen) == 1

@@ -1,0 +1,124 @@
+"""Compiles the MLA and recurrent kernels ahead of time for a GPU that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.plugin import AttentionKind, LayerSpec
+from polyattn_triton.channels import (
+    PAIR_OPTIONS,
+    TOKEN_OPTIONS,
+    channel_constants,
+    chunk_constants,
+    pair_constants,
+)
+from polyattn_triton.configs import pick_scan
+from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
+from polyattn_triton.kernels.mla import mla_kernel
+from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
+from polyattn_triton.kernels.selective import selective_kernel
+from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
+from polyattn_triton.kernels.token import channel_kernel, unit_kernel
+from polyattn_triton.launch import launches_early
+from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
+from polyattn_triton.plan import Way
+from polyattn_triton.scan import scan_constants
+from polyattn_triton.selective import (
+    OPTIONS,
+    selective_configs,
+    selective_constants,
+    widest_words,
+)
+from polyattn_triton.token_scan import token_constants, token_options
+from triton_ahead import CACHE, ELEMENT, compile_kernel
+
+PREFILLS = {
+    AttentionKind.SHORT_CONV: conv_kernel,
+    AttentionKind.MAMBA1: selective_kernel,
+    AttentionKind.MAMBA2: gated_kernel,
+    AttentionKind.LINEAR: gated_kernel,
+    AttentionKind.GDN: delta_kernel,
+}
+DECODES = {AttentionKind.SHORT_CONV: conv_kernel, AttentionKind.MAMBA1: mamba1_kernel}
+"""Kinds whose decode isn't `step_kernel`'s."""
+OPTIONAL = frozenset({"D", "dt_bias", "bias"})
+
+
+def compile_mla(
+    spec: LayerSpec, arch: str, split: bool, few: bool = False, block_size: int = 64
+) -> Any:
+    """Compile TRITON_MLA's kernel (TRITON_MLA_SPARSE's for a sparse layer) to machine code."""
+    assert spec.latent is not None
+    element = ELEMENT[spec.dtype]
+    cached = CACHE.get(spec.kv_cache_dtype, element)
+    if cached == "fp8e4nv" and arch == "gfx942":
+        cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
+    config = mla_config(spec, arch)
+    constants = mla_constants(
+        spec, config, block_size, Way(split, few), bool(spec.latent.topk), spec.needs_lse,
+        launches_early(arch),
+    )  # fmt: skip
+    pointers = {"Q": element, "KV": cached, "OUT": element}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    kernel = mla_hopper_kernel if config.hopper else mla_kernel
+    return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
+    """Compile TRITON_TOKEN_SCAN's kernel of a recurrent layer to machine code."""
+    element = ELEMENT[spec.dtype]
+    names = ("X", "INPUT_GATE", "RECURRENT_GATE", "Q", "K", "V", "BETA", "A", "B", "OUT")
+    pointers = dict.fromkeys(names, element)
+    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64", "TARGETS": "i64"}
+    kernel = unit_kernel if spec.kind is AttentionKind.RG_LRU else channel_kernel
+    return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
+
+
+def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
+    """Compile one of TRITON_SCAN's kernels for KDA or RWKV-7: "pairs", "prefill" or "decode"."""
+    element = ELEMENT[spec.dtype]
+    pointers = dict.fromkeys(("Q", "K", "V", "BETA", "A", "B", "WORK", "OUT"), element)
+    names = ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START")
+    pointers |= dict.fromkeys(names, "i32") | {"STATE_SLOTS": "i64", "TARGETS": "i64"}
+    if phase == "decode":
+        constants = channel_constants(spec)
+        return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
+    if phase == "pairs":
+        return compile_kernel(pair_kernel, pointers, pair_constants(spec), arch, PAIR_OPTIONS)
+    config = pick_scan(arch, spec.kind, "prefill")
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
+
+
+def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
+    """Compile TRITON_SCAN's kernel for prefill, decode or drafts of a recurrent layer to machine code.
+
+    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts. KDA and RWKV-7 have
+    kernels of their own: `compile_channels`.
+    """
+    kind, element = spec.kind, ELEMENT[spec.dtype]
+    kernel = PREFILLS[kind]
+    if phase in ("decode", "drafts"):
+        kernel = DECODES.get(kind, step_kernel)
+    if phase == "drafts" and kind is AttentionKind.SHORT_CONV:
+        kernel = conv_drafts_kernel
+    given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
+    if phase in ("left", "out"):
+        assert spec.recurrent is not None
+        first = selective_configs(spec.recurrent.state_size)[0]
+        constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
+    else:
+        constants = scan_constants(spec, phase, arch, given)
+    pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z"), element)
+    pointers |= dict.fromkeys(
+        ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START", "PIECE_SEQ", "PIECE_START"), "i32"
+    )
+    pointers["STATE_SLOTS"] = pointers["TARGETS"] = "i64"
+    pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
+    options = {"num_warps": 4}
+    if kernel is selective_kernel:
+        options = OPTIONS
+    elif kind is not AttentionKind.SHORT_CONV:
+        config = pick_scan(arch, kind, "decode" if phase in ("decode", "drafts") else "prefill")
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(kernel, pointers, constants, arch, options)

@@ -1,0 +1,178 @@
+"""Blocks of one cache in another: every pair of formats, layouts and block sizes, token by token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from polyattn import CacheFormat, KVCache, convert_blocks
+from polyattn.errors import CacheError
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.cache.rows import decoded, sizes_of
+from polyattn.spec.row_format import known_formats, row_format
+from torch import Tensor
+
+PLAIN = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8")
+NAMES = (*PLAIN, *(name for name in sorted(known_formats()) if 128 in sizes_of(row_format(name))))
+FORMS = [
+    (layout, interleaved, block)
+    for layout, interleaved in (
+        ("NHD", False),
+        ("HND", False),
+        ("NHD", True),
+        ("contiguous", False),
+    )
+    for block in (16, 48)
+]
+HEADS, SIZE = 3, 128
+
+
+def cache(name: str, form: tuple[str, bool, int], blocks: int) -> KVCache:
+    layout, interleaved, block = form
+    made = CacheFormat(block_size=block, num_kv_heads=HEADS, head_size=SIZE, v_head_size=SIZE,
+                       dtype=name, layout=layout, interleaved=interleaved)  # fmt: skip
+    found = KVCache.allocate(made, blocks)
+    found.key.view(torch.uint8).fill_(7)
+    found.value.view(torch.uint8).fill_(7)
+    return found
+
+
+def written(name: str, values: Tensor, scale: float) -> Tensor:
+    if name in PLAIN and STORAGE_DTYPES[name].itemsize > 1:
+        return values.to(STORAGE_DTYPES[name])
+    format = None if name in PLAIN else row_format(name)
+    dtype = torch.uint8 if format else STORAGE_DTYPES[name]
+    return quantize(values, dtype, scale, format)
+
+
+def read(name: str, row: Tensor, scale: float) -> Tensor:
+    if name not in PLAIN:
+        return decoded(row, row_format(name), SIZE) * scale
+    return row.float() * (scale if STORAGE_DTYPES[name].itemsize == 1 else 1.0)
+
+
+@pytest.mark.parametrize("old", NAMES)
+def test_any_format_becomes_any_other(old: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for new in NAMES:
+        draw = random.Random(f"{old}{new}")
+        one, other = draw.choice(FORMS), draw.choice(FORMS)
+        source, target = cache(old, one, 9), cache(new, other, 9)
+        tokens = 3 * 48
+        ids = (torch.randperm(9, generator=generator)[: tokens // one[2]],
+               torch.randperm(9, generator=generator)[: tokens // other[2]])  # fmt: skip
+        scales = ((0.5, 0.25), (0.75, 0.125))
+        start, end = (
+            (blocks.repeat_interleave(form[2]), torch.arange(form[2]).repeat(len(blocks)))
+            for blocks, form in zip(ids, (one, other), strict=True)
+        )
+        rows = torch.randn(2, tokens, HEADS, SIZE, generator=generator)
+        for part, tensor in enumerate((source.key, source.value)):
+            tensor.view(torch.uint8)[start] = written(old, rows[part], scales[0][part]).view(
+                torch.uint8
+            )
+        convert_blocks(
+            source,
+            target,
+            ids[0],
+            ids[1].tolist(),
+            source_scales=scales[0],
+            target_scales=scales[1],
+        )
+        untouched = torch.ones(9, other[2], dtype=torch.bool)
+        untouched[end] = False
+        for part, pair in enumerate(((source.key, target.key), (source.value, target.value))):
+            values = read(
+                old, pair[0].view(torch.uint8)[start].view(pair[0].dtype), scales[0][part]
+            )
+            wanted = written(new, values, scales[1][part]).view(torch.uint8)
+            assert torch.equal(pair[1].view(torch.uint8)[end], wanted), new
+            assert bool((pair[1].view(torch.uint8)[untouched] == 7).all()), new
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_formats_and_scales_keep_every_byte(name: str) -> None:
+    """NaNs and what no encoder writes too; in other blocks and another layout."""
+    source, target = cache(name, ("NHD", False, 48), 2), cache(name, ("HND", False, 16), 6)
+    for tensor in (source.key, source.value):
+        tensor.view(torch.uint8).random_(0, 256)
+    scale = torch.tensor([0.5, 1.0, 2.0])
+    convert_blocks(source, target, [1, 0], [5, 0, 3, 1, 2, 4],
+                   source_scales=(scale, 1.0), target_scales=(scale, 1.0))  # fmt: skip
+    for old, new in ((source.key, target.key), (source.value, target.value)):
+        assert torch.equal(
+            old[[1, 0]].contiguous().view(torch.uint8).flatten(0, 1),
+            new[[5, 0, 3, 1, 2, 4]].contiguous().view(torch.uint8).flatten(0, 1),
+        )
+
+
+@pytest.mark.parametrize("elements", [1, 48 * HEADS * SIZE, 1 << 22])
+def test_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyattn.runtime.cache.convert.AT_ONCE", elements)
+    source, target = (
+        cache("float32", ("NHD", False, 16), 9),
+        cache("bfloat16", ("NHD", False, 48), 3),
+    )
+    source.key.normal_()
+    source.value.normal_()
+    convert_blocks(source, target, range(9), [2, 0, 1])
+    assert torch.equal(target.key[[2, 0, 1]].flatten(0, 1), source.key.flatten(0, 1).bfloat16())
+    assert torch.equal(target.value[[2, 0, 1]].flatten(0, 1), source.value.flatten(0, 1).bfloat16())
+
+
+def test_scales_of_heads_and_latents() -> None:
+    """A latent is one row; a head's scale is its own."""
+    forms = [
+        CacheFormat(block_size=16, num_kv_heads=1, head_size=576, v_head_size=512, dtype=dtype,
+                    value_in_key=True)
+        for dtype in ("bfloat16", "fp8_ds_mla")
+    ]  # fmt: skip
+    source, target = (KVCache.allocate(form, 2) for form in forms)
+    source.key.normal_()
+    convert_blocks(source, target, [0, 1], [1, 0])
+    format = row_format("fp8_ds_mla")
+    wanted = quantize(source.key.flatten(0, 1), torch.uint8, 1.0, format)
+    assert torch.equal(target.key[[1, 0]].flatten(0, 1), wanted)
+    source, target = cache("int8", ("NHD", False, 16), 1), cache("float32", ("NHD", False, 16), 1)
+    source.key.random_(-127, 128)
+    source.value.random_(-127, 128)
+    by_head = torch.tensor([0.5, 1.0, 2.0])
+    convert_blocks(source, target, [0], [0], source_scales=(by_head, 3.0))
+    assert torch.equal(target.key, source.key.float() * by_head[:, None])
+    assert torch.equal(target.value, source.value.float() * 3)
+
+
+@pytest.mark.parametrize(
+    ("source_blocks", "target_blocks", "says"),
+    [
+        ([0, 9], [0, 1], r"source_blocks=\[0, 9\] must be ids from 0 to 8"),
+        ([0, 1], [-1, 1], r"target_blocks=\[-1, 1\] must be ids from 0 to 8"),
+        ([0, 1], [1, 1], r"target_blocks=\[1, 1\] names a block twice"),
+        ([0, 1], [1], "source_blocks hold 32 tokens"),
+        ([[0]], [1], "must be ids of blocks"),
+        ([0.5], [1], "must be ids of blocks"),
+    ],
+)
+def test_what_is_refused_writes_nothing(
+    source_blocks: list[int], target_blocks: list[int], says: str
+) -> None:
+    form = ("NHD", False, 16)
+    source, target = cache("float32", form, 9), cache("bfloat16", form, 9)
+    with pytest.raises(CacheError, match=says):
+        convert_blocks(source, target, source_blocks, target_blocks)
+    assert bool((target.key.view(torch.uint8) == 7).all())
+
+
+def test_caches_of_other_layers_are_refused() -> None:
+    forms = [
+        CacheFormat(
+            block_size=16, num_kv_heads=heads, head_size=64, v_head_size=size, dtype="float32"
+        )
+        for heads, size in itertools.product((1, 2), (64, 32))
+    ]
+    with pytest.raises(CacheError, match="num_kv_heads=1, target 2"):
+        convert_blocks(KVCache.allocate(forms[0], 1), KVCache.allocate(forms[2], 1), [0], [0])
+    with pytest.raises(CacheError, match="v_head_size=64, target 32"):
+        convert_blocks(KVCache.allocate(forms[0], 1), KVCache.allocate(forms[1], 1), [0], [0])
