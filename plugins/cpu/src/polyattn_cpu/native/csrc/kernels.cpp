@@ -33,10 +33,10 @@ namespace {
 #include "softmax.h"
 #include "item.h"
 #include "ahead.h"
-#include "matrix_path.h"
 #if defined(__AVX512BF16__)
 #include "halves.h"
 #endif
+#include "matrix_path.h"
 #if defined(__AMX_BF16__)
 #include "tile_path.h"
 #define PA_ENGINE TileEngine
