@@ -26,8 +26,10 @@ SPECS = {
             num_heads=heads, head_size=size, budget=9, scale=0.25, cache_dtype=stored
         )
         for heads, size, stored in (
-            (1, 128, "auto"), (2, 33, "fp8_scaled"), (3, 64, "auto"), (5, 100, "fp8_e4m3"), (8, 129, "auto"),
-            (9, 65, "auto"), (15, 128, "fp8_scaled"), (17, 31, "auto"), (47, 64, "fp8_e4m3"), (64, 128, "fp8_scaled"),
+            (1, 128, "auto"), (2, 33, "fp8_scaled"), (3, 64, "auto"),
+            (5, 100, "fp8_e4m3"), (8, 129, "auto"),
+            (9, 65, "auto"), (15, 128, "fp8_scaled"),
+            (17, 31, "auto"), (47, 64, "fp8_e4m3"), (64, 128, "fp8_scaled"),
         )
     },
     "blocks": IndexerSpec(
@@ -73,9 +75,7 @@ class Step:
         return Indexer(select(self.layer, "cpu", backend=f"index={backend}"))
 
     def chosen(self, backend="NATIVE_INDEX"):
-        return self.indexer(backend)(
-            self.query, self.keys, self.batch, self.weights, self.within
-        )
+        return self.indexer(backend)(self.query, self.keys, self.batch, self.weights, self.within)
 
 
 @pytest.fixture(params=ISAS)
@@ -125,8 +125,10 @@ def test_threads_and_neighbours_change_no_choice(isa, threads, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [127, 2048, 0.05])
 def test_ties_and_rising_scores_fill_the_list_many_times(isa, budget):
-    """Each key is better than those before it, or all are equal: the list of the best is shortened often."""
-    spec = IndexerSpec(num_heads=1, head_size=32, budget=budget, fold="sum", activation="none", scale=1.0)
+    """Each key is better than those before it, or all are equal: the list is shortened often."""
+    spec = IndexerSpec(
+        num_heads=1, head_size=32, budget=budget, fold="sum", activation="none", scale=1.0
+    )
     step = Step(spec, [1], [12000], "float32")
     step.query.zero_()
     step.query[:, :, 0] = 1.0
@@ -148,6 +150,10 @@ def test_a_broken_table_is_refused(isa):
 def test_the_kits_cases_pass(isa):
     device = resolve_device("cpu")
     info = discover().backends["NATIVE_INDEX"].builds_on("cpu")[-1]
-    cases = [case for case in derive(info, device) if case.batch != "mixed" or case.check == "index_ranked"]
+    cases = [
+        case
+        for case in derive(info, device)
+        if case.batch != "mixed" or case.check == "index_ranked"
+    ]
     for case in cases:
         run_case(case, "NATIVE_INDEX", device, 1)

@@ -6,7 +6,15 @@ import struct
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import BatchError, CacheFormat, Device, IndexBackend, IndexFrame, LayerSpec, Plan
+from polyattn.kernel import (
+    BatchError,
+    CacheFormat,
+    Device,
+    IndexBackend,
+    IndexFrame,
+    LayerSpec,
+    Plan,
+)
 from torch import Tensor
 
 from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
@@ -41,7 +49,8 @@ class NativeIndex(IndexBackend):
         packed = _INDEX.pack(
             query.data_ptr(), keys.data_ptr(), _address(weights), _address(within), out.data_ptr(),
             table.data_ptr(), batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
-            *query.stride()[:2], keys.stride(0) * keys.itemsize, keys.shape[0], table.stride(0), *steps[:2],
+            *query.stride()[:2], keys.stride(0) * keys.itemsize, keys.shape[0], table.stride(0),
+            *steps[:2],
             part if isinstance(part, float) else 0.0,
             len(query), batch.num_seqs, spec.num_heads, spec.head_size, *out.shape[1:],
             TORCH_DTYPES[query.dtype], DTYPES["fp8_e4m3"] if scaled else TORCH_DTYPES[keys.dtype],
@@ -56,7 +65,9 @@ class NativeIndex(IndexBackend):
                 "sequences that do have no choice"
             )
         if failed:
-            raise NativeError(f"NATIVE_INDEX by {self.by}: there is no memory; let other work end first")
+            raise NativeError(
+                f"NATIVE_INDEX by {self.by}: there is no memory; let other work end first"
+            )
 
 
 def _address(tensor: Tensor | None) -> int:
