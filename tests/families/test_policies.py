@@ -9,6 +9,7 @@ from pathlib import Path
 import polyattn
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import Batch, LayerSpec, SparseAttention, SparseSpec
 from torch import Tensor
 
@@ -212,6 +213,48 @@ def test_nsa(lengths: list[tuple[int, int]], backend: str) -> None:
                 assert (out[token, head] - wanted).abs().max() < 5e-6, (token, head)
 
 
+def hashed(query: Tensor, step: Step, planes: Tensor, budget: int) -> Tensor:
+    """Keys whose signs on random planes are most like a query head's: a policy of nobody's."""
+    choice = torch.full((len(query), HEADS, budget), -1, dtype=torch.int32)
+    for token, (row, at) in enumerate(step.tokens):
+        keys = (step.keys[row][: at + 1].repeat_interleave(HEADS // KV_HEADS, 1) @ planes) > 0
+        alike = (keys == ((query[token] @ planes) > 0)).sum(-1).T.clone()
+        alike[:, at] = planes.shape[1] + 1
+        best_ids = alike.sort(dim=1, descending=True, stable=True).indices[:, :budget]
+        choice[token, :, : best_ids.shape[1]] = best_ids.int()
+    return choice
+
+
+def serve_hashed(backend: str, steps: tuple[list[tuple[int, int]], ...] = STEPS) -> None:
+    for lengths in steps:
+        made = layer(backend, budget=11, scope="head")
+        step = Step(lengths, made)
+        planes = torch.randn(SIZE, 9, generator=torch.Generator().manual_seed(7))
+        choice = hashed(step.query, step, planes, 11)
+        out = made(step.query, step.key, step.value, step.cache, step.batch, choice=choice)
+        heads = {
+            (token, head): [i for i in choice[token, head].tolist() if i >= 0]
+            for token in range(len(step.tokens))
+            for head in range(HEADS)
+        }
+        check(step, out, heads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:3])
+def test_an_unseen_policy(backend: str) -> None:
+    serve_hashed(backend)
+
+
+@pytest.mark.slow
+def test_an_unseen_policy_of_an_interpreted_kernel() -> None:
+    pytest.importorskip("triton")
+    interpreted(__file__, PYTHONPATH=str(Path(__file__).parents[1]))
+
+
 def test_policies_have_at_most_thirty_lines() -> None:
     for name in ("streaming_llm", "quest", "moba", "snapkv", "nsa"):
         assert len(inspect.getsource(POLICIES[name]).splitlines()) <= 30, name
+
+
+if __name__ == "__main__":
+    serve_hashed("TRITON_ATTN", ([(1, 200), (3, 17)],))

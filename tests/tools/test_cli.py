@@ -122,6 +122,25 @@ def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
     assert "none is for mamba2 layers on platform hpu" in text
 
 
+@pytest.mark.slow
+def test_streams_of_a_sparse_model_are_served_and_checked(tmp_path: Path) -> None:
+    """DeepSeek-V4: windows, chosen entries with their index, all entries; weights are refused by name."""
+    config = {
+        "model_type": "deepseek_v4", "num_hidden_layers": 3, "compress_ratios": [0, 4, 128],
+        "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 32, "index_n_heads": 4,
+        "index_head_dim": 32, "index_topk": 8, "sliding_window": 16, "torch_dtype": "float32",
+        "hidden_size": 96,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    short = ("--requests=1", "--scale=0.4", "--max-tokens=5", "--device=cpu")
+    code, text, errors = here("run", str(file), *short)
+    assert code == 0, errors
+    assert "20 tokens checked against the float64 reference" in " ".join(text.split())
+    code, _, errors = here("run", str(file), *short, "--weights=random")
+    assert code == 2 and "model_type='deepseek_v4' isn't run with weights" in errors
+
+
 def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
     config = {
         "model_type": "my_llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,

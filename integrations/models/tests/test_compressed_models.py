@@ -45,10 +45,8 @@ class Group:
         self.states = self.compressor.allocate_states(2)
         self.module = module
 
-    def entries(self, rows: Tensor, gates: Tensor, batch: Batch) -> tuple[Entries, Tensor]:
-        """Return the entries, and the positions at which a model rotates them."""
-        entries = self.compressor(rows[0], gates[0], self.states, batch)
-        return entries, entries.ids.clamp(min=0) * self.compressor.spec.tokens_per_entry
+    def entries(self, rows: Tensor, gates: Tensor, batch: Batch) -> Entries:
+        return self.compressor(rows[0], gates[0], self.states, batch)
 
 
 def step_of(past: int, new: int) -> Batch:
@@ -63,7 +61,7 @@ def specs_of(module: Any) -> list[LayerSpec]:
     ]
     blocks = [8 if spec.sparse and spec.sparse.tokens_per_entry > 1 else 16 for spec in layer.specs]
     return [
-        spec.replace(dtype="float32", block_size=size, rope=None)
+        spec.replace(dtype="float32", block_size=size)
         for spec, size in zip(layer.specs, blocks, strict=True)
     ]
 
@@ -74,7 +72,7 @@ class V4Layer:
     def __init__(self, module: Any):
         self.module = module
         specs = [spec.replace(learned_sinks=False, needs_lse=True) for spec in specs_of(module)]
-        layers = [SparseAttention(spec) for spec in specs]
+        layers = [SparseAttention(spec, rotate=True) for spec in specs]
         self.groups: dict[str, Group] = {}
         self.indexer: Indexer | None = None
         if module.compressor is not None:
@@ -94,21 +92,18 @@ class V4Layer:
     def pooled(self, name: str, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a group's entries as the model normalises and rotates them, and their slots."""
         group, part = self.groups[name], self.groups[name].module
-        entries, at = group.entries(part.kv_proj(x), part.gate_proj(x), batch)
-        rows = part.kv_norm(entries.rows)[None]
-        cos, sin = part.rotary_emb(rows, position_ids=at[None], layer_type="compress")
-        return deepseek.apply_rotary_pos_emb(rows[:, None], cos, sin)[0, 0], entries.slots(
-            POOLED, 8
+        entries = group.entries(part.kv_proj(x), part.gate_proj(x), batch)
+        norm, rope = part.kv_norm, self.attend.layers[0].spec.rope
+        rows = group.compressor.finished(
+            entries, norm.weight.detach(), eps=norm.variance_epsilon, rope=rope
         )
+        return rows, entries.slots(POOLED, 8)
 
-    def __call__(self, x: Tensor, rotations: Any, positions: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         module, new = self.module, x.shape[1]
-        cos, sin = rotations[module.rope_layer_type]
         residual = module.q_a_norm(module.q_a_proj(x))
         query = module.q_b_norm(module.q_b_proj(residual).unflatten(2, (-1, module.head_dim)))
-        query = deepseek.apply_rotary_pos_emb(query.transpose(1, 2), cos, sin)[0].transpose(0, 1)
-        raw = module.kv_norm(module.kv_proj(x))[:, None]
-        raw = deepseek.apply_rotary_pos_emb(raw, cos, sin)[0].transpose(0, 1).contiguous()
+        raw = module.kv_norm(module.kv_proj(x))[0, :, None]
         batch = step_of(int(positions[0, 0]), new)
         streams = [Stream(self.caches[0], batch, key=raw)]
         if self.groups:
@@ -118,8 +113,7 @@ class V4Layer:
             plan = Batch.from_lens(batch.query_lens, batch.lens)
             plan.block_table = POOLED
             streams.append(Stream(self.caches[1], plan, self.chosen(x, residual, plan, batch)))
-        out, _ = self.attend(query.contiguous(), streams)
-        out = deepseek.apply_rotary_pos_emb(out.transpose(0, 1)[None], cos, -sin).transpose(1, 2)
+        out, _ = self.attend(query[0], streams)
         grouped = out.reshape(1, new, module.config.o_groups, -1)
         result: Tensor = module.o_b_proj(module.o_a_proj(grouped).flatten(2))
         return result
@@ -171,7 +165,7 @@ class GlmLayer:
     def chosen(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         part = self.module.indexer
         gates = torch.nn.functional.linear(x, part.index_kpool_compress_gate)
-        entries, _ = self.group.entries(part.k_norm(part.wk(x)), gates, batch)
+        entries = self.group.entries(part.k_norm(part.wk(x)), gates, batch)
         self.indexer.store(entries.rows, self.index_keys, entries.slots(POOLED, 8))
         plan = Batch.from_lens(batch.query_lens, batch.lens)
         plan.block_table = POOLED
@@ -228,7 +222,7 @@ def test_deepseek_v4(steps: list[tuple[int, int]]) -> None:
     ) -> tuple[Tensor, None]:
         if module.layer_idx not in layers:
             layers[module.layer_idx] = V4Layer(module)
-        return layers[module.layer_idx](hidden_states, position_embeddings, position_ids), None
+        return layers[module.layer_idx](hidden_states, position_ids), None
 
     with torch.no_grad():
         wanted = model(tokens()[:, :TOKENS]).logits

@@ -78,6 +78,12 @@ class Rotation:
         query = self.applied(query)
         return query if self.query_scale is None else query * self.query_scale[:, None, None]
 
+    def inverse(self) -> Rotation:
+        """Return the rotation by the opposite angles, without the query's temperature."""
+        pairs = self.size // 2
+        turns = torch.cat([self.turns[:, :pairs], -self.turns[:, pairs:]], 1)
+        return Rotation(turns, None, self.pairing, self.size, self.last)
+
     @cached_property
     def angles(self) -> Tensor:
         """float64 (num_tokens, size / 2): where a captured step's angles are computed, from its first

@@ -654,6 +654,10 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
         raise SpecError(
             f"sparse.compressor.size={made.size}: a key has {spec.num_kv_heads * spec.head_size} elements"
         )
+    if sparse.turns_back and not sparse.value_in_key:
+        raise SpecError(
+            "sparse.turns_back=True: only values in keys carry their rotation; leave it out"
+        )
     if sparse.newest and spec.indexer is not None:
         raise SpecError("sparse.newest=True: there is no choice to make; leave indexer out")
 

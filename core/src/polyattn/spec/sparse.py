@@ -113,6 +113,8 @@ class SparseSpec:
             a window, or all of them.
         shares_softmax: the layer's keys join those of the spec before it in the model's list, under one
             softmax (`UnionAttention`). The first spec of such a row says whether there are sinks.
+        turns_back: the output is rotated back by its token's position, because values carry their keys'
+            rotation (DeepSeek-V4). A layer that rotates does so.
         compressor: what makes the entries of the cache; None: the tokens' own keys, or the caller.
 
     Raises:
@@ -134,13 +136,14 @@ class SparseSpec:
     value_in_key: bool = False
     newest: bool = False
     shares_softmax: bool = False
+    turns_back: bool = False
     compressor: CompressorSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget", "granularity", "tokens_per_entry"):
             integer(f"sparse.{name}", getattr(self, name), 1)
         choice("sparse.scope", self.scope, SCOPES)
-        for name in ("physical", "value_in_key", "newest", "shares_softmax"):
+        for name in ("physical", "value_in_key", "newest", "shares_softmax", "turns_back"):
             flag(f"sparse.{name}", getattr(self, name))
         _check_compressor(self, "sparse")
         if self.newest and (self.physical or self.scope != "all"):

@@ -146,7 +146,7 @@ def deepseek_v4(cfg: Config) -> Towers:
     near = LayerSpec(
         kind=AttentionKind.SPARSE, num_heads=heads, num_kv_heads=1, head_size=size, dtype=cfg.dtype,
         learned_sinks=True, rope=ropes["main"],
-        sparse=SparseSpec(budget=window, value_in_key=True, newest=True),
+        sparse=SparseSpec(budget=window, value_in_key=True, newest=True, turns_back=True),
     )  # fmt: skip
     streamed = near.replace(rope=ropes["compress"], needs_lse=True)
 
@@ -166,7 +166,12 @@ def deepseek_v4(cfg: Config) -> Towers:
                 compressor=dataclasses.replace(made, size=own),
             )  # fmt: skip
         sparse = SparseSpec(
-            **choice, tokens_per_entry=m, value_in_key=True, shares_softmax=True, compressor=made
+            **choice,
+            tokens_per_entry=m,
+            value_in_key=True,
+            shares_softmax=True,
+            turns_back=True,
+            compressor=made,
         )
         return streamed.replace(learned_sinks=False, sparse=sparse, indexer=indexer)
 

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
+from polyattn.families.attention.rotation import rotation_at
 from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import scatter
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import RopeSpec
 from polyattn.spec.sparse import CompressorSpec
 
 
@@ -151,6 +154,35 @@ class Compressor:
         scatter(states.unsqueeze(2), new.unsqueeze(1), places)
         ids = ids.masked_fill(~closed | (slots[seqs] < 0), -1)
         return Entries(pooled.masked_fill((ids < 0)[:, None], 0.0), ids, seqs)
+
+    def finished(
+        self, entries: Entries, norm: Tensor | None = None, *, eps: float = 1e-6,
+        rope: RopeSpec | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the entries' rows as a cache keeps them; `entries.rows` stays as it is.
+
+        Args:
+            entries: as a call returns them.
+            norm: (size,), the weight of an RMS norm; None: no norm.
+            eps: of the norm.
+            rope: rotates each row at its group's first position; None: no rotation.
+
+        Returns:
+            (num_entries, size), float32.
+
+        Raises:
+            SpecError: the rope rotates more than an entry has.
+
+        """
+        rows = entries.rows
+        if norm is not None:
+            rows = rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt() * norm.to(rows.dtype)
+        if rope is None:
+            return rows
+        dtype = "float64" if rows.dtype is torch.float64 else "float32"
+        layer = LayerSpec(num_heads=1, head_size=self.spec.size, dtype=dtype, rope=rope)
+        at = entries.ids.clamp(min=0) * self.spec.tokens_per_entry
+        return rotation_at(layer, at, len(at)).applied(rows[:, None])[:, 0]
 
     def _members(
         self, new: Tensor, states: Tensor, slots: Tensor, at: Tensor, firsts: Tensor, starts: Tensor

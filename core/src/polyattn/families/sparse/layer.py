@@ -188,6 +188,9 @@ class SparseAttention(Layer):
                 self._check_ids(choice, cache)
         with own_precision(self.group.device_type):
             step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
+        if sparse.turns_back and self._params.rotate:
+            assert step.before.rotation is not None
+            out.copy_(step.before.rotation.inverse().applied(out))
 
     def store(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
@@ -195,7 +198,8 @@ class SparseAttention(Layer):
         """Store keys and values, or entries, without attending.
 
         Args:
-            key: (rows, num_kv_heads, head_size), any number of rows.
+            key: (rows, num_kv_heads, head_size), any number of rows; entries of several tokens are
+                rotated already.
             value: alike, with the values' size; None with `value_in_key`.
             cache: the layer's cache.
             slot_mapping: int64 (rows,), where each goes; -1 skips.
@@ -205,7 +209,8 @@ class SparseAttention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
-        if self._params.rotate:
+        assert self.spec.sparse is not None
+        if self._params.rotate and self.spec.sparse.tokens_per_entry == 1:
             raise BatchError(
                 "store() writes keys as they are, and this layer rotates; pass them to forward, or build "
                 "a layer with rotate=False"

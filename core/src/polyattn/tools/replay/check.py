@@ -15,6 +15,7 @@ from polyattn import (
     LatentAttention,
     LayerSpec,
     Recurrent,
+    SparseAttention,
     StateCache,
 )
 from polyattn.errors import PolyattnError
@@ -22,6 +23,8 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.families.sparse import reference as reference_sparse
+from polyattn.families.sparse.pages import newest
 from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -81,7 +84,10 @@ class Checker:
         self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
 
     def _judge(
-        self, layer: Attention | LatentAttention | Recurrent, error: float, where: str
+        self,
+        layer: Attention | LatentAttention | Recurrent | SparseAttention,
+        error: float,
+        where: str,
     ) -> None:
         self.worst, self.checked = max(self.worst, error), self.checked + 1
         limit = tolerance_of(layer.spec).output
@@ -122,6 +128,31 @@ class Checker:
             )
             expected, _ = reference.attend(alone, query[token : token + 1, heads], keys, values)
             error = output_error(out[token : token + 1, heads], expected)
+            self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
+
+    def check_sparse(
+        self,
+        layer: SparseAttention,
+        query: Tensor,
+        cache: KVCache,
+        batch: Batch,
+        choice: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """As `check`, for a layer over chosen keys; None: the newest."""
+        assert batch.block_table is not None
+        indices = [i for i, n in enumerate(batch.query_lens) if n]
+        for index in self._random.sample(indices, min(self.per_step, len(indices))):
+            at = self._random.randrange(batch.query_lens[index])
+            token = batch.starts[index] + at
+            length = batch.lens[index] - batch.query_lens[index] + at + 1
+            alone = Batch.from_lens([1], [length])
+            alone.block_table = batch.block_table[index : index + 1]
+            ids = newest(layer.spec, alone) if choice is None else choice[token : token + 1]
+            expected, _ = reference_sparse.forward(
+                layer.spec, query[token : token + 1], cache, alone, ids, layer.params
+            )
+            error = output_error(out[token : token + 1].cpu(), expected)
             self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
 
     def sample_states(self, batch: Batch, states: StateCache) -> dict[int, Tensor]:

@@ -36,6 +36,7 @@ from polyattn.tools.replay.runners import (
     Options,
     RecurrentRunner,
     Runner,
+    SparseRunner,
 )
 from polyattn.tools.replay.scheduler import Running, Scheduled, Scheduler
 from polyattn.tools.replay.trace import Request
@@ -274,6 +275,8 @@ def _cached(
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
         return options.context.runner(layers, options, num_blocks)
+    if layers.spec.sparse is not None:
+        return SparseRunner(layers, options, num_blocks)
     runner = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
     return runner(layers, options, num_blocks)
 

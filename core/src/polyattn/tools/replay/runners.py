@@ -21,8 +21,10 @@ from polyattn import (
     KVCache,
     LatentAttention,
     LayerGroup,
+    LayerSpec,
     Recurrent,
     SelectedLayers,
+    SparseAttention,
     StepPlan,
     select,
 )
@@ -83,6 +85,8 @@ class Runner:
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
+        self.indexer: Indexer | None = None
+        self.index_keys: list[Tensor] = []
         self.num_caches = layers.num_caches(self.count)
         self.saved_bytes = 0
 
@@ -118,6 +122,22 @@ class Runner:
         for stored in map(raw, self.paged()):
             stored[targets] = stored[sources]
 
+    def index(self, spec: LayerSpec, num_blocks: int) -> None:
+        """Have an indexer, and index keys for each layer."""
+        self.indexer = Indexer(select(spec, self.group.device))
+        self.index_keys = [self.indexer.allocate_cache(num_blocks) for _ in range(self.count)]
+
+    def chosen(self, index: int, batch: Batch) -> Tensor | None:
+        """Store the step's index keys and choose what each token of a layer attends to."""
+        if self.indexer is None:
+            return None
+        spec, tokens, keys = self.indexer.spec, batch.num_tokens, self.index_keys[index]
+        slots = entry_slots(batch, spec.tokens_per_entry, keys.shape[1])
+        self.indexer.store(self.draw(len(slots), spec.head_size), keys, slots)
+        query = self.draw(tokens, spec.num_heads, spec.head_size)
+        weights = self.draw(tokens, spec.num_heads) if spec.fold == "weighted" else None
+        return self.indexer(query, keys, batch, weights)
+
     def plan(self, batch: Batch) -> tuple[float, StepPlan]:
         """Plan a step for all layers; returns the seconds that it took, too."""
         started = self.clock()
@@ -136,6 +156,18 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def entry_slots(batch: Batch, tokens_per_entry: int, block_size: int) -> Tensor:
+    """Return where a cache takes the entries that a step's tokens close, int64 (entries,)."""
+    assert batch.slot_mapping is not None and batch.block_table is not None
+    if tokens_per_entry == 1:
+        return batch.slot_mapping
+    slots, table = [], batch.block_table.tolist()
+    for blocks, length, query in zip(table, batch.lens, batch.query_lens, strict=True):
+        closed = range((length - query) // tokens_per_entry, length // tokens_per_entry)
+        slots += [blocks[e // block_size] * block_size + e % block_size for e in closed]
+    return torch.tensor(slots, dtype=torch.int64, device=batch.device)
 
 
 class AttentionRunner(Runner):
@@ -199,12 +231,10 @@ class LatentRunner(Runner):
         self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
         latent = self.spec.latent
         assert latent is not None
-        self.latent, self.index_keys = latent, list[Tensor]()
+        self.latent = latent
         if latent.topk:
             small = IndexerSpec(num_heads=1, head_size=1, budget=latent.topk)  # for another layer's
-            chosen = self.spec.replace(indexer=self.spec.indexer or small)
-            self.indexer = Indexer(select(chosen, self.group.device))
-            self.index_keys = [self.indexer.allocate_cache(num_blocks) for _ in range(self.count)]
+            self.index(self.spec.replace(indexer=self.spec.indexer or small), num_blocks)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, latent, rope key) for one layer and step."""
@@ -219,7 +249,8 @@ class LatentRunner(Runner):
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query, latent, rope = self.inputs(batch.num_tokens)
             started = self.clock()
-            topk = self._choose(index, batch) if self.index_keys else None
+            choice = self.chosen(index, batch)
+            topk = None if choice is None else choice[:, 0]
             got = layer(query, latent, rope, cache, plan, topk=topk)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
@@ -229,14 +260,52 @@ class LatentRunner(Runner):
     def paged(self) -> list[Tensor]:
         return [*(cache.key for cache in self.caches), *self.index_keys]
 
-    def _choose(self, index: int, batch: Batch) -> Tensor:
-        """Store the step's index keys and choose what each token attends to."""
-        spec, tokens, keys = self.indexer.spec, batch.num_tokens, self.index_keys[index]
-        assert batch.slot_mapping is not None
-        self.indexer.store(self.draw(tokens, spec.head_size), keys, batch.slot_mapping)
-        query = self.draw(tokens, spec.num_heads, spec.head_size)
-        weights = self.draw(tokens, spec.num_heads)
-        return self.indexer(query, keys, batch, weights)[:, 0]
+
+class SparseRunner(Runner):
+    """Layers over keys that a choice names: their indexer's, or for another layer's the newest.
+
+    The blocks are one for each `block_size` tokens, also where an entry stands for several.
+    """
+
+    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
+        super().__init__(layers, options)
+        spec = self.spec
+        sinks = torch.randn(spec.num_heads, generator=self.generator)
+        self.layers = [
+            SparseAttention(
+                self.group, sinks=sinks if spec.learned_sinks else None, k_scale=self.scale,
+                v_scale=self.scale, rotate=None if spec.rope is None else False, checks=True,
+            )
+            for _ in range(self.count)
+        ]  # fmt: skip
+        self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+        if spec.indexer is not None:
+            self.index(spec, num_blocks)
+
+    def paged(self) -> list[Tensor]:
+        stored = [t for cache in self.caches for t in (cache.key, cache.value)]
+        return [*(stored[::2] if self.caches[0].value_in_key else stored), *self.index_keys]
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        spec, sparse = self.spec, self.spec.sparse
+        assert sparse is not None
+        step = batch
+        if sparse.tokens_per_entry > 1:  # whose rows are no tokens'
+            step = Batch(batch.starts, batch.lens, batch.block_table)
+        seconds, plan = self.plan(step)
+        for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            query = self.draw(batch.num_tokens, spec.num_heads, spec.head_size)
+            slots = entry_slots(batch, sparse.tokens_per_entry, cache.block_size)
+            key = self.draw(len(slots), spec.num_kv_heads, spec.head_size)
+            value = self.draw(len(slots), spec.num_kv_heads, spec.v_head_size)
+            started = self.clock()
+            layer.store(key, None if sparse.value_in_key else value, cache, slots)
+            choice = self.chosen(index, batch)
+            got = layer(query, None, None, cache, plan, choice=choice)
+            seconds += self.clock() - started
+            out = got[0] if isinstance(got, tuple) else got
+            checker.check_sparse(layer, query, cache, batch, choice, out)
+        return seconds
 
 
 class RecurrentRunner(Runner):
