@@ -62,7 +62,8 @@ class Target(NamedTuple):
 
 
 def kit(backend: str, chosen: str, **environment: str) -> Judge:
-    arguments = ("--pyargs", "polyattn.conformance", "--polyattn-backend", backend,
+    bounded = ("-p", "tests.plugins.triton.bounds") if "TRITON_INTERPRET" in environment else ()
+    arguments = (*bounded, "--pyargs", "polyattn.conformance", "--polyattn-backend", backend,
                  "--polyattn-device", "cpu", "--polyattn-budget", "1", "--polyattn-seed", "0",
                  "-k", chosen)  # fmt: skip
     return Judge(arguments, environment)
@@ -70,6 +71,10 @@ def kit(backend: str, chosen: str, **environment: str) -> Judge:
 
 def tests(*names: str) -> Judge:
     return Judge(names)
+
+
+def slow(*arguments: str) -> Judge:
+    return Judge(("-m", "slow", *arguments))
 
 
 def sources(*names: str) -> tuple[str, ...]:
@@ -84,13 +89,14 @@ MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_no
 OTHERS = "sink_tokens-mixed or dtype_int8-mixed or decoder_sigmoid-mixed or decoder_custom-mixed"
 LISTED = "beside_a_mask or forest or sparse-- or reuse or plans or stale"
 WHOLE = "not search and not refusal and not process and not many_"
-SCANS = "recurrence and (odd or three_each)"
-ROWS = "(gptj_24_of_64_bias or neox_v_32_bias or attention_cache_nvfp4 or neox_cache_int8) and some"
+SCANS = "(recurrence and (odd or three_each or rg_lru)) or short_conv-mixed"
+ROWS = "(gptj_24_of_64_bias or neox_v_32_bias or cache_nvfp4 or neox_cache_int8) and some"
 SHORT = "(heads_5 or rank_512 or lse or size_16 or mixed or short) and not isolation and not search"
 TRITON_KIT = kit("TRITON_ATTN", f"({MIXED}) or ({LISTED})", TRITON_INTERPRET="1")
 LATENT_KIT = kit("TRITON_MLA", SHORT, TRITON_INTERPRET="1")
 SPARSE_KIT = kit("TRITON_MLA_SPARSE", SHORT, TRITON_INTERPRET="1")
 NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
+EDGES = slow(TESTS + "test_edges.py")
 RACES = Judge(("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "race"))
 STORE_KIT = kit("NATIVE_STORE", WHOLE)
 TARGETS = {
@@ -104,7 +110,10 @@ TARGETS = {
     ),
     "planning": Target(
         (TRITON + "planning.py", TRITON + "mla.py"),
-        (tests(*PLANS, TESTS + "test_planned.py"), TRITON_KIT, LATENT_KIT, SPARSE_KIT),
+        (
+            tests(*PLANS, TESTS + "test_planned.py"), EDGES,
+            slow(TESTS + "test_generated.py", "-k", "interpreter"), TRITON_KIT, LATENT_KIT, SPARSE_KIT,
+        ),
         frozenset({"splits", "_are_few", "_resident", "__init__", "_reserve"}),
     ),
     "prefixes": Target(
@@ -142,9 +151,15 @@ TARGETS = {
     "pool": Target(
         sources("pool.cpp", "pool.h"), (tests(CPU + "test_native_threads.py"), NATIVE_KIT, RACES),
     ),
-    "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (TRITON_KIT,)),
-    "latents": Target(kernels("mla"), (LATENT_KIT, SPARSE_KIT)),
-    "shared": Target(kernels("prefix"), (kit("TRITON_ATTN", "forest--", TRITON_INTERPRET="1"),)),
+    "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (EDGES, TRITON_KIT)),
+    "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),
+    "shared": Target(
+        kernels("prefix"),
+        (
+            kit("TRITON_ATTN", "forest--", TRITON_INTERPRET="1"),
+            tests(TESTS + "test_triton.py", "-k", "over_shared_prefixes and bf16"),
+        ),
+    ),
     "scans": Target(
         kernels("scan", "step", "token", "channels"),
         tuple(kit(n, SCANS, TRITON_INTERPRET="1") for n in ("TRITON_SCAN", "TRITON_TOKEN_SCAN")),
@@ -157,6 +172,7 @@ TARGETS = {
         (TPU + "kernel.py", TPU + "planning.py"),
         (
             tests(PLANS[1], "tests/plugins/tpu/test_tpu_masks.py"),
+            slow("tests/plugins/tpu/test_tpu_masks.py", "-k", "far_behind"),
             kit("PALLAS_ATTN", f"({MIXED}) or stale or ({OTHERS})", PALLAS_INTERPRET="1"),
             kit("XLA_SCAN", "recurrence-gdn and (odd or three_each)", PALLAS_INTERPRET="1"),
         ),

@@ -371,7 +371,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
-    rows = json.loads(args.out.read_text())["kinds"] if args.out.exists() else {}
+    held = json.loads(args.out.read_text()) if args.out.exists() else {"kinds": {}, "revisions": {}}
+    rows, revisions = held["kinds"], held["revisions"]
     for kind in kinds_of(args.only):
         rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
     saved = time.monotonic()
@@ -383,8 +384,8 @@ def main() -> None:
         row["examples"] = (row["examples"] + failed)[:5]
         if time.monotonic() > saved + 10:
             saved = time.monotonic()
-            save(args.out, rows, args.commit)
-    save(args.out, rows, args.commit)
+            save(args, rows, revisions)
+    save(args, rows, revisions)
     for kind, row in rows.items():
         print(kind, {name: value for name, value in row.items() if name != "examples"})
     sys.exit(any(row["wrong"] for row in rows.values()))
@@ -412,13 +413,16 @@ def pieces(
                 return
 
 
-def save(out: Path, rows: dict[str, Any], commit: str | None) -> None:
+def save(args: argparse.Namespace, rows: dict[str, Any], revisions: dict[str, int]) -> None:
+    now = args.commit or revision()
+    before = sum(count for name, count in revisions.items() if name != now)
+    revisions[now] = sum(row["plans"] for row in rows.values()) - before
     found = {
         "command": "python benchmarks/random_plans.py", "machine": platform.machine(),
-        "revision": commit or revision(), "polyattn": __version__, "torch": torch.__version__,
+        "revisions": revisions, "polyattn": __version__, "torch": torch.__version__,
         "python": platform.python_version(), "kinds": rows,
     }  # fmt: skip
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,8 +65,17 @@ def test_a_step_without_keys_is_zeros(lens: tuple[list[int], list[int]]) -> None
     ],
 )
 def test_every_mask_in_the_interpreter(cases: str, step: int) -> None:
+    run("masks.py", cases, str(step))
+
+
+@slow
+def test_full_tiles_and_kept_tokens_far_behind() -> None:
+    run("edges.py")
+
+
+def run(script: str, *words: str) -> None:
     found = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "masks.py"), cases, str(step)],
+        [sys.executable, str(Path(__file__).with_name(script)), *words],
         env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]

@@ -1,7 +1,7 @@
 // Do threads of the pool touch each other's memory? A program for ThreadSanitizer, which prints what
 // races: steps cut in parts, blocks of prompts and stores by four threads, from two callers at once.
 // Each output must have the bits that one thread computes; prints how many steps there were, and
-// returns 1 where one differs.
+// returns 1 where one differs, or where memory that two gave back isn't used again by two.
 
 #include <cstdio>
 #include <cstring>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "polyattn_cpu.h"
+#include "pool.h"
 
 namespace {
 
@@ -70,9 +71,20 @@ struct Step {
   }
 };
 
+// Whether memory that two callers have given back serves two callers again, and no third.
+bool used_again() {
+  Buffer *small = pa_take_buffer(1 << 12), *large = pa_take_buffer(1 << 20);
+  pa_give_buffer(large), pa_give_buffer(small);
+  const bool both = pa_take_buffer(1 << 12) == small && pa_take_buffer(1 << 20) == large;
+  pa_give_buffer(small);
+  Buffer *other = pa_take_buffer(1 << 20);
+  return both && other != large;
+}
+
 }  // namespace
 
 int main() {
+  if (!used_again()) return std::puts("memory is lost, or has two owners"), 1;
   char isa[32] = "";
   std::sscanf(pa_isas(), "%31[^,;]", isa);
   const std::vector<Step> steps = {Step({{1, 4000}, {1, 600}, {1, 3}}), Step({{300, 300}, {2, 2500}})};

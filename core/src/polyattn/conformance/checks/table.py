@@ -27,6 +27,8 @@ from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.conformance.snapshot import same_process
 from polyattn.device import Device
+from polyattn.registry.discovery import discover
+from polyattn.registry.info import load_object
 
 Check = Callable[[Case, Any], None]
 
@@ -85,5 +87,6 @@ def run_case(case: Case, backend: str, device: Device, seed: int, budget: float 
     build, check = CHECKS[case.check]
     harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
     harness.budget = budget
+    load_object(discover().backend(backend).path)  # what an import changes isn't the step's
     with same_process():
         check(case, harness)
