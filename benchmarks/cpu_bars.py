@@ -28,7 +28,7 @@ from cpu_bars_calls import CallBars, least, timed
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
 }  # fmt: skip
-SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan", "run")
+SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan", "index", "run")
 Row = dict[str, Any]
 
 

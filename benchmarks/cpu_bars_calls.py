@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.kernel import RecurrentSpec
+from polyattn.kernel import IndexerSpec, RecurrentSpec
 
 SCANS: dict[str, tuple[int, dict[str, Any], float | None]] = {
     "Mamba-2 decode 8 seqs": (8, {
@@ -28,6 +28,18 @@ SCANS: dict[str, tuple[int, dict[str, Any], float | None]] = {
     }, None),
 }  # fmt: skip
 """Sequences, the layer and its bar."""
+INDEXERS: dict[str, tuple[int, IndexerSpec, str]] = {
+    "MSA": (4, IndexerSpec(
+        num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1,
+    ), "read"),
+    "QSA": (4, IndexerSpec(
+        num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True,
+    ), "read"),
+    "DSA, scaled e4m3": (1, IndexerSpec(
+        num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled",
+    ), "mm bf16"),
+}  # fmt: skip
+"""Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it."""
 Calls = dict[str, Callable[[], object]]
 
 
@@ -186,6 +198,36 @@ class CallBars:
                 asked = bar if backend == "NATIVE_SCAN" else None
                 self.row(f"{name} {backend}", share, "of read", asked, ms=best["scan"] * 1e3,
                          in_place=floor)  # fmt: skip
+
+    def index(self) -> None:
+        """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""
+        from polyattn import Batch, Indexer, select
+        from polyattn.conformance.cases.index import layer_for
+
+        torch = self.torch
+        for name, (seqs, spec, what) in INDEXERS.items():
+            indexer = Indexer(
+                select(layer_for(spec, "bfloat16"), "cpu", backend="index=NATIVE_INDEX")
+            )
+            entries = (1 << 17) // spec.tokens_per_entry
+            keys = indexer.allocate_cache(seqs * entries // 64, 64)
+            drawn = torch.randn(seqs * entries, spec.head_size).bfloat16()
+            indexer.store(drawn, keys, torch.arange(len(drawn)))
+            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs)
+            batch.block_table = torch.randperm(len(keys)).int().view(seqs, -1)
+            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+            weights = torch.randn(seqs, spec.num_heads) if spec.fold == "weighted" else None
+            bounds = self.limits()
+            limit, amount = bounds[what if what in bounds else "mm fp32"]
+            calls: Calls = {
+                "index": lambda: indexer(query, keys, batch, weights), "limit": limit,  # noqa: B023
+            }  # fmt: skip
+            best = least(calls, self.seconds, time.thread_time)
+            products = 2 * seqs * entries * spec.num_heads * spec.head_size
+            done = keys.numel() * keys.itemsize if what == "read" else products
+            share = done / best["index"] / (amount / best["limit"])
+            self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
+                     gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
 
     def run(self) -> None:
         """`polyattn run` of the default model, two threads: by what is chosen beside TORCH_SDPA."""
