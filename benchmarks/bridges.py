@@ -17,7 +17,8 @@ import polyattn
 import polyattn_flash_attn.flash_attn_2 as fa
 import polyattn_transformers  # noqa: F401  (registers the name)
 import torch
-from polyattn.families.attention.stateless import dense, given
+from polyattn.calls.memo import memo
+from polyattn.calls.plans import plan_lengths
 from polyattn.registry.info import load_object
 from polyattn_diffusers.backend import attention as diffusers_attention
 from polyattn_torch import SdpaMode
@@ -43,13 +44,6 @@ def least_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: seconds / CALLS * 1e6 for name, seconds in best.items()}
 
 
-def forget() -> None:
-    """Forget the ways of calling that are known."""
-    dense._calls.clear()
-    given._known.clear()
-    dense.plan_lengths.cache_clear()
-
-
 @contextlib.contextmanager
 def nothing() -> Iterator[None]:
     """Make the kernel that serves these calls return at once."""
@@ -59,12 +53,12 @@ def nothing() -> Iterator[None]:
     run, addressed = kernel.run, kernel.addressed
     kernel.run = lambda *args: None
     kernel.addressed = lambda *args: lambda *given: None
-    forget()  # what holds the kernel's methods
+    memo.clear()  # what holds the kernel's methods
     try:
         yield
     finally:
         kernel.run, kernel.addressed = run, addressed
-        forget()
+        memo.clear()
 
 
 def ways(rows: int) -> dict[str, Callable[[], object]]:
@@ -78,7 +72,7 @@ def ways(rows: int) -> dict[str, Callable[[], object]]:
     flat = [t.flatten(0, 1) for t in (qs, ks, vs)]
     layer = polyattn.Attention(polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32",
                                                   cached=False))  # fmt: skip
-    plan = dense.plan_lengths(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
+    plan = plan_lengths(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
     attend = AttentionInterface()["polyattn"]
     module = Module().eval()
     cu = torch.arange(rows + 1, dtype=torch.int32) * TOKENS

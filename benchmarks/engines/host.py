@@ -137,7 +137,8 @@ def over(calls: Calls) -> Iterator[Row]:
 def backends() -> Iterator[Row]:
     """`polyattn.attention` by each backend: the whole call, the kernel's own part, and core's."""
     import polyattn
-    from polyattn.families.attention.stateless import dense
+    from polyattn.calls.bound import BoundCall
+    from polyattn.calls.memo import memo
     from polyattn.kernel import LayerParams
 
     q, k, v = tensors()
@@ -148,10 +149,10 @@ def backends() -> Iterator[Row]:
 
         row: Row = {"what": f"by {name or 'whom it chooses'}, {'causal' if causal else 'all keys'}"}
         try:
-            dense._calls.clear()
+            memo.clear()
             call()
             row["whole us"] = host_us(call)
-            (way,) = dense._calls.values()
+            (way,) = (call for call in memo.values() if isinstance(call, BoundCall))
             (only,) = way.step.calls
             row |= {"by": only.backend.name, "addressed": way.addressed is not None}
             run, addressed = way.run, way.addressed
@@ -173,7 +174,7 @@ def backends() -> Iterator[Row]:
 @torch.no_grad()
 def stages() -> Iterator[Row]:
     """What small things cost here, of which a call is made up."""
-    from polyattn.runtime.stateless import place_of
+    from polyattn.calls.memo import place_of
     from polyattn.settings import current
 
     q, k, _ = tensors()

@@ -7,15 +7,15 @@ from typing import Any
 import polyattn
 import pytest
 import torch
-from polyattn.families.attention.stateless import dense as dense_module
-from polyattn.families.attention.stateless.dense import (
+from polyattn.calls.bound import attend_whole
+from polyattn.calls.dense import attend_dense
+from polyattn.calls.memo import memo
+from polyattn.calls.plans import (
     CallOptions,
-    attend_dense,
     group_for_call,
     plan_lengths,
     run_plan,
 )
-from polyattn.families.attention.stateless.given import given
 from polyattn.kernel import BatchError
 from torch import Tensor
 
@@ -23,11 +23,10 @@ from torch import Tensor
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
     torch.manual_seed(0)
-    dense_module._calls.clear()
-    plan_lengths.cache_clear()
+    memo.clear()
     with torch.no_grad():
         yield
-    dense_module._calls.clear()
+    memo.clear()
 
 
 def laid_out(rows: int, tokens: int, heads: int, size: int, order: str) -> Tensor:
@@ -100,17 +99,17 @@ def test_packed_tensors_are_checked_where_they_lie_otherwise() -> None:
     asked = CallOptions(True, backend="NATIVE_ATTN")
     step = plan_lengths(group_for_call(q, 2, 32, asked, False, False, cached=False), (5, 7), (5, 7))
     lens = (5, 7), (5, 7), None
-    first, _ = given(q, k, v, lens, asked)
-    again, _ = given(q, k, v, lens, asked)
+    first, _ = attend_whole(q, k, v, lens, asked)
+    again, _ = attend_whole(q, k, v, lens, asked)
     wide = torch.randn(12, 5, 40)[:, 1:3, :32].copy_(v)
-    strided = [given(q, k, wide, lens, asked)[0] for _ in range(2)]
+    strided = [attend_whole(q, k, wide, lens, asked)[0] for _ in range(2)]
     for found in (again, *strided, run_plan(step, q, k, v)[0]):
         assert torch.equal(found, first)
     for wrong in ((q[:-1], k, v), (q, k[:, :1], v), (q, k, v.double()), (q, k[:-1], v[:-1])):
         with pytest.raises(BatchError):
-            given(*wrong, lens, asked)
+            attend_whole(*wrong, lens, asked)
     with torch.enable_grad(), pytest.raises(BatchError, match="gradient"):
-        given(q, k.requires_grad_(), v, lens, asked)
+        attend_whole(q, k.requires_grad_(), v, lens, asked)
 
 
 def test_a_last_dimension_with_gaps_is_copied() -> None:
@@ -119,7 +118,7 @@ def test_a_last_dimension_with_gaps_is_copied() -> None:
     step = plan_lengths(group_for_call(q, 2, 32, asked, False, False, cached=False), (9,), (9,))
     wanted = run_plan(step, *(t.contiguous() for t in (q, k, v)))[0]
     for _ in range(2):
-        torch.testing.assert_close(given(q, k, v, ((9,), (9,), None), asked)[0], wanted)
+        torch.testing.assert_close(attend_whole(q, k, v, ((9,), (9,), None), asked)[0], wanted)
 
 
 @pytest.mark.parametrize(

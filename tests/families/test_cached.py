@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn.errors import CacheError, PolyattnError
-from polyattn.families.attention.stateless.cached import (
+from polyattn.calls.caller_cache import (
     CallerCache,
     NewKeys,
     RotaryTables,
     attend_cached,
 )
-from polyattn.families.attention.stateless.dense import CallOptions
-from polyattn.families.attention.stateless.views import joined_pages
+from polyattn.calls.plans import CallOptions
+from polyattn.calls.views import joined_pages
+from polyattn.errors import CacheError, PolyattnError
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.selection.cache_format import CacheFormat
 from torch import Tensor

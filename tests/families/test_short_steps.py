@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from polyattn import LayerGroup, LayerSpec, select
-from polyattn.families.attention import short_steps
-from polyattn.families.attention.short_steps import is_short, server_of
-from polyattn.families.attention.stateless.dense import plan_lengths
+from polyattn.calls import lightest_backend
+from polyattn.calls.lightest_backend import is_short, server_of
+from polyattn.calls.plans import plan_lengths
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", cached=False)
 
@@ -54,7 +54,7 @@ def test_who_goes_by_addresses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_is_of_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_steps, "_lightest", lambda group: group_by("NATIVE_ATTN"))
+    monkeypatch.setattr(lightest_backend, "_lightest", lambda group: group_by("NATIVE_ATTN"))
     group = group_by("TORCH_SDPA")
     monkeypatch.setattr(group, "device_type", "cuda")
     assert group.torch_device == torch.device("cpu")

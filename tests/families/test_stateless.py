@@ -8,9 +8,10 @@ import polyattn
 import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec
+from polyattn.calls.bound import BoundCall
+from polyattn.calls.memo import memo
+from polyattn.calls.recurrence import recurrence
 from polyattn.errors import BatchError
-from polyattn.families.attention.stateless import dense, given
-from polyattn.families.recurrent.function import recurrence
 from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,8 +42,7 @@ def operators(call: Any) -> int:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_a_way_of_calling_is_looked_up(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call makes no spec, no batch and no plan, whatever its tensors hold."""
-    dense._calls.clear()
-    given._known.clear()
+    memo.clear()
     asked: dict[str, Any] = {"causal": True, "query_lens": (3, 5)} if packed else {"causal": True}
 
     def call() -> Tensor:
@@ -147,7 +147,7 @@ def test_a_backends_own_mistake_stays_what_it_is(monkeypatch: pytest.MonkeyPatch
     def broken(*args: Any, **named: Any) -> None:
         raise AttributeError("the kernel's own")
 
-    monkeypatch.setattr(dense.DenseCall, "__call__", broken)
+    monkeypatch.setattr(BoundCall, "__call__", broken)
     with pytest.raises(AttributeError, match="the kernel's own"):
         polyattn.attention(Q, K, K)
 

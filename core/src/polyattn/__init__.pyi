@@ -2,10 +2,10 @@ from polyattn._version import __version__ as __version__
 from polyattn.api import check_supported as check_supported
 from polyattn.api import select as select
 from polyattn.api import select_layers as select_layers
+from polyattn.calls.function import attention as attention
 from polyattn.device import Device as Device
 from polyattn.errors import PolyattnError as PolyattnError
 from polyattn.families.attention.layer import Attention as Attention
-from polyattn.families.attention.stateless.function import attention as attention
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
 from polyattn.families.sparse.compressor import Compressor as Compressor

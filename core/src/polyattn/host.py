@@ -6,40 +6,40 @@ A host calls attention without a layer, brings caches of its own, or shares a se
 `API_VERSION` covers these names, as it covers those of `polyattn.plugin` and `polyattn.kernel`.
 """
 
-from polyattn.families.attention.stateless.cached import (
+from polyattn.calls.caller_cache import (
     CallerCache,
     NewKeys,
     RotaryTables,
     attend_cached,
 )
-from polyattn.families.attention.stateless.dense import (
-    CallOptions,
-    attend_dense,
-    flash_window,
-    group_for_call,
-    plan_lengths,
-    run_plan,
-)
-from polyattn.families.attention.stateless.packed import (
+from polyattn.calls.dense import attend_dense
+from polyattn.calls.ledger import Ledger, Report
+from polyattn.calls.memo import group_for
+from polyattn.calls.packed import (
     PackedKeys,
     attend_packed,
     attend_rows,
     packed_gradients,
 )
-from polyattn.families.attention.stateless.sdpa import sdpa, sdpa_operator
-from polyattn.families.attention.stateless.views import joined_pages
-from polyattn.families.recurrent.function import recurrence
+from polyattn.calls.plans import (
+    CallOptions,
+    flash_window,
+    group_for_call,
+    plan_lengths,
+    run_plan,
+)
+from polyattn.calls.recurrence import recurrence
+from polyattn.calls.sdpa import sdpa, sdpa_operator
+from polyattn.calls.stand_in import StandIns
+from polyattn.calls.views import joined_pages
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.integrations import Integration, integrations
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
-from polyattn.runtime.ledger import Ledger, Report
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.program import Rows
-from polyattn.runtime.stand_in import StandIns
-from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch
 from polyattn.runtime.step.host_copies import lens_between, values_of
 from polyattn.settings import current as current_settings

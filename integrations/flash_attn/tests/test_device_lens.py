@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from polyattn import PolyattnError, settings
-from polyattn.families.attention import device_lens as core
-from polyattn.families.attention.stateless import cached
+from polyattn.calls import caller_cache as cached
+from polyattn.calls import lengths_on_device as core
+from polyattn.calls.memo import memo
 from polyattn.runtime.step import host_copies
 from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor
@@ -26,10 +27,10 @@ def by_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     settings.reload()
     monkeypatch.setattr(cached, "BY_DEVICE", frozenset({"cpu"}))
     torch.manual_seed(0)
-    core._ways.clear()
+    memo.clear()
     with torch.no_grad():
         yield
-    core._ways.clear()
+    memo.clear()
 
 
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +113,10 @@ def test_lengths_that_change_in_place_need_no_plan(monkeypatch: pytest.MonkeyPat
     function, given, extra = case()
     unread(monkeypatch)
     planned: list[Any] = []
-    plan = core.Way._plan
-    monkeypatch.setattr(core.Way, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
+    plan = core.BoundPages._plan
+    monkeypatch.setattr(
+        core.BoundPages, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1]
+    )
     function(*given, **extra)
     lens = extra["cache_seqlens"]
     lens.copy_(torch.tensor([64, 2, 30, 0]))
@@ -139,7 +142,7 @@ def test_the_rest_goes_by_the_host_s(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, given, extra = case(paged=False)
-    monkeypatch.setattr(cached, "way_of", None)  # not called
+    monkeypatch.setattr(cached, "bind_pages", None)  # not called
     out, _ = function(*given, **extra | change)
     assert out.shape == (4, 1, 4, 16)
 
@@ -152,10 +155,12 @@ def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(cached, "BY_DEVICE", frozenset())
         wanted = function(given[0], *fresh, **extra)
-    ways: list[Any] = []
-    monkeypatch.setattr(cached, "way_of", lambda *a, **k: ways.append(core.way_of(*a, **k)))
+    bound_calls: list[Any] = []
+    monkeypatch.setattr(
+        cached, "bind_pages", lambda *a, **k: bound_calls.append(core.bind_pages(*a, **k))
+    )
     found = function(*given, **extra)
-    assert ways == [None]
+    assert bound_calls == [None]
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert torch.equal(given[1], fresh[0]) and torch.equal(given[2], fresh[1])
 
@@ -180,9 +185,9 @@ def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "capturing", lambda _: True)
     for _ in range(2):
         assert torch.equal(function(*given, **extra)[0], wanted)
-    (way,) = (way for way in core._ways.values() if way is not None)
-    (kept,) = way._captured
-    assert kept in extra["cache_seqlens"].__dict__["_polyattn_plans"].values()
+    (bound,) = (bound for bound in memo.values() if isinstance(bound, core.BoundPages))
+    (kept,) = bound._captured
+    assert kept in extra["cache_seqlens"]._polyattn_plans[2].values()
     with pytest.raises(PolyattnError, match="not new views of them"):
         function(*given, **extra | {"cache_seqlens": extra["cache_seqlens"].view(-1)})
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from polyattn import settings
-from polyattn.families.attention import device_lens
-from polyattn.families.attention.stateless import cached
+from polyattn.calls import caller_cache as cached
+from polyattn.calls import lengths_on_device
+from polyattn.calls.memo import memo
 from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,9 +39,9 @@ def by_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("POLYATTN_BACKEND", "VANILLA")
     settings.reload()
     monkeypatch.setattr(cached, "BY_DEVICE", frozenset({"cpu"}))
-    device_lens._ways.clear()
+    memo.clear()
     yield
-    device_lens._ways.clear()
+    memo.clear()
 
 
 def dropped(shape: tuple[int, ...], call: Call, times: int = 2) -> bool:
@@ -114,7 +115,7 @@ def test_by_the_host_s_lengths(name: str) -> None:
 def test_by_the_device_s_lengths_and_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, call = CACHED[name]
     assert dropped(shape, call)
-    for module in (device_lens, cached):  # and what a graph is recorded of
+    for module in (lengths_on_device, cached):  # and what a graph is recorded of
         monkeypatch.setattr(module, "capturing", lambda _: True)
     assert dropped(shape, call)
 

@@ -80,7 +80,7 @@ def test_a_models_tokens(name: str, installed: None, monkeypatch: pytest.MonkeyP
         if weight.dim() > 1:
             weight.normal_(0, 0.2)
     calls: list[str] = []
-    run = importlib.import_module("polyattn.families.recurrent.function").recurrence
+    run = importlib.import_module("polyattn.calls.recurrence").recurrence
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["kind"].value)

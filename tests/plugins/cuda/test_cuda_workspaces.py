@@ -10,9 +10,9 @@ import pytest
 import torch
 from builds import CPU, SMALL
 from polyattn import Batch, LatentSpec, LayerGroup, LayerSpec, select
+from polyattn.calls import memo
 from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams, SparseBackend
 from polyattn.registry.discovery import discover
-from polyattn.runtime import stateless
 from polyattn.runtime.backend import Backend
 
 pytest.importorskip("triton")
@@ -135,11 +135,9 @@ def test_calls_without_a_group_share_where_one_thread_and_stream_runs_them(
     """A group is made for each way of calling: were scratch each one's own, it would add up."""
 
     def called(place: str, heads: int) -> LayerGroup:
-        monkeypatch.setattr(stateless, "place_of", lambda device: place)
+        monkeypatch.setattr(memo, "place_of", lambda device: place)
         sizes = {"num_kv_heads": 1, "head_size": 64, "cached": False}
-        return stateless.group_for(
-            torch.device("cpu"), dtype=torch.float32, num_heads=heads, **sizes
-        )
+        return memo.group_for(torch.device("cpu"), dtype=torch.float32, num_heads=heads, **sizes)
 
     first, second, third = called("a", 1), called("a", 2), called("b", 1)
     assert first.workspaces is second.workspaces is not third.workspaces

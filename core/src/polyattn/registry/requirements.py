@@ -18,7 +18,7 @@ _PLAIN = re.compile(
 
 
 HIDDEN: dict[str, str] = {}
-"""Distributions whose modules are hidden in this process, and what hides them (`runtime.stand_in`)."""
+"""Distributions whose modules are hidden in this process, and what hides them (`calls.stand_in`)."""
 
 
 def requirement_syntax_problem(text: str) -> str | None:

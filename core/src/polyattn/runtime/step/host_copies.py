@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.inputs import capturing
+
+T = TypeVar("T")
+
+
+def stored(tensor: Tensor, name: str, values: bool, state: object, make: Callable[[], T]) -> T:
+    """Return what was made of a tensor in this state: its attribute, which must not hold the tensor.
+
+    `values`: it is made of the tensor's numbers, and anew where they may have changed: a tensor of
+    `torch.inference_mode` counts no changes.
+    """
+    version = None
+    if values:
+        if tensor.is_inference():
+            return make()
+        version = tensor._version
+    known: tuple[int | None, object, T] | None = getattr(tensor, name, None)
+    if known is None or known[0] != version or known[1] != state:
+        known = version, state, make()
+        setattr(tensor, name, known)
+    return known[2]
 
 
 def values_of(tensor: Tensor) -> list[int]:
@@ -28,7 +49,8 @@ def values_of(tensor: Tensor) -> list[int]:
         [3, 1]
 
     """
-    return _copied(tensor)[1]  # type: ignore[no-any-return]
+    values: list[int] = _copied(tensor)[0]
+    return values
 
 
 def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
@@ -49,28 +71,19 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
         (5, 1)
 
     """
-    known = _copied(cumulative)
-    if not gap and known[1][0] != 0:
-        raise BatchError(f"cumulative lengths begin with {known[1][0]}; they must begin with 0")
-    if known[2] is None:
-        known[2] = tuple([b - a for a, b in pairwise(known[1])])
-    return known[2]  # type: ignore[no-any-return]
+    copied = _copied(cumulative)
+    if not gap and copied[0][0] != 0:
+        raise BatchError(f"cumulative lengths begin with {copied[0][0]}; they must begin with 0")
+    if copied[1] is None:
+        copied[1] = tuple([b - a for a, b in pairwise(copied[0])])
+    return copied[1]  # type: ignore[no-any-return]
 
 
 def _copied(tensor: Tensor) -> list[Any]:
-    """Return [version, values, lengths between them or None].
-
-    A tensor of `torch.inference_mode` counts no changes, so that it is copied at each call.
-    """
+    """Return [values, lengths between them or None]."""
     if capturing(tensor):  # known values, too: a replay would go on with them, whatever it holds
         raise BatchError(
             "this call reads lengths on the host, and a graph is being captured; run it outside "
             "the capture, or use the call whose lengths stay on the device"
         )
-    version = None if tensor.is_inference() else tensor._version
-    known: list[Any] | None = getattr(tensor, "_polyattn_host", None)
-    if known is not None and known[0] == version and version is not None:
-        return known
-    known = [version, tensor.tolist(), None]
-    tensor._polyattn_host = known  # type: ignore[attr-defined]
-    return known
+    return stored(tensor, "_polyattn_host", True, None, lambda: [tensor.tolist(), None])

@@ -7,8 +7,8 @@ waits only for the host, and a library's call takes several times as long as a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
+from polyattn.calls.memo import group_of
 from polyattn.runtime.group import LayerGroup
 from polyattn.spec.layer import LayerSpec
 
@@ -38,10 +38,9 @@ def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[i
         or not is_short(group.spec, query_lens, key_lens)
     ):
         return group
-    return _lightest(group)
+    return group_of(_lightest, group)
 
 
-@lru_cache(maxsize=1024)
 def _lightest(group: LayerGroup) -> LayerGroup:
     """Return a group by the best candidate that goes by addresses; this one if none other does."""
     for info in dict(group.selection.candidates).get("prefill", ()):

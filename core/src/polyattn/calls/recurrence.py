@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyattn.calls.memo import group_for, remembered
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch import Batch
 
 
@@ -60,7 +59,7 @@ def recurrence(
     return layer(*inputs, states=after, plan=step), after.data[: len(query_lens)]
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _plan(group: LayerGroup, query_lens: tuple[int, ...], continued: bool) -> StepPlan:
     # A sequence continues where its length exceeds its query.
     lens = [n + continued for n in query_lens]

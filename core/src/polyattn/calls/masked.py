@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.calls.dense import Count
+from polyattn.calls.intervals import Part, UnreadableMask, read
+from polyattn.calls.plans import CallOptions, group_for_call, plan_lengths, run_plan
+from polyattn.calls.views import as_tokens, keys_as_tokens, packed_rows
 from polyattn.errors import BatchError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.stateless.dense import (
-    CallOptions,
-    Count,
-    group_for_call,
-    plan_lengths,
-    run_plan,
-)
-from polyattn.families.attention.stateless.intervals import Part, UnreadableMask, read
-from polyattn.families.attention.stateless.views import as_tokens, keys_as_tokens, packed_rows
 from polyattn.runtime.group import LayerGroup
 
 
@@ -49,7 +44,7 @@ def masked(
         raise BatchError(
             "alibi_slopes beside a mask: positions are not known; leave one of them out"
         )
-    given_keys, given_values, apart = keys_as_tokens(key, value, heads_first)
+    flat_keys, flat_values, apart = keys_as_tokens(key, value, heads_first)
     flat, between = as_tokens(query, heads_first)
     if between != queries:
         flat = packed_rows(query, heads_first)
@@ -62,16 +57,16 @@ def masked(
         causal, window, right = part.kind
         wanted = asked._replace(causal=causal, sliding_window=window, window_right=right)
         group = group_for_call(
-            flat, given_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
+            flat, flat_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
         )
         step = _plan(group, part, apart)
         if count is not None:
             count(step.group)
         if part.rows is None:
-            out, lse = run_plan(step, flat, given_keys, given_values, sinks=sinks)
+            out, lse = run_plan(step, flat, flat_keys, flat_values, sinks=sinks)
             break
         at = part.rows.to(flat.device)
-        out[at], part_lse = run_plan(step, flat[at], given_keys, given_values, sinks=sinks)
+        out[at], part_lse = run_plan(step, flat[at], flat_keys, flat_values, sinks=sinks)
         if lse is not None and part_lse is not None:
             lse[at] = part_lse
     out = out.view(rows, queries, heads, v_size)
@@ -82,9 +77,9 @@ def masked(
 
 
 def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:
-    found: AttentionStep | None = part.plans.get((group, apart))
-    if found is None:
+    step: AttentionStep | None = part.plans.get((group, apart))
+    if step is None:
         starts = tuple(row * apart + first for row, first in part.firsts)
-        found = plan_lengths(group, tuple(part.query_lens), tuple(part.key_lens), starts)
-        part.plans[group, apart] = found
-    return found
+        step = plan_lengths(group, tuple(part.query_lens), tuple(part.key_lens), starts)
+        part.plans[group, apart] = step
+    return step

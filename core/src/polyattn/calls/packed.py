@@ -1,21 +1,21 @@
-"""Packed sequences whose keys lie anywhere: given whole, with gaps, or in a cache's pages."""
+"""Packed sequences whose keys lie anywhere: whole, with gaps, or in a cache's pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn.calls.bound import Lens, attend_whole, step_for
+from polyattn.calls.gradients import Recomputed, gradients
+from polyattn.calls.plans import CallOptions, group_for_call, run_plan
+from polyattn.calls.views import packed_rows, pages_of
 from polyattn.errors import BatchError
-from polyattn.families.attention.stateless.dense import CallOptions, group_for_call, run_plan
-from polyattn.families.attention.stateless.given import Lens, given, step_for
-from polyattn.families.attention.stateless.recompute import Recomputed, gradients
-from polyattn.families.attention.stateless.views import packed_rows, pages_of
-from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.host_copies import stored
 
 
 class PackedKeys(NamedTuple):
@@ -82,7 +82,7 @@ def attend_packed(
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     if not training and keys.block_table is None:
-        return given(
+        return attend_whole(
             query, keys.key, keys.value, _lens(query_lens, keys), asked, sinks=sinks,
             alibi_slopes=alibi_slopes,
         )  # fmt: skip
@@ -99,7 +99,7 @@ def attend_packed(
         cache = pages_of(keys.key, keys.value)
         group = group_for_call(query, heads, v_size, asked, *params, block_size=cache.block_size)
         group.check_format(cache.format)
-        step = group.plan_for(_batch(group, query_lens, keys))
+        step = group.plan_for(_batch(query_lens, keys))
         return run_plan(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
     if not training:  # fewer keys than queries, out of their pages
         return attend_packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
@@ -110,7 +110,7 @@ def attend_packed(
         )
     out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
         query, *keys[:2], alibi_slopes, step.group.spec, _sequences(query_lens, keys),
-        lambda *given: run_plan(step, *given, alibi_slopes=alibi_slopes),
+        lambda *tensors: run_plan(step, *tensors, alibi_slopes=alibi_slopes),
     )  # fmt: skip
     return out, lse
 
@@ -204,24 +204,17 @@ def _lens(query_lens: Sequence[int], keys: PackedKeys) -> Lens:
     return tuple(query_lens), tuple(keys.lens), starts
 
 
-def _batch(group: LayerGroup, query_lens: Sequence[int], keys: PackedKeys) -> Batch:
-    """Return the step as a batch over pages, kept on its block table until that changes.
-
-    A tensor of `torch.inference_mode` counts no changes, so nothing is kept on one.
-    """
-    table = keys.block_table
+def _batch(query_lens: Sequence[int], keys: PackedKeys) -> Batch:
+    """Return the step as a batch over pages, stored on its block table until that changes."""
+    table, lens = keys.block_table, keys.lens
     assert table is not None
-    version = None if table.is_inference() else table._version
-    known: tuple[Any, Batch] | None = getattr(table, "_polyattn_batch", None)
-    lengths = version, tuple(query_lens), tuple(keys.lens)
-    if known is not None and version is not None and known[0] == lengths:
-        return known[1]
-    batch = Batch([0, *accumulate(query_lens)], keys.lens, table)
-    if version is not None:
-        # Detached: the tensor itself, or a view of it, were a circle that nothing collects.
-        batch = batch.with_block_table(table.detach())
-        table._polyattn_batch = (lengths, batch)  # type: ignore[attr-defined]
-    return batch
+
+    def make() -> Batch:
+        batch = Batch([0, *accumulate(query_lens)], lens, table)
+        # Detached: the tensor itself, or a view of it, would be a circle that nothing collects.
+        return batch if table.is_inference() else batch.with_block_table(table.detach())
+
+    return stored(table, "_polyattn_batch", True, (tuple(query_lens), tuple(lens)), make)
 
 
 def _sequences(query_lens: Sequence[int], keys: PackedKeys) -> list[tuple[int, int, int, int]]:

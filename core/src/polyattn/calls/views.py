@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
 
 import torch
 from torch import Tensor
 
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step.host_copies import stored
 from polyattn.selection.cache_format import CacheFormat
 
 View = tuple[tuple[int, int, int], tuple[int, int, int], int]
@@ -88,13 +89,15 @@ def as_pages(
 def pages_of(key: Tensor, value: Tensor) -> KVCache:
     """Return pages (pages, page size, KV heads, size) as a cache; the same one for the same tensors.
 
-    It is kept on `key`, over detached tensors: those themselves, or views of them, were a circle.
+    It is stored on `key`, over detached tensors: those themselves, or views of them, were a circle.
     """
     where = (
         key.data_ptr(), value.data_ptr(), key.shape, value.shape, key.stride(), value.stride(),
         key.dtype, value.dtype,
     )  # fmt: skip
-    return _kept(key, where, lambda: KVCache(key.detach(), value.detach()))
+    return stored(
+        key, "_polyattn_pages", False, where, lambda: KVCache(key.detach(), value.detach())
+    )
 
 
 def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
@@ -122,12 +125,7 @@ def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) 
 
     """
     where = storage.data_ptr(), storage.shape, storage.stride(), form, heads_first
-    return _kept(storage, where, lambda: KVCache.joined(storage.detach(), form, heads_first))
-
-
-def _kept(tensor: Tensor, where: object, made: Callable[[], KVCache]) -> KVCache:
-    known: tuple[object, KVCache] | None = getattr(tensor, "_polyattn_pages", None)
-    if known is None or known[0] != where:
-        known = where, made()
-        tensor._polyattn_pages = known  # type: ignore[attr-defined]
-    return known[1]
+    return stored(
+        storage, "_polyattn_pages", False, where,
+        lambda: KVCache.joined(storage.detach(), form, heads_first),
+    )  # fmt: skip

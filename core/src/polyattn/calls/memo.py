@@ -1,14 +1,20 @@
-"""Which group serves a caller that keeps nothing between calls? One for each way of calling."""
+"""What does a caller that keeps nothing find again at its next call? Its group, and its bound call.
+
+Groups are few, cost the most and have what captured graphs read, so calls of many lengths don't make
+them go. What was read from a tensor is stored on it (`host_copies.stored`), and goes with it.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from polyattn.api import select
 from polyattn.registry.discovery import generation
@@ -16,6 +22,50 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST = 4096
+"""Bound calls and plans that are remembered; the oldest one goes where there are more."""
+memo: dict[Any, Any] = {}
+"""Bound calls and plans, by all that they were made from."""
+_lock = threading.Lock()
+
+
+def remember(key: Any, value: T) -> T:
+    """Put a value into the memo, and return it."""
+    with _lock:
+        memo[key] = value
+        if len(memo) > MOST:
+            del memo[next(iter(memo))]
+    return value
+
+
+def remembered(make: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that finds in the memo what it made of equal arguments before."""
+
+    @wraps(make)
+    def find(*args: P.args, **named: P.kwargs) -> T:
+        key = make, args, tuple(named.items())
+        value = memo.get(key, _lock)  # which is no value
+        return remember(key, make(*args, **named)) if value is _lock else value
+
+    return find
+
+
+def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    """Return what a bound call is found by: all that decides how tensors like these are attended to.
+
+    Of contiguous tensors the shape says where each element is, whatever the strides of single ones.
+    """
+    place = place_of(query.device) if query.is_cuda else threading.get_ident()
+    return (
+        options, current(), generation(), place, query.__class__, query.device, query.dtype,
+        query.shape, query.is_contiguous() or query.stride(), key.device, key.dtype, key.shape,
+        key.is_contiguous() or key.stride(), value.device, value.dtype, value.shape,
+        value.is_contiguous() or value.stride(),
+    )  # fmt: skip
 
 
 def group_for(
@@ -44,10 +94,21 @@ def group_for(
         True
 
     """
+<<<<<<< HEAD:core/src/polyattn/runtime/stateless.py
     settings = current()
     if layout is not None and layout != settings.layout:
         settings = replace(settings, layout=layout)
     return _group(settings, generation(), place_of(device), device, backend, **fields)
+=======
+    place = place_of(device)
+    return group_of(_for_layer, current(), generation(), place, device, backend, **fields)
+
+
+@lru_cache(maxsize=1024)
+def group_of(make: Callable[..., LayerGroup], *args: Any, **fields: Any) -> LayerGroup:
+    """Return the one group that a function makes of equal arguments."""
+    return make(*args, **fields)
+>>>>>>> h30:core/src/polyattn/calls/memo.py
 
 
 def place_of(device: torch.device) -> Any:
@@ -80,8 +141,7 @@ _workspaces: weakref.WeakValueDictionary[Any, Workspaces] = weakref.WeakValueDic
 """By place, for as long as a group there has them."""
 
 
-@lru_cache(maxsize=1024)
-def _group(
+def _for_layer(
     settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
     **fields: Any,
 ) -> LayerGroup:  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.step.host_copies import stored
 
 AT_A_TIME = 1 << 24
 """Entries of a mask that are read at a time."""
@@ -51,21 +52,20 @@ def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
     """Return what the mask asks for, (rows or 1, 1, queries or 1, keys). Raises `UnreadableMask`.
 
     Bool, True to attend; or float, 0 to attend and the dtype's least value not to. What it says is
-    kept on the tensor until it changes; a tensor of `torch.inference_mode` counts no changes, so it is
-    read again at each call.
+    stored on the tensor until that changes.
     """
-    version = None if mask.is_inference() else mask._version
-    known = getattr(mask, "_polyattn_parts", None)
-    if known is not None and version is not None and known[0] == (version, rows, queries):
-        return known[1]  # type: ignore[no-any-return]
+    return stored(
+        mask, "_polyattn_parts", True, (rows, queries), lambda: _read(mask, rows, queries)
+    )
+
+
+def _read(mask: Tensor, rows: int, queries: int) -> list[Part]:
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise UnreadableMask(f"a mask of shape {tuple(mask.shape)}, which differs between heads")
     low, high = _intervals(mask[:, 0])
     if low.shape != (rows, queries):
         low, high = (np.ascontiguousarray(np.broadcast_to(t, (rows, queries))) for t in (low, high))
-    parts = _parts(low, high)
-    mask._polyattn_parts = ((version, rows, queries), parts)  # type: ignore[attr-defined]
-    return parts
+    return _parts(low, high)
 
 
 def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:

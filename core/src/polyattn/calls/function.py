@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from polyattn.calls.bound import Lens, attend_whole
+from polyattn.calls.dense import attend_dense
+from polyattn.calls.intervals import UnreadableMask
+from polyattn.calls.masked import masked
+from polyattn.calls.plans import CallOptions
 from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
-from polyattn.families.attention.stateless.dense import CallOptions, attend_dense
-from polyattn.families.attention.stateless.given import Lens, given
-from polyattn.families.attention.stateless.intervals import UnreadableMask
-from polyattn.families.attention.stateless.masked import masked
 from polyattn.runtime.inputs import check_is_real, check_is_tensor
 from polyattn.runtime.step.integers import integers
 
@@ -80,7 +81,9 @@ def attention(
         firsts = None if first_positions is None else tuple(first_positions)
         if query.dim() == 3:
             lens = _packed_lens(query, key, value, query_lens, key_lens, firsts, mask)
-            out, lse = given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+            out, lse = attend_whole(
+                query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
+            )
         elif query_lens is not None:
             raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
         elif mask is not None:
@@ -153,12 +156,12 @@ def _refuse(
     asked: CallOptions,
 ) -> None:
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
-    for name, given_ in zip(("query", "key", "value"), needed, strict=True):
-        check_is_tensor(name, given_)
-        check_is_real(name, given_)
-    for name, given_ in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
-        if given_ is not None:
-            check_is_tensor(name, given_)
+    for name, tensor in zip(("query", "key", "value"), needed, strict=True):
+        check_is_tensor(name, tensor)
+        check_is_real(name, tensor)
+    for name, tensor in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
+        if tensor is not None:
+            check_is_tensor(name, tensor)
     for name, values in lists.items():
         if values is not None:
             integers(name, values)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from polyattn.calls.memo import call_key, memo, remember, remembered
+from polyattn.calls.plans import CallOptions, group_for_call, parameters
+from polyattn.calls.views import pages_of
 from polyattn.errors import BatchError, SelectionError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.stateless.dense import CallOptions, group_for_call, parameters
-from polyattn.families.attention.stateless.views import pages_of
-from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, PageStrides
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.program import Frame
-from polyattn.runtime.stateless import place_of
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.host_copies import stored
 from polyattn.settings import current
 
 
-def way_of(
+def bind_pages(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -32,7 +31,7 @@ def way_of(
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-) -> Way | None:
+) -> BoundPages | None:
     """Return what attends over pages by lengths left on the device, for as many tokens of each sequence.
 
     `query` (num_seqs, tokens of each, heads, size), or packed (num_seqs * tokens, heads, size); `key`,
@@ -42,38 +41,35 @@ def way_of(
     of its kind before, outside of the capture. Raises `BatchError`.
     """
     kind = _kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes)
-    if kind not in _ways:
+    if kind not in memo:
         if capturing(query):
             raise BatchError(
                 "the first decode of its kind inside a captured graph; run the step once before"
             )
-        if len(_ways) >= KNOWN:
-            _ways.clear()
         _check(query, block_table, lens)
         group = None if current().checks else _group(query, key, value, asked, sinks, alibi_slopes)
         if group is not None:
             group.check_format(pages_of(key, value).format)
-        _ways[kind] = None if group is None else Way(group, query, key, value, block_table)
-    return _ways[kind]
+            return remember(kind, BoundPages(group, query, key, value, block_table))
+        remember(kind, None)
+    return memo.get(kind)
 
 
-def known_way(
+def find_bound(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-) -> Way | None:  # fmt: skip
-    """Return what `way_of` made for tensors that lie as these, so that nothing need be checked again."""
-    return _ways.get(_kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes))
+) -> BoundPages | None:  # fmt: skip
+    """Return what `bind_pages` made for tensors that lie as these, so that nothing is checked again."""
+    return memo.get(_kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes))
 
 
 def _kind(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
     sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> Any:  # fmt: skip
-    return (
-        current(), generation(), place_of(query.device), asked, sinks is None, alibi_slopes is None,
-        query.device, query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
-        value.dtype, value.shape, value.stride(), block_table.dtype, block_table.shape, lens.dtype,
-        lens.shape,
+    return call_key(
+        query, key, value, bind_pages, asked, sinks is None, alibi_slopes is None,
+        block_table.dtype, block_table.shape, lens.dtype, lens.shape,
     )  # fmt: skip
 
 
@@ -97,7 +93,7 @@ class Planned(NamedTuple):
     addressed: Addressed | None
 
 
-class Way:
+class BoundPages:
     """One way of calling: its backend, and everything that shapes, strides and dtypes decide."""
 
     __slots__ = (
@@ -166,11 +162,9 @@ class Way:
         return torch.add(lens, count, out=self._after)
 
     def _plan(self, block_table: Tensor, lens: Tensor) -> Planned:
-        """Return the plan over these tensors, kept on `lens`: their values change nothing in it."""
+        """Return the plan over these tensors, stored on `lens`: their values change nothing in it."""
         where = self, block_table.data_ptr(), block_table.stride()
-        plans: dict[Any, Planned] | None = lens.__dict__.get("_polyattn_plans")
-        if plans is None:
-            plans = lens.__dict__["_polyattn_plans"] = {}
+        plans: dict[Any, Planned] = stored(lens, "_polyattn_plans", False, None, dict)
         plan = plans.get(where)
         # Steps of several tokens each have arrays of their own, copied from the host.
         recorded = self.tokens > 1 and capturing(lens)
@@ -180,7 +174,7 @@ class Way:
                     "a graph is being captured, and the lengths or the block table aren't the tensors of "
                     "the call before it; pass the same tensors, not new views of them"
                 )
-            # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
+            # Detached: the tensors themselves, or views of them, would be a circle that nothing collects.
             batch = Batch.on_buffers(
                 [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
                 lens.detach(),
@@ -188,9 +182,9 @@ class Way:
             )  # fmt: skip
             if len(plans) >= 16:
                 plans.clear()
-            found = self.group.plan(batch)
-            assert isinstance(found, AttentionStep)
-            plan = plans[where] = Planned(found, self._addressed(found))
+            step = self.group.plan(batch)
+            assert isinstance(step, AttentionStep)
+            plan = plans[where] = Planned(step, self._addressed(step))
         if recorded and plan not in self._captured:  # which a graph reads as long as it lives
             self._captured.append(plan)
         return plan
@@ -216,11 +210,6 @@ def _strides(query: Tensor, key: Tensor, value: Tensor) -> PageStrides | None:
     return PageStrides(stride[:2], key.stride()[:3], value.stride()[:3])  # type: ignore[arg-type]
 
 
-_ways: dict[Any, Way | None] = {}
-KNOWN = 1024
-"""Ways of calling that are remembered; all are forgotten when there are more."""
-
-
 def _check(query: Tensor, block_table: Tensor, lens: Tensor) -> None:
     if block_table.dtype != torch.int32 or block_table.dim() != 2:
         raise BatchError(
@@ -240,7 +229,7 @@ def _check(query: Tensor, block_table: Tensor, lens: Tensor) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _starts(count: int, tokens: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(count + 1, dtype=torch.int32, device=device) * tokens

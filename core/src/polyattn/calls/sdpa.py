@@ -7,10 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polyattn.families.attention.stateless.dense import CallOptions, Count, attend_dense
-from polyattn.families.attention.stateless.intervals import UnreadableMask
-from polyattn.families.attention.stateless.masked import masked
-from polyattn.runtime.ledger import Ledger
+from polyattn.calls.dense import Count, attend_dense
+from polyattn.calls.intervals import UnreadableMask
+from polyattn.calls.ledger import Ledger
+from polyattn.calls.masked import masked
+from polyattn.calls.memo import remembered
+from polyattn.calls.plans import CallOptions
 
 
 def sdpa(
@@ -90,7 +92,7 @@ def _asked(
     return CallOptions(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _top_left(queries: int, keys: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()[None, None]

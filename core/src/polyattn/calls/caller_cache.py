@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.calls.lengths_on_device import BoundPages, bind_pages, find_bound
+from polyattn.calls.packed import PackedKeys, attend_packed
+from polyattn.calls.plans import CallOptions
+from polyattn.calls.views import as_pages, keys_as_tokens
 from polyattn.errors import CacheError
-from polyattn.families.attention.device_lens import Way, known_way, way_of
-from polyattn.families.attention.stateless.dense import CallOptions
-from polyattn.families.attention.stateless.packed import PackedKeys, attend_packed
-from polyattn.families.attention.stateless.views import as_pages, keys_as_tokens
 from polyattn.runtime.inputs import capturing
 from polyattn.runtime.rotation import Rotation
 from polyattn.runtime.step.host_copies import values_of
@@ -150,10 +150,10 @@ def attend_cached(
 
     """
     if new is None and turns is None:
-        known = _known(query, cache, cache_seqlens, asked, alibi_slopes)
-        if known is not None:
+        bound = _bound(query, cache, cache_seqlens, asked, alibi_slopes)
+        if bound is not None:
             assert isinstance(cache_seqlens, Tensor)
-            return known(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
+            return bound(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
     lens_of = [query.shape[1]] * query.shape[0] if query_lens is None else query_lens
     if cache.key.dtype != query.dtype:
         raise CacheError(
@@ -163,12 +163,12 @@ def attend_cached(
     lens = _lens(cache_seqlens, len(lens_of), cache, new)
     by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
     step = 1 if by_position else 0
-    way, pages = None, _pages_by_device(query, lens_of, cache, lens, new, turns, alibi_slopes)
+    bound, pages = None, _pages_by_device(query, lens_of, cache, lens, new, turns, alibi_slopes)
     if pages is not None:
         assert isinstance(lens, Tensor)
-        way = way_of(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
+        bound = bind_pages(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
     ends: list[int] = []
-    if way is None:
+    if bound is None:
         host = [lens] * len(lens_of) if isinstance(lens, int) else values_of(lens)
         ends = _ends(cache, host, new)
         if turns is not None:
@@ -179,22 +179,22 @@ def attend_cached(
         tokens = turns.applied(tokens, _positions(lens, lens_of, query.device, step)[1])
         query = tokens.view(query.shape)
     if new is not None:
-        _append(cache, new, lens, turns, checked=way is None)
-    if way is not None and pages is not None:
+        _append(cache, new, lens, turns, checked=bound is None)
+    if bound is not None and pages is not None:
         assert isinstance(lens, Tensor)
-        after = lens if new is None else way.after(lens, new.lens[0])
-        return way(query, *pages, after, alibi_slopes=alibi_slopes)
+        after = lens if new is None else bound.after(lens, new.lens[0])
+        return bound(query, *pages, after, alibi_slopes=alibi_slopes)
     out, lse = attend_packed(tokens, lens_of, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
     return _as(out, query), None if lse is None else _as(lse, query)
 
 
-def _known(
+def _bound(
     query: Tensor,
     cache: CallerCache,
     lens: int | Tensor | None,
     asked: CallOptions,
     slopes: Tensor | None,
-) -> Way | None:
+) -> BoundPages | None:
     """Return what serves plain decodes over pages that lie as earlier ones did, which were checked."""
     if (
         not isinstance(lens, Tensor)
@@ -204,34 +204,38 @@ def _known(
         or (slopes is not None and slopes.dim() != 1)
     ):
         return None
-    return known_way(query, *cache[:3], lens, asked, alibi_slopes=slopes)  # type: ignore[arg-type]
+    return find_bound(query, *cache[:3], lens, asked, alibi_slopes=slopes)  # type: ignore[arg-type]
 
 
-def _as(found: Tensor, query: Tensor) -> Tensor:
+def _as(result: Tensor, query: Tensor) -> Tensor:
     """View packed results in rows, where the queries came in rows."""
-    return found.view(*query.shape[:2], *found.shape[1:]) if query.dim() == 4 else found
+    return result.view(*query.shape[:2], *result.shape[1:]) if query.dim() == 4 else result
 
 
 def _lens(
-    given: int | Tensor | None, count: int, cache: CallerCache, new: NewKeys | None
+    seqlens: int | Tensor | None, count: int, cache: CallerCache, new: NewKeys | None
 ) -> int | Tensor:
     """Return the lengths, their form checked. Raises `CacheError`."""
-    if given is None:
+    if seqlens is None:
         if cache.block_table is not None or new is not None:
             raise CacheError(
                 "cache_seqlens is missing; pass each sequence's length, because the "
                 "cache has free room"
             )
         return cache.key.shape[1]
-    if not isinstance(given, int) and (not isinstance(given, Tensor) or given.shape != (count,)):
-        found = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise CacheError(f"cache_seqlens is {found}; it is a number, or a tensor ({count},)")
+    if not isinstance(seqlens, int) and (
+        not isinstance(seqlens, Tensor) or seqlens.shape != (count,)
+    ):
+        form = (
+            tuple(seqlens.shape) if isinstance(seqlens, Tensor) else f"a {type(seqlens).__name__}"
+        )
+        raise CacheError(f"cache_seqlens is {form}; it is a number, or a tensor ({count},)")
     for name, lens in (("rows", cache.rows), ("starts", cache.starts)):
         if lens is not None and lens.shape != (count,):
             raise CacheError(f"{name} of the cache is {tuple(lens.shape)}; it must be ({count},)")
     if new is not None and len(new.lens) != count:
         raise CacheError(f"new keys are of {len(new.lens)} sequences; the queries are of {count}")
-    return given
+    return seqlens
 
 
 def _pages_by_device(
