@@ -69,6 +69,7 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         scale=spec.scale,
         dtype=spec.dtype,
         deterministic=spec.deterministic,
+        batch_invariant=spec.batch_invariant,
         cached=False,
         needs_lse=True,
     )
@@ -125,6 +126,7 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
         kv_cache_dtype=spec.kv_cache_dtype,
         block_size=spec.block_size,
         needs_lse=spec.needs_lse,
+        batch_invariant=spec.batch_invariant,
     )
 
 

@@ -107,7 +107,7 @@ NATIVE_MLA = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic"),
+        features=names("causal v_head_size lse deterministic batch_invariant"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
     proof=PROOF,
@@ -200,7 +200,11 @@ TORCH_MLA = BackendInfo(
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic"),
+        features=names("causal v_head_size lse deterministic batch_invariant"),
+        excludes=tuple(
+            (frozenset({"batch_invariant", platform}), "a GPU's products were not compared")
+            for platform in ("cuda", "rocm")
+        ),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
