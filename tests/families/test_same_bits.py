@@ -226,7 +226,7 @@ def test_what_is_rotated_quantised_and_stored_has_the_same_bits(store: str, stor
 def test_where_a_latent_context_is_cut_follows_from_no_other_request(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kit's case, with room for a few latents at a time: contexts in many pieces, a few requests each."""
+    """The kit's case, with room for a few latents at a time: contexts in many pieces."""
     from polyattn import resolve_device
     from polyattn.conformance.checks.table import run_case
     from polyattn.conformance.derive import derive

@@ -264,8 +264,8 @@ class Capabilities:
         features: names of `polyattn.spec.features.FEATURES`.
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
-            phase, a dtype, a cache dtype, a role, a platform, an arch, `"cached"`, `"uncached"`, `"captured"` or a
-            size (`"head_size 192"`): `{"alibi", "decode"}`.
+            phase, a dtype, a cache dtype, a role, a platform, an arch, `"cached"`, `"uncached"`,
+            `"captured"` or a size (`"head_size 192"`): `{"alibi", "decode"}`.
         remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
             why nothing does.
 

@@ -32,6 +32,7 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
         head_size=1,
         dtype=spec.dtype,
         graph_capture=spec.graph_capture,
+        batch_invariant=spec.batch_invariant,
         recurrent=RecurrentSpec(conv_width=form.conv_width, activation=form.activation),
     )
 

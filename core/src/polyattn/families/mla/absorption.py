@@ -75,7 +75,9 @@ def expand_rows(
     key[..., nope:] = rope[:, None]
     value = rows.new_empty(len(rows), heads, weights[1].shape[2])
     some = [len(rows)] if counts is None else [n for n in counts if n]
-    for each, keys, values in zip(latent.split(some), key.split(some), value.split(some), strict=True):
+    for each, keys, values in zip(
+        latent.split(some), key.split(some), value.split(some), strict=True
+    ):
         each = each if counts is None else each.clone()
         keys[..., :nope] = torch.einsum("tr,hnr->thn", each, weights[0])
         values.copy_(torch.einsum("tr,hrv->thv", each, weights[1]))
