@@ -222,6 +222,25 @@ def test_what_is_rotated_quantised_and_stored_has_the_same_bits(store: str, stor
         assert torch.equal(pages.view(torch.uint8), its.view(torch.uint8))
 
 
+@pytest.mark.parametrize("backend", ["NATIVE_MLA", "TORCH_MLA"])
+def test_where_a_latent_context_is_cut_follows_from_no_other_request(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kit's case, with room for a few latents at a time: contexts in many pieces."""
+    from polyattn import resolve_device
+    from polyattn.conformance.checks.table import run_case
+    from polyattn.conformance.derive import derive
+    from polyattn.families.mla import planning
+    from polyattn.registry.discovery import discover
+
+    device = resolve_device("cpu")
+    cases = derive(discover().backends[backend], device)
+    case = next(c for c in cases if c.check == "regrouped" and c.spec.needs_lse)
+    each = case.spec.num_heads * (case.spec.head_size + case.spec.v_head_size) * 4
+    monkeypatch.setattr(planning, "EXPANDED_BYTES", 24 * each)
+    run_case(case, backend, device, SEED)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])

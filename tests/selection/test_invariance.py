@@ -11,12 +11,14 @@ from polyattn import (
     Invariance,
     LatentSpec,
     LayerSpec,
+    RecurrentSpec,
     RopeSpec,
     resolve_device,
     select,
 )
 from polyattn.errors import SelectionError, SpecError
 from polyattn.selection.invariance import costs
+from polyattn.spec.decompose import convolution
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, batch_invariant=True)
 PHASES = ("prefill", "decode")
@@ -61,13 +63,30 @@ def test_a_cache_that_rounds_is_no_call_without_one() -> None:
         SPEC.replace(batch_invariant="calls", kv_cache_dtype="int8")
 
 
-def test_mla_s_two_formulas_are_refused_with_the_level_that_there_is() -> None:
+def test_mla_has_the_first_level_on_a_cpu_and_other_levels_and_gpus_are_refused_by_name() -> None:
     spec = SPEC.replace(
-        kind="mla", num_kv_heads=4, head_size=48, v_head_size=32, batch_invariant="steps",
+        kind="mla", num_kv_heads=4, head_size=48, v_head_size=32,
         latent=LatentSpec(rank=64, rope_head_size=16),
     )  # fmt: skip
+    for name in ("NATIVE_MLA", "TORCH_MLA"):
+        assert select(spec, "cpu", backend=f"decode={name}").decision.decode == name
     with pytest.raises(SelectionError, match="ask for batch_invariant='batch'"):
-        select(spec, "cpu")
+        select(spec.replace(batch_invariant="steps"), "cpu")
+    with pytest.raises(SelectionError, match="a GPU's products were not compared"):
+        select(spec, "h200", backend="decode=TORCH_MLA")
+
+
+def test_a_recurrence_s_rounded_states_are_refused_where_steps_must_not_count() -> None:
+    spec = LayerSpec(
+        kind="gdn", num_heads=4, num_kv_heads=2, head_size=16, batch_invariant="steps",
+        recurrent=RecurrentSpec(conv_width=4),
+    )  # fmt: skip
+    before = convolution(spec)
+    assert before is not None and before.batch_invariant is Invariance.STEPS
+    assert select(spec, "cpu", backend="TORCH_SCAN")
+    narrow = spec.replace(recurrent=RecurrentSpec(conv_width=4, state_dtype="bfloat16"))
+    with pytest.raises(SelectionError, match="a state is rounded at the end of each step"):
+        select(narrow, "cpu", backend="TORCH_SCAN")
 
 
 CLAIMS = {

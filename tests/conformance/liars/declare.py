@@ -90,7 +90,7 @@ SAME = replace(
 )  # fmt: skip
 SCANS = replace(
     TORCH_SCAN.capabilities, kinds=frozenset({AttentionKind.GDN, AttentionKind.MAMBA2}),
-    dtypes=frozenset({"float32"}), features=TORCH_SCAN.capabilities.features | LEVELS,
+    dtypes=frozenset({"float32"}),
 )  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
@@ -99,12 +99,9 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
     (variances.ChunksFromTheStep, SCANS),
+    (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),
     (variances.StatesByTheBatch, SCANS),
-    (
-        variances.LatentsByTheBatch,
-        replace(TORCH_MLA.capabilities, features=TORCH_MLA.capabilities.features | LEVELS),
-    ),
     (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),

@@ -189,6 +189,31 @@ class ChunksFromTheStep(TorchScan):
 
     by = ("divided",)
 
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        self._sequences(plan, frame.inputs, frame.params, frame.states, frame.out)
+
+
+class RoundsBetweenSteps(TorchScan):
+    """A state is rounded where a step ends."""
+
+    by = ("divided",)
+
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        written = [slot for slot in plan.slots if slot >= 0]
+        frame.states[written] = frame.states[written].bfloat16().to(frame.states.dtype)
+
+
+class ContextsByTheBatch(TorchMLA):
+    """Rows that end a vector are merged otherwise: the last token of a step of many."""
+
+    by = ("regrouped",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if plan.batch.num_seqs > 1:
+            frame.out[-1:] *= NUDGE
+
 
 class ScansByTheBatch(TorchScan):
     by = ("regrouped",)

@@ -94,21 +94,17 @@ def group_for(
         True
 
     """
-<<<<<<< HEAD:core/src/polyattn/runtime/stateless.py
     settings = current()
     if layout is not None and layout != settings.layout:
         settings = replace(settings, layout=layout)
-    return _group(settings, generation(), place_of(device), device, backend, **fields)
-=======
     place = place_of(device)
-    return group_of(_for_layer, current(), generation(), place, device, backend, **fields)
+    return group_of(_for_layer, settings, generation(), place, device, backend, **fields)
 
 
 @lru_cache(maxsize=1024)
 def group_of(make: Callable[..., LayerGroup], *args: Any, **fields: Any) -> LayerGroup:
     """Return the one group that a function makes of equal arguments."""
     return make(*args, **fields)
->>>>>>> h30:core/src/polyattn/calls/memo.py
 
 
 def place_of(device: torch.device) -> Any:

@@ -264,8 +264,8 @@ class Capabilities:
         features: names of `polyattn.spec.features.FEATURES`.
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
-            phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`, `"captured"` or a
-            size (`"head_size 192"`): `{"alibi", "decode"}`.
+            phase, a dtype, a cache dtype, a role, a platform, an arch, `"cached"`, `"uncached"`,
+            `"captured"` or a size (`"head_size 192"`): `{"alibi", "decode"}`.
         remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
             why nothing does.
 
@@ -421,7 +421,8 @@ class Capabilities:
                     )
 
     def _bad_excludes(self) -> Iterator[str]:
-        words = EXCLUDABLE | {f"head_size {size}" for size in self.head_sizes.values}
+        sizes = {f"head_size {size}" for size in self.head_sizes.values}
+        words = EXCLUDABLE | sizes | set(self.platforms)
         for together, _ in self.excludes:
             if len(together) < 2:
                 yield (
@@ -552,7 +553,8 @@ def _check_excludes(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
     asked = spec.features
-    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value}
+    asked |= {device.platform, device.arch}
     asked |= {ANY_ROWS} if spec.in_rows else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     asked |= {"captured"} if spec.graph_capture else set()

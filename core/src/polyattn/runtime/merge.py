@@ -153,7 +153,8 @@ class Merged(Op):
     """Attention to parts of the keys for the same queries, merged in float32.
 
     `parts` are ops, each with the queries that it is for; the first is for all of them. `rows` are the
-    step's.
+    step's. `counts`: the queries of each request, merged by calls of their own, since a vectorised
+    operator's last elements may have other bits than the same numbers elsewhere.
     """
 
     def __init__(
@@ -162,8 +163,10 @@ class Merged(Op):
         merge: MergeBackend,
         buffers: MergeBuffers,
         rows: Rows = None,
+        counts: Sequence[int] | None = None,
     ):
         self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
+        self.counts = None if counts is None else list(counts)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -181,7 +184,11 @@ class Merged(Op):
         for rows, op in others:
             if rows is None:
                 op.run(frame.but(out=part, lse=part_lse))
-                self.merge.run(total, total_lse, part, part_lse)
+                states = total, total_lse, part, part_lse
+                counts = self.counts or [len(part)]
+                for each in zip(*(state.split(counts) for state in states), strict=True):
+                    if len(each[0]):
+                        self.merge.run(*each)
                 continue
             some, some_lse = total[rows], total_lse[rows]
             found, found_lse = part[: len(some)], part_lse[: len(some)]

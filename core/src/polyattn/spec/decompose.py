@@ -32,6 +32,7 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
         head_size=1,
         dtype=spec.dtype,
         graph_capture=spec.graph_capture,
+        batch_invariant=spec.batch_invariant,
         recurrent=RecurrentSpec(conv_width=form.conv_width, activation=form.activation),
     )
 
@@ -69,6 +70,7 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         scale=spec.scale,
         dtype=spec.dtype,
         deterministic=spec.deterministic,
+        batch_invariant=spec.batch_invariant,
         cached=False,
         needs_lse=True,
     )
@@ -125,6 +127,7 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
         kv_cache_dtype=spec.kv_cache_dtype,
         block_size=spec.block_size,
         needs_lse=spec.needs_lse,
+        batch_invariant=spec.batch_invariant,
     )
 
 

@@ -52,6 +52,10 @@ TORCH_SDPA = BackendInfo(
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
+NOT_COMPARED = tuple(
+    (frozenset({"batch_invariant", platform}), "a GPU's products were not compared")
+    for platform in ("cuda", "rocm")
+)
 NATIVE_DTYPES = names("float32 bfloat16 float16")
 # Every instruction set of x86 has run its kits and tests on a processor that has it, those of Arm in an
 # emulator.
@@ -107,7 +111,7 @@ NATIVE_MLA = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic"),
+        features=names("causal v_head_size lse deterministic batch_invariant"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
     proof=PROOF,
@@ -224,7 +228,8 @@ TORCH_MLA = BackendInfo(
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic"),
+        features=names("causal v_head_size lse deterministic batch_invariant"),
+        excludes=NOT_COMPARED,
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
@@ -261,8 +266,15 @@ TORCH_SCAN = BackendInfo(
         kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
         dtypes=ALL_DTYPES,
         features=names(
-            "causal gqa v_head_size deterministic gated grouped_channels bc_in_float32 "
-            "narrow_states wide_conv_states"
+            "causal gqa v_head_size deterministic batch_invariant step_invariant gated "
+            "grouped_channels bc_in_float32 narrow_states wide_conv_states"
+        ),
+        excludes=(
+            (
+                frozenset({"step_invariant", "narrow_states"}),
+                "a state is rounded at the end of each step",
+            ),
+            *NOT_COMPARED,
         ),
     ),
     priorities=(

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import AttentionKind, Batch, LayerSpec, Plan, RecurrentBackend, RecurrentFrame
+from polyattn.kernel import (
+    AttentionKind,
+    Batch,
+    Invariance,
+    LayerSpec,
+    Plan,
+    RecurrentBackend,
+    RecurrentFrame,
+)
 from torch import Tensor
 from torch.nn.functional import conv1d, elu, relu, silu, softplus
 
@@ -28,7 +36,11 @@ class ScanPlan(Plan):
 
 
 class TorchScan(RecurrentBackend):
-    """Prefill one sequence at a time, decode all sequences at once."""
+    """Prefill one sequence at a time, decode all sequences at once.
+
+    Where bits must not follow from the batch, a sequence at a time alone; where they must not follow from
+    steps either, a token at a time. Each is then a copy, so that it lies alike for what vectors load.
+    """
 
     name: ClassVar[str] = "TORCH_SCAN"
 
@@ -36,10 +48,18 @@ class TorchScan(RecurrentBackend):
         return ScanPlan(batch)
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        if plan.batch.all_decode:
-            self._tokens(plan, frame.inputs, frame.params, frame.states, frame.out)
+        level, given = self.spec.batch_invariant, (frame.params, frame.states, frame.out)
+        if level >= Invariance.STEPS:
+            for first, count, slot, before in zip(
+                plan.batch.starts, plan.batch.query_lens, plan.slots, plan.before, strict=False
+            ):
+                for at in range(count):
+                    self._tokens([first + at], [slot], [before + at], frame.inputs, *given)
+        elif plan.batch.all_decode and not level:
+            rows = list(range(len(plan.slots)))
+            self._tokens(rows, plan.slots, plan.before, frame.inputs, *given)
         else:
-            self._sequences(plan, frame.inputs, frame.params, frame.states, frame.out)
+            self._sequences(plan, frame.inputs, *given)
 
     def _sequences(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
@@ -53,8 +73,9 @@ class TorchScan(RecurrentBackend):
             if not plan.before[index]:
                 state.zero_()
             narrow = state.dtype.itemsize == 2 and self.spec.kind is not AttentionKind.SHORT_CONV
-            state = state.float() if narrow else state
-            part = {name: tensor[rows] for name, tensor in inputs.items()}
+            alone = bool(self.spec.batch_invariant)
+            state = state.float() if narrow else state.clone() if alone else state
+            part = {name: x[rows].clone() if alone else x[rows] for name, x in inputs.items()}
             if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
                 part["fresh"] = out.new_tensor(plan.before[index] == 0, dtype=torch.bool)
             elif _is_ring(self.spec):
@@ -66,18 +87,26 @@ class TorchScan(RecurrentBackend):
                 y = torch.empty_like(out[rows], dtype=state.dtype)
                 run(self.spec, part, params, state, y)
                 out[rows] = (y * silu(gate.to(y.dtype))).to(out.dtype)
-            if narrow:
+            if narrow or alone:
                 states[slot] = state.to(states.dtype)
 
     def _tokens(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+        self,
+        tokens: list[int],
+        of_slots: list[int],
+        before: list[int],
+        inputs: Tensors,
+        params: Tensors,
+        states: Tensor,
+        out: Tensor,
     ) -> None:
-        live = [i for i, slot in enumerate(plan.slots) if slot >= 0]
+        """Advance each slot's state by a token, before which its sequence had so many."""
+        live = [i for i, slot in enumerate(of_slots) if slot >= 0]
         if not live:
             return
-        rows = torch.tensor(live, device=out.device)
-        slots = torch.tensor([plan.slots[i] for i in live], device=out.device)
-        begun = torch.tensor([plan.before[i] != 0 for i in live], device=out.device)
+        rows = torch.tensor([tokens[i] for i in live], device=out.device)
+        slots = torch.tensor([of_slots[i] for i in live], device=out.device)
+        begun = torch.tensor([before[i] != 0 for i in live], device=out.device)
         state = states[slots]
         # Not a product: an unused slot may hold NaN.
         state = torch.where(begun.view(-1, *[1] * (state.dim() - 1)), state, 0.0)
@@ -87,7 +116,7 @@ class TorchScan(RecurrentBackend):
         if self.spec.kind is AttentionKind.RG_LRU:
             part["fresh"] = ~begun
         elif _is_ring(self.spec):
-            part["before"] = torch.tensor([plan.before[i] for i in live], device=out.device)
+            part["before"] = torch.tensor([before[i] for i in live], device=out.device)
         output, state = TOKENS[self.spec.kind](self.spec, part, params, state)
         if "z" in part:
             output = output * silu(part["z"])

@@ -25,6 +25,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lse": {"needs_lse": True},
 }
 """Features with which levels are tested."""
+_LATENTS: tuple[dict[str, Any], ...] = (
+    {"dtype": "float32", "needs_lse": True}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"},
+    {"num_heads": 5, "num_kv_heads": 5},
+)  # fmt: skip
+"""Other latent layers whose bits are compared."""
 
 
 def level_of(caps: Capabilities) -> Invariance:
@@ -83,7 +88,13 @@ def _layers(
 def of_others(caps: Capabilities, base: LayerSpec, label: str, batch: str) -> Iterator[Case]:
     """Yield the cases of a recurrence, or of an MLA layer; `batch`: a step of many kinds of rows."""
     level = level_of(caps)
-    if level:
-        yield Case("regrouped", label, base.replace(batch_invariant="batch"), batch)
+    if not level:
+        return
+    yield Case("regrouped", label, base.replace(batch_invariant="batch"), batch)
+    if base.latent is not None:
+        for fields in _LATENTS:
+            spec = base.replace(batch_invariant="batch", **fields)
+            words = " ".join(f"{name} {value}" for name, value in fields.items())
+            yield Case("regrouped", f"{label} {words}", spec, batch)
     if level >= Invariance.STEPS and base.kind.is_recurrent:
         yield Case("divided", label, base.replace(batch_invariant="steps"), "none")

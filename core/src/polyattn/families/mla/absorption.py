@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,34 @@ Weights = tuple[Tensor, Tensor]
 """W_UK (num_heads, nope size, rank) and W_UV (num_heads, rank, v_head_size)."""
 
 
-def absorb(query: Tensor, w_uk: Tensor) -> Tensor:
+def _products(rows: Tensor, weights: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return (tokens, heads, a) times (heads, a, b): (tokens, heads, b).
+
+    `counts`: the tokens of each request, whose product is a call of its own, since the order of a
+    product's sums follows from the number of rows and may follow from where they begin.
+    """
+    if counts is None:
+        return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
+    found = rows.new_empty(*rows.shape[:2], weights.shape[2])
+    for some, into in zip(rows.split(list(counts)), found.split(list(counts)), strict=True):
+        if len(some):
+            into.copy_(torch.bmm(some.transpose(0, 1).clone(), weights).transpose(0, 1))
+    return found
+
+
+def absorb(query: Tensor, w_uk: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """Return `[q_nope W_UK, q_rope]`, (tokens, heads, rank + rope), of (tokens, heads, nope + rope)."""
     nope, rank = w_uk.shape[1], w_uk.shape[2]
     rope = query.shape[2] - nope
     found = query.new_empty(*query.shape[:2], rank + rope)
-    found[..., :rank] = torch.bmm(query[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
+    found[..., :rank] = _products(query[..., :nope], w_uk, counts)
     found[..., rank:] = query[..., nope:]
     return found
 
 
-def project(latent: Tensor, w_uv: Tensor) -> Tensor:
+def project(latent: Tensor, w_uv: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """Return `latent W_UV`: (tokens, heads, rank) to (tokens, heads, v_head_size)."""
-    return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+    return _products(latent, w_uv, counts)
 
 
 def cached_rows(cache: KVCache, slots: Tensor, params: LayerParams, dtype: torch.dtype) -> Tensor:
@@ -40,13 +57,28 @@ def cached_rows(cache: KVCache, slots: Tensor, params: LayerParams, dtype: torch
 
 
 def expand_rows(
-    cache: KVCache, slots: Tensor, weights: Weights, params: LayerParams, dtype: torch.dtype
+    cache: KVCache,
+    slots: Tensor,
+    weights: Weights,
+    params: LayerParams,
+    dtype: torch.dtype,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Make keys and values, (tokens, heads, size) each, of the latents cached at `slots`."""
+    """Make keys and values, (tokens, heads, size) each, of the latents cached at `slots`.
+
+    `counts`: as of `_products`.
+    """
     rows, rank = cached_rows(cache, slots, params, dtype), weights[1].shape[1]
     latent, rope = rows[:, :rank], rows[:, rank:]
     heads, nope = weights[0].shape[:2]
     key = rows.new_empty(len(rows), heads, nope + rope.shape[1])
-    key[..., :nope] = torch.einsum("tr,hnr->thn", latent, weights[0])
     key[..., nope:] = rope[:, None]
-    return key, torch.einsum("tr,hrv->thv", latent, weights[1]).contiguous()
+    value = rows.new_empty(len(rows), heads, weights[1].shape[2])
+    some = [len(rows)] if counts is None else [n for n in counts if n]
+    for each, keys, values in zip(
+        latent.split(some), key.split(some), value.split(some), strict=True
+    ):
+        each = each if counts is None else each.clone()
+        keys[..., :nope] = torch.einsum("tr,hnr->thn", each, weights[0])
+        values.copy_(torch.einsum("tr,hrv->thv", each, weights[1]))
+    return key, value

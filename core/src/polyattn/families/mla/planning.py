@@ -36,6 +36,8 @@ ALIGNED = 16
 """Bytes: what kernels store at a time."""
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
+APART = 4
+"""Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
 
 
 class ChosenRows(Op):
@@ -61,8 +63,9 @@ class ChosenRows(Op):
 class Absorbed(Op):
     """A call over latents, as MQA, between the halves of the up-projection where the layer has them."""
 
-    def __init__(self, call: Call):
-        self.call, self.rows = call, call.rows
+    def __init__(self, call: Call, counts: Sequence[int] | None = None):
+        """`counts`: tokens of each request, whose products are then calls of their own."""
+        self.call, self.rows, self.counts = call, call.rows, counts
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -73,24 +76,24 @@ class Absorbed(Op):
         assert cache is not None
         inner = frame.but(key=None, value=None)
         if weights is not None:
-            inner.query = absorb(frame.query, weights[0])
+            inner.query = absorb(frame.query, weights[0], self.counts)
         # Straight to the caller's, where that is what a backend writes: dense, aligned.
         direct = weights is None and out.is_contiguous() and out.data_ptr() % ALIGNED == 0
         if not direct:
             inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
         self.call.run(inner)
         if not direct:
-            out.copy_(inner.out if weights is None else project(inner.out, weights[1]))
+            out.copy_(inner.out if weights is None else project(inner.out, weights[1], self.counts))
 
 
 class Expansion(Op):
     """A piece of a prefill: MHA over keys and values that are made of cached latents for the call.
 
-    `slots` int64 (tokens,): the sequences' tokens one after another.
+    `slots` int64 (tokens,): the sequences' tokens one after another. `counts`: as `Absorbed`'s.
     """
 
-    def __init__(self, call: Call, slots: Tensor):
-        self.call, self.slots = call, slots
+    def __init__(self, call: Call, slots: Tensor, counts: Sequence[int] | None = None):
+        self.call, self.slots, self.counts = call, slots, counts
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -99,7 +102,9 @@ class Expansion(Op):
     def run(self, frame: Frame) -> None:
         cache, params = frame.cache, frame.params
         assert cache is not None and params.weights is not None
-        key, value = expand_rows(cache, self.slots, params.weights, params, frame.query.dtype)
+        key, value = expand_rows(
+            cache, self.slots, params.weights, params, frame.query.dtype, self.counts
+        )
         self.call.run(Frame(frame.query, key, value, None, LayerParams(), frame.out, frame.lse))
 
 
@@ -145,6 +150,7 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=group.cache_format)
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
+        self.apart = bool(self.spec.batch_invariant)
         self.buffers = MergeBuffers()
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
@@ -163,7 +169,8 @@ class Planner(StepPlanner):
                 continue
             if phase == "decode" or self.sparse:
                 earlier = reuse.calls[0] if reuse is not None else None
-                ops.append(Absorbed(self._absorbed(phase, part, earlier)))
+                call = self._absorbed(phase, part, earlier)
+                ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
         if self.sparse and batch.block_table is not None:
@@ -196,12 +203,19 @@ class Planner(StepPlanner):
         # An empty query has nothing to attend with.
         counts = [n if q else 0 for n, q in zip(contexts, queries, strict=True)]
         longest = max(counts, default=0)
-        step_size = max(1, rows // max(1, sum(n > 0 for n in counts)))
+        # Where a request's context is cut must not follow from the others' at any level.
+        at_once = APART if self.apart else max(1, sum(n > 0 for n in counts))
+        step_size = max(1, rows // at_once)
         for start in range(0, longest, step_size):
             lens = [min(max(n - start, 0), step_size) for n in counts]
-            firsts = [start] * len(lens)
-            pieces.append(self._piece(batch, firsts, lens, causal=False))
-        return Expanded([(None, piece) for piece in pieces], self.merge, self.buffers, part.rows)
+            some = [i for i, n in enumerate(lens) if n]
+            for first in range(0, len(some), at_once):
+                mine = set(some[first : first + at_once])
+                its = [n if i in mine else 0 for i, n in enumerate(lens)]
+                pieces.append(self._piece(batch, [start] * len(its), its, causal=False))
+        each = queries if self.apart else None
+        parts = [(None, piece) for piece in pieces]
+        return Expanded(parts, self.merge, self.buffers, part.rows, each)
 
     def _piece(
         self, batch: Batch, firsts: Sequence[int], lens: Sequence[int], causal: bool
@@ -218,4 +232,5 @@ class Planner(StepPlanner):
         keys = Batch(batch.starts, list(lens), device=batch.device)
         backend = self.group.backend("prefill", AttentionBackend, spec=expanded(self.spec))
         plan = backend.plan(keys if causal else keys.over_context())
-        return Expansion(Call("prefill", self.names["prefill"], backend, plan, None), slots)
+        call = Call("prefill", self.names["prefill"], backend, plan, None)
+        return Expansion(call, slots, lens if self.apart else None)
