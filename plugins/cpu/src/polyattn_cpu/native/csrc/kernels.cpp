@@ -32,6 +32,7 @@ namespace {
 #endif
 #include "softmax.h"
 #include "item.h"
+#include "rows.h"
 #include "ahead.h"
 #include "matrix_path.h"
 #if defined(__AVX512BF16__)
@@ -48,6 +49,9 @@ namespace {
 #endif
 #if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "dot_path.h"
+#endif
+#if !defined(PA_BASE)
+#include "row_path.h"
 #endif
 #if !defined(PA_BASE)
 #include "store.h"
@@ -100,16 +104,17 @@ int32_t dot_rows(const pa_layer *layer) {
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
-  if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
+  if (!run->plan->layer.key_format && rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
+  if (!layer.key_format && !layer.invariant && is_few(layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
 bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
+  if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer);
 #if defined(__AMX_BF16__)
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
@@ -144,6 +149,7 @@ void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
+  if (layer->key_format) dot += row_scratch(*layer);
   return dot > matrix ? dot : matrix;
 }
 
@@ -152,7 +158,9 @@ int32_t dot_rows(const pa_layer *layer) { return layer->invariant ? 0 : DOT_ROWS
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, DOT_ROWS)) return dot_item<T>(run, item, turn);
+  if (!layer.invariant && is_few(layer, item, DOT_ROWS)) {
+    return layer.key_format ? row_item(run, item, turn) : dot_item<T>(run, item, turn);
+  }
   matrix_item<T, FloatEngine>(run, item, turn);
 }
 
