@@ -222,9 +222,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
   template <int SCALE>
   void scales(const pa_row_format &f, const Codes &of, int count) {
+    const int groups = f.size / f.group;
     for (int t = 0; t < count; t++) {
       for (int word = 0; word < of.words; word += W) {
-        const GroupScales found = group_scales<SCALE>(f, of.rows[t] + of.offset, word);
+        const GroupScales found = group_scales<SCALE>(f, groups, of.rows[t] + of.offset, word);
         write(by + (int64_t)t * of.ld + word, found.by);
         if (SCALE == PA_STEPS) write(least + (int64_t)t * of.ld + word, found.least);
       }
@@ -251,7 +252,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
   void scale_rows(int h, int count) {
     float *at = s + h * is.parts * ROWS;
     for (int t = 0; t < count; t++, at += is.lanes) {
-      for (int i = 0; i < is.parts * ROWS; i++) at[i] *= row_scales[t];
+      for (int part = 0; part < is.parts; part++) {
+        for (int r = 0; r < ROWS; r++) at[part * ROWS + r] *= row_scales[t];
+      }
     }
   }
 

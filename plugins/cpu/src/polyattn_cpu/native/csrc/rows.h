@@ -150,16 +150,23 @@ struct GroupScales {
   vf by, least;
 };
 template <int SCALE>
-PA_INLINE GroupScales group_scales(const pa_row_format &f, const char *row, int word) {
+PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const char *row, int word) {
   constexpr int EACH = SCALE == PA_E4M3S ? 2 : 4;  // words of a group
   const char *scales = row + f.size / 2;
-  const int first = word / EACH, count = pa_min(W / EACH, f.size / f.group - first);
+  const int first = word / EACH, count = pa_min(W / EACH, groups - first);
   if constexpr (SCALE == PA_NORM) {
     const vf norm = some_halves(some_bytes(scales, 2));
     return {splat(norm[0] * f.factor), vf{}};
   } else if constexpr (SCALE == PA_HALVES) {
     return {repeated<EACH>(some_halves(some_bytes(scales + 2 * first, 2 * count))), vf{}};
   } else if constexpr (SCALE == PA_STEPS) {
+#if defined(__AVX512F__)
+    const __m128i pairs = _mm_maskz_loadu_epi32((__mmask8)((1 << count) - 1), scales + 4 * first);
+    const __m512 both = _mm512_cvtph_ps(_mm256_castsi128_si256(pairs));
+    const __m512i at = _mm512_set_epi32(6, 6, 6, 6, 4, 4, 4, 4, 2, 2, 2, 2, 0, 0, 0, 0);
+    return {(vf)_mm512_permutexvar_ps(at, both),
+            (vf)_mm512_permutexvar_ps(_mm512_add_epi32(at, _mm512_set1_epi32(1)), both)};
+#else
     float each[2][W] = {};
     for (int i = 0; i < count; i += 2) {
       const int some = pa_min(2, count - i);
@@ -167,6 +174,7 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, const char *row, int 
       for (int j = 0; j < 2 * some; j++) each[j % 2][i + j / 2] = pairs[j];
     }
     return {repeated<EACH>(loadf(each[0])), repeated<EACH>(loadf(each[1]))};
+#endif
   } else {
     const vu b = some_lanes(some_bytes(scales + first, count));
     vf found;
@@ -188,9 +196,9 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, const char *row, int 
 template <int SCALE>
 PA_ONCE void unpack_codes(const pa_row_format &f, const char *row, int count, float *to) {
   const float *table = (const float *)f.table;
-  const int words = pa_round_up(count, WORD_CODES) / WORD_CODES;
+  const int words = pa_round_up(count, WORD_CODES) / WORD_CODES, groups = f.size / f.group;
   for (int word = 0; word < words; word += W) {
-    const GroupScales is = group_scales<SCALE>(f, row, word);
+    const GroupScales is = group_scales<SCALE>(f, groups, row, word);
     float by[W], least[W];
     write(by, is.by);
     write(least, is.least);
