@@ -53,7 +53,9 @@ _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
 
-def layer_bytes(spec: LayerSpec, stored: str | None = None, cache: CacheFormat | None = None) -> bytes:
+def layer_bytes(
+    spec: LayerSpec, stored: str | None = None, cache: CacheFormat | None = None
+) -> bytes:
     """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own).
 
     Rows of a `cache` become bfloat16 where the layer is of it, and float32 elsewhere. What they point

@@ -16,10 +16,11 @@ import torch
 from polyattn.kernel import RowFormat, Trace, UntraceableError, decoded, sizes_of, trace_rows
 
 OPS = (
-    "byte look_up to_float to_int half where and or xor shl shr add_int sub_int mul_int div_int mod_int "
-    "min_int max_int lt_int le_int eq_int add sub mul div min max lt le eq exp exp2 log log2 sqrt sin cos "
-    "tanh floor ceil"
-).split()
+    "byte", "look_up", "to_float", "to_int", "half", "where", "and", "or", "xor", "shl", "shr",
+    "add_int", "sub_int", "mul_int", "div_int", "mod_int", "min_int", "max_int", "lt_int", "le_int",
+    "eq_int", "add", "sub", "mul", "div", "min", "max", "lt", "le", "eq", "exp", "exp2", "log",
+    "log2", "sqrt", "sin", "cos", "tanh", "floor", "ceil",
+)  # fmt: skip
 """`pa_row_op`, in its order."""
 TRACED, INT8, E4M3, CODES = range(4)
 HALVES, STEPS, E4M3S, POWERS, NORM = range(5)
@@ -128,12 +129,16 @@ class _Steps:
         self._number_registers(result)
 
     def _number_registers(self, result: int) -> None:
-        """Give steps' results, numbered from -1 down, registers: those that nothing reads again serve anew."""
-        last = {a: at for at, step in enumerate(self.steps) for a in step[2:]} | {result: len(self.steps)}
+        """Give steps' results, numbered from -1 down, registers, each again once nothing reads it."""
+        last = {a: at for at, step in enumerate(self.steps) for a in step[2:]} | {
+            result: len(self.steps)
+        }
         first, places, free, count = len(self.columns), dict[int, int](), list[int](), 0
         for at, (op, to, *args) in enumerate(self.steps):
             here = [places.get(a, a) for a in args]
-            for a in {a for a in args if a in places and last[a] == at and self._reads(op, args, a)}:
+            for a in {
+                a for a in args if a in places and last[a] == at and self._reads(op, args, a)
+            }:
                 free.append(places[a])
             if not free:
                 free, count = [first + count], count + 1
@@ -157,7 +162,9 @@ class _Steps:
     def _constant(self, value: Any, kind: str) -> int:
         dtype = np.float32 if kind == "float" else np.int32
         with np.errstate(all="ignore"):
-            column = np.ascontiguousarray(np.broadcast_to(value, self.size), dtype=dtype).view(np.int32)
+            column = np.ascontiguousarray(np.broadcast_to(value, self.size), dtype=dtype).view(
+                np.int32
+            )
         key = column.tobytes()
         if key not in self.fixed:
             self.fixed[key] = len(self.columns)
@@ -181,7 +188,9 @@ class _Steps:
             return self._put("to_float", own)
         if kind == "int":
             return own if node.kind == "bool" else self._put("to_int", own)
-        same = self._put("eq" if node.kind == "float" else "eq_int", own, self._constant(0, node.kind))
+        same = self._put(
+            "eq" if node.kind == "float" else "eq_int", own, self._constant(0, node.kind)
+        )
         return self._put("xor", same, self._constant(1, "int"))
 
     def _computed(self, node: Any) -> int:
@@ -196,7 +205,9 @@ class _Steps:
             return self._put("half", self._operand(node.args[0], "int"))
         if op == "where":
             cond, *rest = node.args
-            return self._put("where", self._operand(cond, "bool"), *(self._operand(a, kind) for a in rest))
+            return self._put(
+                "where", self._operand(cond, "bool"), *(self._operand(a, kind) for a in rest)
+            )
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kinds = {self.nodes[a].kind for a in node.args}
             kind = "float" if "float" in kinds else "int"
