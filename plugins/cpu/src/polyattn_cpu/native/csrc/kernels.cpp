@@ -50,7 +50,7 @@ namespace {
 #if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "dot_path.h"
 #endif
-#if !defined(PA_BASE)
+#if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "row_path.h"
 #endif
 #if !defined(PA_BASE)
@@ -107,14 +107,18 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   if (!run->plan->layer.key_format && rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
-  if (!layer.key_format && !layer.invariant && is_few(layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
+  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) {
+    return layer.key_format ? row_item(run, item, turn) : pair_item<T>(run, item, turn);
+  }
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
 bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
+#if !defined(PA_PAIR_DOTS)
   if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer);
+#endif
 #if defined(__AMX_BF16__)
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;

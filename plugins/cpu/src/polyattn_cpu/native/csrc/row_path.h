@@ -137,6 +137,131 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
   }
 }
 
+#if defined(PA_PAIR_DOTS)
+// As above, in bfloat16, which holds a table's numbers. `from` 16 of them, twice: a code's fifth bit may be
+// anything.
+struct PairTable {
+  __m512i all;
+  explicit PairTable(const float *from) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from));
+    all = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
+  }
+  PA_ALWAYS __m512i operator()(__m512i codes, int j) const {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), all);
+  }
+};
+
+// `q`: [W words][j][half word]: element 8 i + j of word i, and beside it element 8 i + 4 + j.
+template <int ROWS, bool LEAST>
+PA_NOINLINE vf code_dots(const Codes &of, const PairTable &table, int first, const float *q, int ldq,
+                         const float *sums_of, int ldsum) {
+  constexpr int KEYS = W / ROWS, J = WORD_CODES / 2;
+  vf acc[W];
+  PA_UNROLLED
+  for (int i = 0; i < W; i++) acc[i] = vf{};
+  for (int word = 0; word < of.words; word += W) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k++) {
+      const int t = first + k;
+      const __m512i codes = (__m512i)code_words(of.rows[t] + of.offset + 4 * word, of.words - word);
+      vf part[ROWS];
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) part[r] = vf{};
+      PA_UNROLLED
+      for (int j = 0; j < J; j++) {
+        const __m512i x = table(codes, j);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          part[r] = add_pairs(part[r], x, _mm512_loadu_si512(q + (int64_t)r * ldq + word * J + j * W));
+        }
+      }
+      const vf by = loadf(of.by + (int64_t)t * of.ld + word);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        vf &sum = acc[k * ROWS + r];
+        sum += part[r] * by;
+        if (LEAST) sum += loadf(of.least + (int64_t)t * of.ld + word) * loadf(sums_of + r * ldsum + word);
+      }
+    }
+  }
+  return sums(acc);
+}
+
+// Weights times scales of each two keys of a tile, pairs of lanes: [key / 2][row]. Least numbers are added.
+template <int ROWS, bool LEAST>
+PA_NOINLINE void code_weights(const Codes &of, int count, const float *p, int ldp, int word, uint32_t *to,
+                              float *o, int ldo) {
+  vf low[ROWS];
+  for (int r = 0; r < ROWS; r++) low[r] = vf{};
+  for (int t = 0; t < count; t += 2) {
+    const bool both = t + 1 < count;
+    const float *at = of.by + (int64_t)t * of.ld + word;
+    const vf a = loadf(at), b = both ? loadf(at + of.ld) : vf{};
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++, to += W) {
+      const vf x = splat(p[(int64_t)t * ldp + r]), y = splat(both ? p[(int64_t)(t + 1) * ldp + r] : 0.0f);
+      write(to, bf16_pairs(x * a, y * b));
+      if (!LEAST) continue;
+      const float *least = of.least + (int64_t)t * of.ld + word;
+      low[r] += x * loadf(least);
+      if (both) low[r] += y * loadf(least + of.ld);
+    }
+  }
+  for (int r = 0; LEAST && r < ROWS; r++) {
+    for (int i = 0; i < WORD_CODES; i++) {
+      float *sum = o + (int64_t)r * ldo + word * WORD_CODES + i * W;
+      write(sum, loadf(sum) + low[r]);
+    }
+  }
+}
+
+// o[row] += `weights` of keys [first, first + count) times codes [j, j + C) of each of W words.
+template <int ROWS, int C>
+PA_NOINLINE void add_code_pairs(const Codes &of, const PairTable &table, int first, int count,
+                                const uint32_t *weights, float *o, int ldo, int word, int j) {
+  constexpr int HALF = WORD_CODES / 2;
+  vf acc[ROWS][C];
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + word * WORD_CODES + (j + c) * W);
+  }
+  for (int t = first; t < first + count; t += 2) {
+    const int64_t at = of.offset + 4 * word;
+    const __m512i a = (__m512i)code_words(of.rows[t] + at, of.words - word);
+    const __m512i b = t + 1 < first + count ? (__m512i)code_words(of.rows[t + 1] + at, of.words - word) : a;
+    const __m512i pairs = j < HALF ? _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
+                                   : _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
+    const __m512i codes = j % HALF ? _mm512_srli_epi16(pairs, 4 * C) : pairs;
+    __m512i weight[ROWS];
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++) weight[r] = _mm512_loadu_si512(weights + ((int64_t)(t / 2) * ROWS + r) * W);
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      const __m512i x = table(codes, c);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
+    }
+  }
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) write(o + r * ldo + word * WORD_CODES + (j + c) * W, acc[r][c]);
+  }
+}
+
+// A query in pairs, as code_dots takes them; it takes half the room.
+PA_ONCE void to_halves(float *x, int size) {
+  constexpr int EACH = WORD_CODES * W;
+  for (int d = 0; d < size; d += EACH) {
+    uint16_t half[EACH], each[EACH];
+    narrow_bf16(x + d, half, EACH);
+    for (int i = 0; i < EACH; i++) each[i % 4 * 2 * W + i / 4] = half[i];
+    __builtin_memcpy(x + d / 2, each, sizeof each);
+  }
+}
+#endif
+
 // Elements [W words][code][word], from or to their order.
 PA_ONCE void by_code(float *x, int size, bool back) {
   for (int d = 0; d < size; d += WORD_CODES * W, x += WORD_CODES * W) {
@@ -160,18 +285,24 @@ static int64_t row_scratch(const pa_layer &layer) {
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * code_width(k) + row_registers(k) +
                          row_registers(v);
-  return 4 * floats + 8 * (ROW_TILE + W) + Walk::scratch(layer, ROW_TILE + W) + 10 * 64;
+  return 4 * floats + 8 * (ROW_TILE + W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 10 * 64;
 }
 
 template <int ROWS>
 struct RowDecode : Decode<float, ROWS, 1> {
   typedef Decode<float, ROWS, 1> Base;
+#if defined(PA_PAIR_DOTS)
+  static constexpr bool PAIRS = true;
+#else
+  static constexpr bool PAIRS = false;
+#endif
   static constexpr int KEYS = W / ROWS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
       Base::used, Base::arena, Base::source, Base::key_base, Base::value_base, Base::ldq, Base::run;
 
   const pa_row_format &key, &value;
-  const bool in_keys;
+  const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds a table's numbers
+  uint32_t *weights;
   float *by, *least, *row_scales, *floats, *q_sums;
   int32_t *registers;
   const char **unpacked;
@@ -180,7 +311,8 @@ struct RowDecode : Decode<float, ROWS, 1> {
 
   RowDecode(Run *run, const Item &item, Turn *turn)
       : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
-        in_keys(source.value == source.key), sum_width(code_width(key)),
+        in_keys(source.value == source.key), key_pairs(in_pairs(key)), value_pairs(in_pairs(value)),
+        sum_width(code_width(key)),
         walk(run, item, turn, arena, ROW_TILE, ROW_TILE + W, false) {
     const int codes = pa_max(code_width(key), code_width(value));
     by = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
@@ -190,7 +322,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
     q_sums = arena.template take<float>((int64_t)used * sum_width);
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
+    weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
   }
+  static bool in_pairs(const pa_row_format &f) { return PAIRS && f.form == PA_CODES && f.scale != PA_NORM; }
 
   // What a head's rows in a tile need first.
   PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
@@ -236,12 +370,15 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int lane = 0; lane < used; lane++) {
       float *row = q + (int64_t)lane * ldq;
       if (key.form == PA_CODES) {
-        by_code(row, size, false);
-        for (int i = 0; i < sum_width; i += W) {
-          vf sum = {};
-          for (int j = 0; j < WORD_CODES; j++) sum += loadf(row + i * WORD_CODES + j * W);
-          write(q_sums + (int64_t)lane * sum_width + i, sum);
+        for (int i = 0; i < sum_width; i++) {
+          float sum = 0;
+          for (int j = 0; j < WORD_CODES; j++) sum += row[i * WORD_CODES + j];
+          q_sums[(int64_t)lane * sum_width + i] = sum;
         }
+        if (!key_pairs) by_code(row, size, false);
+#if defined(PA_PAIR_DOTS)
+        if (key_pairs) to_halves(row, size);
+#endif
       } else if (key.form == PA_ROWS_INT8 ? Apart<int8_t>::ANY : key.form == PA_ROWS_E4M3 && Apart<e4m3>::ANY) {
         apart(row, size / 64 * 64);
       }
@@ -275,7 +412,20 @@ struct RowDecode : Decode<float, ROWS, 1> {
       auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
       switch (key.form) {
         case PA_CODES: {
-          const Table table((const float *)key.table);
+          const float *numbers = (const float *)key.table;
+#if defined(PA_PAIR_DOTS)
+          if (key_pairs) {
+            const PairTable table(numbers);
+            each_visit(h, count, [&](int t, int lane) {
+              const float *sum = q_sums + (int64_t)lane * sum_width;
+              return key.scale == PA_STEPS
+                         ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
+                         : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
+            });
+            break;
+          }
+#endif
+          const Table table(numbers);
           each_visit(h, count, [&](int t, int lane) {
             const float *sum = q_sums + (int64_t)lane * sum_width;
             return key.scale == PA_STEPS
@@ -337,6 +487,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
   template <bool LEAST>
   void add_head(int h, const Codes &of, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (value_pairs) return add_head_pairs<LEAST>(h, of, count);
+#endif
     const Table table((const float *)value.table);
     for (int part = 0; part < is.parts; part++) {
       const int lane = (h * is.parts + part) * ROWS;
@@ -352,6 +505,27 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
     }
   }
+#if defined(PA_PAIR_DOTS)
+  template <bool LEAST>
+  void add_head_pairs(int h, const Codes &of, int count) {
+    constexpr int C = ROWS > 4 ? 2 : 4;
+    const PairTable table((const float *)value.table);
+    for (int part = 0; part < is.parts; part++) {
+      const int lane = (h * is.parts + part) * ROWS;
+      float *to = o + (int64_t)lane * is.ldo;
+      for (int word = 0; word < of.words; word += W) {
+        code_weights<ROWS, LEAST>(of, count, s + lane, is.lanes, word, weights, to, is.ldo);
+        for (int j = 0; j < WORD_CODES; j += C) {
+          for (int t = 0; t < count; t += RUN) {
+            const int some = pa_min(RUN, count - t);
+            add_code_pairs<ROWS, C>(of, table, t, some, weights, to, is.ldo, word, j);
+            walk.ahead(some * C / WORD_CODES);
+          }
+        }
+      }
+    }
+  }
+#endif
   void add(const char *const *v, int count) {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = value_base + h * source.value_head;
