@@ -36,10 +36,17 @@ NATIVE = [
     "backend", ["TORCH_SDPA", pytest.param("EXAMPLE_ATTN", marks=pytest.mark.slow), *NATIVE]
 )
 def test_a_backend_conforms(backend: str) -> None:
-    found = conforms(backend, 26)
+    part = ("-k", "not rows_") if backend == "NATIVE_ATTN" else ()  # test_native_rows.py has those
+    found = conforms(backend, 26, *part)
     assert found["cases"] == found["passed"] + found["refused"]
     if backend == "EXAMPLE_ATTN":
         assert found["refused"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built")
+def test_native_rows_conform() -> None:
+    conforms("NATIVE_ATTN", 26, "-k", "rows_int8_rows/int4 or rows_kivi2")
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_both_layouts_and_one_storage(layout: str, dtype: str) -> None:
 
 def test_who_does_not_claim_it_is_refused_by_name() -> None:
     with pytest.raises(SelectionError, match="kv_cache_dtype: wanted nvfp4"):
-        select(SPEC, "cpu", backend="NATIVE_ATTN")
+        select(SPEC, "cpu", backend="FLEX_ATTENTION")
     with pytest.raises(
         SpecError, match="head_size=40: kv_cache_dtype='nvfp4' has no rows of that size; .*: 32, 48"
     ):
@@ -302,7 +302,7 @@ def test_a_users_format_serves_beside_another_of_values(sign: RowFormat) -> None
     spec = SPEC.replace(v_head_size=32, kv_cache_dtype="sign/int8_rows")
     group = LayerGroup(select(spec, "cpu"))
     layer, cache = Attention(group), group.allocate_cache(4)
-    assert cache.format.widths == (6, 36) and group.selection.backend("decode").name == "TORCH_SDPA"  # type: ignore[union-attr]
+    assert cache.format.widths == (6, 36)
     query, key, value = normal(20, 4, 32), normal(20, 2, 32), normal(20, 2, 32)
     table = torch.tensor([[2, 3]], dtype=torch.int32)
     out = layer(query, key, value, cache, Batch.from_lens([20], [20], table, 16))
@@ -311,7 +311,7 @@ def test_a_users_format_serves_beside_another_of_values(sign: RowFormat) -> None
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA"])
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA", "NATIVE_ATTN"])
 def test_a_format_that_no_backend_knows_serves_chunks_and_a_shared_prefix(backend: str) -> None:
     """As `test_rows.py` has TRITON_ATTN do it, interpreted, and `rows_on_gpu.py` in a captured graph."""
     with registered():

@@ -39,6 +39,7 @@ from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import (
+    OF_PLACES,
     Trace,
     UntraceableError,
     trace,
@@ -70,6 +71,7 @@ from polyattn.spec.variant import AttentionVariant, VariantInput
 __all__ = [
     "ALLOCATORS",
     "INPUT_DTYPES",
+    "OF_PLACES",
     "STORAGE_DTYPES",
     "Addressed",
     "AttentionBackend",

@@ -7,10 +7,11 @@ flow on traced values, are refused by name.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -43,6 +44,18 @@ _TO_FLOAT = frozenset(
     {"truediv", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
      "to_float", "half", "single"}
 )  # fmt: skip
+
+
+OF_PLACES: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
+    "floordiv": np.floor_divide, "mod": np.mod, "minimum": np.minimum, "maximum": np.maximum,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
+    "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "shl": np.left_shift, "shr": np.right_shift, "where": np.where, "neg": np.negative,
+    "not": np.invert, "abs": np.abs, "to_int": lambda x: np.asarray(x).astype(np.int64),
+    "to_float": lambda x: np.asarray(x).astype(np.float64), "to_bool": lambda x: np.asarray(x) != 0,
+}  # fmt: skip
+"""Operations as they are worked out of elements' places, before a kernel runs."""
 
 
 def _kind_of(place: str) -> str:
@@ -155,6 +168,26 @@ class Trace:
             for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
                 rows += [size, stride]
         return rows
+
+    def by_place(self, places: Any) -> list[Any]:
+        """Return what each operation's result is for these places, None where it needs more.
+
+        Args:
+            places: integers, a numpy array.
+
+        """
+        found: list[Any] = []
+        for node in self.nodes:
+            args = [found[i] for i in node.args]
+            if node.op == "place":
+                found.append(places)
+            elif node.op == "constant":
+                found.append(np.full(len(places), node.what))
+            elif node.op in OF_PLACES and all(a is not None for a in args):
+                found.append(OF_PLACES[node.op](*args))
+            else:
+                found.append(None)
+        return found
 
     def captured(self, device: torch.device) -> dict[str, Tensor]:
         """Return the tensors that the functions close over, in their declared dtypes.

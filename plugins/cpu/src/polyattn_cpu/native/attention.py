@@ -26,11 +26,13 @@ from polyattn.kernel import (
     Plan,
     Reads,
     absorbed,
+    turned,
 )
 from torch import Tensor
 
 from polyattn_cpu.native.library import NativeError, isa, load
 from polyattn_cpu.native.reading import reads
+from polyattn_cpu.native.rows import program
 
 DTYPES = {
     "float32": 0,
@@ -46,13 +48,26 @@ TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
 
 Ints = NDArray[np.signedinteger[Any]]
 
-_LAYER = struct.Struct("@11i2f")
+_LAYER = struct.Struct("@11i2f2P")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
 
-def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
-    """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own)."""
+def layer_bytes(
+    spec: LayerSpec, stored: str | None = None, cache: CacheFormat | None = None
+) -> bytes:
+    """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own).
+
+    Rows of a `cache` become bfloat16 where the layer is of it, and float32 elsewhere. What they point
+    to lasts as long as the process.
+    """
+    key_rows, value_rows = 0, 0
+    if cache is not None and cache.rows is not None:
+        stored = "bfloat16" if spec.dtype == "bfloat16" else "float32"
+        of_key, of_value = cache.rows
+        key_rows = program(of_key, cache.head_size).address
+        v_size = cache.head_size if cache.value_in_key else cache.v_head_size
+        value_rows = program(of_value, v_size).address
     return _LAYER.pack(
         spec.num_heads,
         spec.num_kv_heads,
@@ -67,6 +82,8 @@ def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
         spec.batch_invariant >= Invariance.STEPS,
         spec.scale,
         spec.logit_soft_cap or 0.0,
+        key_rows,
+        value_rows,
     )
 
 
@@ -219,12 +236,14 @@ class NativeAttention(AttentionBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.stored = spec.dtype if cache is None else cache.dtype
-        self.layer, self.by = layer_bytes(spec, self.stored), isa()
+        self.layer, self.by = layer_bytes(spec, self.stored, cache), isa()
+        rows = None if cache is None else cache.rows
+        self.turns = tuple(f if f.turn else None for f in rows or ()) or (None, None)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
         layer = self.layer
         if not batch.causal:
-            layer = layer_bytes(self.spec_of(batch), self.stored)
+            layer = layer_bytes(self.spec_of(batch), self.stored, self.cache)
         if self.cache is None:
             step = StepPlan(
                 layer, batch.starts, batch.lens, key_starts=batch.key_starts, by=self.by
@@ -243,7 +262,15 @@ class NativeAttention(AttentionBackend):
         return addressed(plan.step, self.spec, strides)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
+        of_key, of_value = self.turns
+        out = frame.out
+        if of_key is not None:  # rows stay turned: queries turn with keys, outputs back
+            frame = frame.but(query=turned(frame.query.float(), of_key).to(frame.query.dtype))
+        if of_value is not None:
+            frame = frame.but(out=torch.empty_like(out))
         plan.attend(frame)
+        if of_value is not None:
+            out.copy_(turned(frame.out.float(), of_value, back=True))
 
 
 class NativeMLA(NativeAttention):

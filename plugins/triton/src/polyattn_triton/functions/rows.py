@@ -9,13 +9,13 @@ of 16 or 32 bits are one load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from polyattn.kernel import (
+    OF_PLACES,
     CacheFormat,
     RowFormat,
     Trace,
@@ -43,16 +43,6 @@ TABLE = 16
 """Entries of a table that is looked up by bits."""
 WHOLE = 1 << 30
 """How many columns share a value that all of a row's do."""
-
-_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
-    "floordiv": np.floor_divide, "mod": np.mod, "minimum": np.minimum, "maximum": np.maximum,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
-    "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "shl": np.left_shift, "shr": np.right_shift, "where": np.where, "neg": np.negative,
-    "not": np.invert, "abs": np.abs, "to_int": lambda x: np.asarray(x).astype(np.int64),
-    "to_float": lambda x: np.asarray(x).astype(np.float64), "to_bool": lambda x: np.asarray(x) != 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -190,9 +180,7 @@ class _Writer:
         self.step, self.first, self.float = step, first, "tl.float16" if half else "tl.float32"
         self.half = half
         self.columns = np.arange(first, size, step)
-        self.values: list[Any] = []
-        for node in self.nodes:
-            self.values.append(self._value(node))
+        self.values = trace.by_place(self.columns)
         self.known: dict[int, tuple[str, int]] = {}
         self.shared: dict[Any, str] = {}
         self.body: list[str] = []
@@ -201,17 +189,6 @@ class _Writer:
     def share(self, shared: dict[Any, str], body: list[str], block: int) -> None:
         """Write into the same function as another one's columns."""
         self.shared, self.body, self.block = shared, body, block
-
-    def _value(self, node: Any) -> Any:
-        """What a node is for each column, where that follows from the column alone."""
-        if node.op == "place":
-            return self.columns
-        if node.op == "constant":
-            return np.full(len(self.columns), node.what)
-        args = [self.values[i] for i in node.args]
-        if node.op not in _NUMBERS or any(a is None for a in args):
-            return None
-        return _NUMBERS[node.op](*args)
 
     def shares_bytes(self) -> bool:
         """Whether the elements of each two columns lie in the same bytes."""
@@ -241,9 +218,9 @@ class _Writer:
         for number, node in enumerate(self.nodes):
             if self.values[number] is not None:
                 zeros[number] = self.values[number]
-            elif node.op in _NUMBERS:
+            elif node.op in OF_PLACES:
                 with np.errstate(all="ignore"):
-                    zeros[number] = _NUMBERS[node.op](*(zeros[i] for i in node.args))
+                    zeros[number] = OF_PLACES[node.op](*(zeros[i] for i in node.args))
             elif node.op not in ("load", "half", "single"):
                 zeros[number] = np.nan  # nobody knows
         assert self.trace.score is not None

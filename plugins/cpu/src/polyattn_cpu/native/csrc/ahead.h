@@ -119,23 +119,29 @@ struct Walk {
   int64_t key_offset, value_offset;  // of the item's first head
   bool more, fine;
   Ahead ahead;
+  Unpacked unpacked;
 
-  static int64_t scratch(int tile) { return 4 * (tile * (int64_t)sizeof(char *) + 64); }
+  static int64_t scratch(const pa_layer &layer, int tile) {
+    return 4 * (tile * (int64_t)sizeof(char *) + 64) + Unpacked::scratch(layer, tile);
+  }
 
-  Walk(Run *run, const Item &item, Turn *turn, Arena &arena, int tile_keys)
+  Walk(Run *run, const Item &item, Turn *turn, Arena &arena, int tile_keys, int room, bool unpacks)
       : source(source_of(run, item.seq)), next({&item, item.from, tile_keys, 0, 0, run->plan->layer.invariant != 0}),
         key_offset(item.head0 * source.key_head), value_offset(item.head0 * source.value_head),
         ahead(lines_of(run, source, item)), run(run), turn(turn) {
-    keys = arena.take<const char *>(tile_keys);
-    values = arena.take<const char *>(tile_keys);
-    next_keys = arena.take<const char *>(tile_keys);
-    next_values = arena.take<const char *>(tile_keys);
+    keys = arena.take<const char *>(room);
+    values = arena.take<const char *>(room);
+    next_keys = arena.take<const char *>(room);
+    next_values = arena.take<const char *>(room);
+    if (unpacks) unpacked = Unpacked(run->plan->layer, arena, tile_keys);
     look();
     if (more && fine && !turn->asked) {
       ahead.turn_to(next_keys, next_values, next.count, 1);
       ahead.all();
     }
   }
+  Walk(Run *run, const Item &item, Turn *turn, Arena &arena, int tile_keys)
+      : Walk(run, item, turn, arena, tile_keys, tile_keys, true) {}
   // Goes on to the next tile, over which the one after it is asked for; `cost` says how many cycles
   // a tile of so many keys takes. False at the end, and where the block table is broken.
   template <class Cost>
@@ -153,6 +159,12 @@ struct Walk {
     look();
     const int count = !fine ? 0 : more ? next.count : look_beyond();
     ahead.turn_to(next_keys, next_values, count, cost(tile.count));
+    if (unpacked) {  // of one head
+      const bool in_keys = source.value == source.key;
+      unpacked.tile(keys, source.key_head * tile.item->head0, values, source.value_head * tile.item->head0,
+                    tile.count, in_keys);
+      key_offset = value_offset = 0;
+    }
     return fine;
   }
 
@@ -162,6 +174,7 @@ struct Walk {
 
   static Ahead lines_of(const Run *run, const Source &source, const Item &item) {
     const pa_layer &layer = run->plan->layer;
+    if (layer.key_format) return {source, item, layer.key_format->bytes, layer.value_format->bytes};
     const int size = itemsize(layer.cache_dtype);
     return {source, item, layer.head_size * size, layer.v_head_size * size};
   }

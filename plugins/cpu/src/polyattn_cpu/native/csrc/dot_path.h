@@ -44,8 +44,9 @@ struct DotLayout {
       : parts(per_head <= PART_ROWS ? 1 : (per_head + part_rows - 1) / part_rows),
         each((per_head + parts - 1) / parts),
         rows(each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8),
-        lanes(pa_round_up(heads * parts * rows, W)), ldq(pa_round_up(layer.head_size, 2 * W)),
-        ldo(pa_round_up(layer.v_head_size, 2 * W)) {}
+        lanes(pa_round_up(heads * parts * rows, W)),
+        ldq(pa_round_up(layer.head_size, (layer.key_format ? 8 : 2) * W)),
+        ldo(pa_round_up(layer.v_head_size, (layer.key_format ? 8 : 2) * W)) {}
 };
 
 static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
@@ -66,6 +67,7 @@ struct Decode {
   Run *run;
   const Item &item;
   Turn *turn;
+  Arena arena;
   const pa_layer &layer;
   const int ratio, rows, heads, size, v_size;  // query heads of a KV head; rows of one
   const DotLayout is;
@@ -80,7 +82,7 @@ struct Decode {
   const char **keys, **values;  // of the item's tokens, then of those that follow
 
   Decode(Run *run, const Item &item, Turn *turn)
-      : run(run), item(item), turn(turn), layer(run->plan->layer),
+      : run(run), item(item), turn(turn), arena{turn->scratch}, layer(run->plan->layer),
         ratio(layer.num_heads / layer.num_kv_heads), rows(item.tokens * ratio), heads(item.heads),
         size(layer.head_size), v_size(layer.v_head_size), is(layer, heads, rows, FEWER_ROWS<T>),
         used(heads * is.parts * ROWS), total(item.to - item.from),
@@ -88,7 +90,6 @@ struct Decode {
         key_base(item.head0 * source.key_head), value_base(item.head0 * source.value_head),
         in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
         far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)) {
-    Arena arena = {turn->scratch};
     q = arena.take<float>((int64_t)used * ldq);
     o = arena.take<float>((int64_t)used * is.ldo);
     s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);

@@ -13,10 +13,19 @@ PA_ONCE int rows_per_head(const pa_layer &layer, const Item &item) {
   return item.tokens * (layer.num_heads / layer.num_kv_heads);
 }
 
+// What is left of a cache's strides: bytes, where it holds rows of them.
+PA_INLINE int64_t stored_bytes(const pa_layer &layer) {
+  return layer.key_format ? 1 : itemsize(layer.cache_dtype);
+}
+// Whether keys and values have the cache's scales.
+PA_INLINE bool is_scaled(const pa_layer &layer) {
+  return layer.key_format || layer.cache_dtype >= PA_E4M3;
+}
+
 PA_ONCE Source source_of(const Run *run, int seq) {
   const pa_plan *plan = run->plan;
   const pa_tensors &t = run->t;
-  int64_t size = itemsize(plan->layer.cache_dtype);
+  int64_t size = stored_bytes(plan->layer);
   Source s = {(const char *)t.key,   (const char *)t.value,  NULL,
               t.key_block * size,    t.key_token * size,     t.key_head * size,
               t.value_block * size,  t.value_token * size,   t.value_head * size,
@@ -82,8 +91,7 @@ struct Tiles {
 
 PA_ONCE Logits logits_of(const Run *run) {
   const pa_layer &layer = run->plan->layer;
-  int dtype = layer.cache_dtype;
-  float scale = layer.scale * (dtype >= PA_E4M3 ? run->t.k_scale : 1.0f);
+  float scale = layer.scale * (is_scaled(layer) ? run->t.k_scale : 1.0f);
   if (layer.soft_cap > 0) {
     return {scale / layer.soft_cap, layer.soft_cap * LOG2E, run->t.alibi != NULL};
   }
@@ -117,7 +125,7 @@ PA_INLINE void same_lane(const Run *run, const Lanes &rows, int lane, int head) 
 }
 
 PA_INLINE float v_scale_of(const Run *run) {
-  return run->plan->layer.cache_dtype >= PA_E4M3 ? run->t.v_scale : 1.0f;
+  return is_scaled(run->plan->layer) ? run->t.v_scale : 1.0f;
 }
 
 // By what one row's sums are multiplied in the end; joins a learned sink, and writes the LSE.

@@ -32,6 +32,7 @@ namespace {
 #endif
 #include "softmax.h"
 #include "item.h"
+#include "rows.h"
 #include "ahead.h"
 #if defined(__AVX512BF16__)
 #include "halves.h"
@@ -48,6 +49,9 @@ namespace {
 #endif
 #if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "dot_path.h"
+#endif
+#if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
+#include "row_path.h"
 #endif
 #if !defined(PA_BASE)
 #include "store.h"
@@ -103,16 +107,21 @@ int32_t dot_rows(const pa_layer *layer) {
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
-  if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
+  if (!run->plan->layer.key_format && rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
+  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) {
+    return layer.key_format ? row_item(run, item, turn) : pair_item<T>(run, item, turn);
+  }
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
 bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
+#if !defined(PA_PAIR_DOTS)
+  if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer);
+#endif
 #if defined(__AMX_BF16__)
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
@@ -153,6 +162,7 @@ void index_item(IndexRun *run, const IndexItem &item, char *scratch) { PA_BASE.i
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
+  if (layer->key_format) dot += row_scratch(*layer);
   return dot > matrix ? dot : matrix;
 }
 
@@ -161,7 +171,9 @@ int32_t dot_rows(const pa_layer *layer) { return layer->invariant ? 0 : DOT_ROWS
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, DOT_ROWS)) return dot_item<T>(run, item, turn);
+  if (!layer.invariant && is_few(layer, item, DOT_ROWS)) {
+    return layer.key_format ? row_item(run, item, turn) : dot_item<T>(run, item, turn);
+  }
   matrix_item<T, FloatEngine>(run, item, turn);
 }
 

@@ -46,7 +46,7 @@ static int64_t matrix_scratch(const pa_layer &layer, int rows) {
   int64_t words = lanes * (is.k + is.v + LANE_ARRAYS) +
                   (int64_t)Engine::TILES * is.keys * (is.k + is.v) + 2 * is.keys * width + width +
                   (int64_t)W * pa_max(is.k, is.v) + 4 * BLOCK * width;
-  return words * 4 + Walk::scratch(Engine::TILES * is.keys) + 20 * 64;
+  return words * 4 + Walk::scratch(layer, Engine::TILES * is.keys) + 20 * 64;
 }
 
 // A panel's way over one tile of those that are packed: its rows see `keys` of it at most, and `masked`

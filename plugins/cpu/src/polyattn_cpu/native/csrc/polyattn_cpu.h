@@ -22,14 +22,42 @@ extern "C" {
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
+// How rows of bytes are read. PA_TRACED: by a format's `decode`, a step at a time on all elements of a row;
+// the others are told by their numbers: codes of four bits, the first in the low ones, each a number of a
+// table times its group's scale; or an e4m3 or an int8 for each element, and the row's float32 behind them.
+enum pa_row_form { PA_TRACED, PA_ROWS_INT8, PA_ROWS_E4M3, PA_CODES };
+enum pa_code_scale { PA_HALVES, PA_STEPS, PA_E4M3S, PA_POWERS, PA_NORM };
+
+// A step of a trace: register `to` of registers a, b and c, 32 bits for each element.
+enum pa_row_op {
+  PA_BYTE, PA_LOOK_UP, PA_TO_FLOAT, PA_TO_INT, PA_HALF, PA_WHERE, PA_AND, PA_OR, PA_XOR, PA_SHL, PA_SHR,
+  PA_ADD_INT, PA_SUB_INT, PA_MUL_INT, PA_DIV_INT, PA_MOD_INT, PA_MIN_INT, PA_MAX_INT, PA_LT_INT, PA_LE_INT,
+  PA_EQ_INT, PA_ADD, PA_SUB, PA_MUL, PA_DIV, PA_MIN, PA_MAX, PA_LT, PA_LE, PA_EQ, PA_EXP, PA_EXP2, PA_LOG,
+  PA_LOG2, PA_SQRT, PA_SIN, PA_COS, PA_TANH, PA_FLOOR, PA_CEIL
+};
+typedef struct {
+  int32_t op, to, a, b, c;
+} pa_row_step;
+
+// The first registers hold `constants`; a step to `look up` reads `table`, `b` on, of `c` entries.
+typedef struct {
+  int32_t form, scale, group, bytes, size;  // of a row: bytes; elements
+  int32_t num_steps, num_registers, num_constants, result;
+  float factor;
+  const pa_row_step *steps;
+  const int32_t *constants, *table;
+} pa_row_format;
+
 // What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap. `invariant`: a row's
 // result follows from its own keys alone, whichever other rows of its sequence come with it: all rows take
-// the matrix path, in tiles that begin at multiples of their size.
+// the matrix path, in tiles that begin at multiples of their size. Rows of bytes, which have a format, are
+// read as elements of `cache_dtype`.
 typedef struct {
   int32_t num_heads, num_kv_heads, head_size, v_head_size;
   int32_t dtype, cache_dtype;
   int32_t causal, window, chunk, sink_tokens, invariant;
   float scale, soft_cap;
+  const pa_row_format *key_format, *value_format;  // both or neither; they outlive the plan
 } pa_layer;
 
 // What runs in a step. block_size 0: keys and values lie packed, and sequence i's begin at

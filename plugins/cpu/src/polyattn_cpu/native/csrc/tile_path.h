@@ -32,7 +32,7 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
                   (int64_t)(KEY_STEP * (is.k + 32) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
-  return words * 4 + Walk::scratch(TILE_KEYS) + 16 * 64;
+  return words * 4 + Walk::scratch(layer, TILE_KEYS) + 16 * 64;
 }
 
 // 16 rows of keys as a tile register takes them: where they lie, or copied.

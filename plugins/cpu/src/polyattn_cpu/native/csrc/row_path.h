@@ -1,0 +1,584 @@
+// Decode over rows of bytes: codes and bytes are multiplied in registers, a trace's numbers for a head and
+// a tile at a time. Included after dot_path.h.
+
+// 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for.
+struct Table {
+#if defined(__AVX512F__)
+  __m512 all;
+  explicit Table(const float *from) : all(_mm512_loadu_ps(from)) {}
+  PA_ALWAYS vf operator()(vu code) const { return (vf)_mm512_permutexvar_ps((__m512i)code, all); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+  explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+  PA_ALWAYS vf operator()(vu code) const {
+    const __m256i at = (__m256i)code;
+    const __m256 a = _mm256_permutevar8x32_ps(low, at), b = _mm256_permutevar8x32_ps(high, at);
+    return (vf)_mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+  }
+#elif defined(__aarch64__) && !defined(PA_SVE)
+  uint8x16x4_t all;
+  explicit Table(const float *from) {
+    for (int i = 0; i < 4; i++) all.val[i] = vld1q_u8((const uint8_t *)(from + 4 * i));
+  }
+  PA_ALWAYS vf operator()(vu code) const {
+    const vu bytes = (code & 15u) * 0x04040404u + 0x03020100u;
+    return (vf)vqtbl4q_u8(all, (uint8x16_t)bytes);
+  }
+#else
+  const float *from;
+  explicit Table(const float *from) : from(from) {}
+  PA_ALWAYS vf operator()(vu code) const {
+    float each[W];
+    for (int i = 0; i < W; i++) each[i] = from[code[i] & 15];
+    return loadf(each);
+  }
+#endif
+};
+
+// W words of codes, or `count` and zeros.
+PA_INLINE vu code_words(const char *p, int count) {
+  if (count >= W) return read<vu>(p);
+#if defined(__AVX512F__)
+  return (vu)_mm512_maskz_loadu_epi32((__mmask16)((1 << count) - 1), p);
+#else
+  uint32_t padded[W] = {};
+  __builtin_memcpy(padded, p, 4 * count);
+  return read<vu>(padded);
+#endif
+}
+
+struct NoAsks {
+  template <int KEYS>
+  PA_INLINE void keys(const NoAsks &, int64_t) {}
+  template <int BYTES>
+  PA_INLINE void values(NoAsks &, int) {}
+};
+
+// What is known of a head's codes in a tile: per row and W words the lanes' scales, and least numbers.
+struct Codes {
+  const char *const *rows;
+  int64_t offset;
+  const float *by, *least;
+  int words, ld;  // of a row; floats from one row's scales to the next one's
+};
+
+// Dot products of W / ROWS keys with ROWS rows whose elements lie [W words][code of a word][word].
+// `sums`: those of each word's elements.
+template <int ROWS, bool LEAST>
+PA_NOINLINE vf code_dots(const Codes &of, const Table &table, int first, const float *q, int ldq,
+                         const float *sums_of, int ldsum) {
+  constexpr int KEYS = W / ROWS;
+  vf acc[W];
+  PA_UNROLLED
+  for (int i = 0; i < W; i++) acc[i] = vf{};
+  for (int word = 0; word < of.words; word += W) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k++) {
+      const int t = first + k;
+      const vu codes = code_words(of.rows[t] + of.offset + 4 * word, of.words - word);
+      vf part[ROWS];
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) part[r] = vf{};
+      PA_UNROLLED
+      for (int j = 0; j < WORD_CODES; j++) {
+        vf x = table(codes >> 4 * j);
+        in_register(x);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          part[r] += x * loadf(q + (int64_t)r * ldq + word * WORD_CODES + j * W);
+        }
+      }
+      const vf by = loadf(of.by + (int64_t)t * of.ld + word);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        vf &sum = acc[k * ROWS + r];
+        sum += part[r] * by;
+        if (LEAST) sum += loadf(of.least + (int64_t)t * of.ld + word) * loadf(sums_of + r * ldsum + word);
+      }
+    }
+  }
+  return sums(acc);
+}
+
+// o[row] += weights of `count` keys times codes [j, j + C) of each of W words, from `word` on.
+template <int ROWS, int C, bool LEAST>
+PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int count, const float *p,
+                           int ldp, float *o, int ldo, int word, int j) {
+  vf acc[ROWS][C], low[ROWS];
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    low[r] = vf{};
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + word * WORD_CODES + (j + c) * W);
+  }
+  for (int t = first; t < first + count; t++) {
+    const vu codes = code_words(of.rows[t] + of.offset + 4 * word, of.words - word) >> 4 * j;
+    const vf by = loadf(of.by + (int64_t)t * of.ld + word);
+    vf weight[ROWS];
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++) {
+      const vf plain = splat(p[(int64_t)t * ldp + r]);
+      weight[r] = plain * by;
+      if (LEAST) low[r] += plain * loadf(of.least + (int64_t)t * of.ld + word);
+    }
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      vf x = table(codes >> 4 * c);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) acc[r][c] += x * weight[r];
+    }
+  }
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      write(o + r * ldo + word * WORD_CODES + (j + c) * W, LEAST ? acc[r][c] + low[r] : acc[r][c]);
+    }
+  }
+}
+
+#if defined(PA_PAIR_DOTS)
+// As above, in bfloat16, which holds a table's numbers. `from` 16 of them, twice: a code's fifth bit may be
+// anything.
+struct PairTable {
+  __m512i all;
+  explicit PairTable(const float *from) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from));
+    all = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
+  }
+  PA_ALWAYS __m512i operator()(__m512i codes, int j) const {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), all);
+  }
+};
+
+// `q`: [W words][j][half word]: element 8 i + j of word i, and beside it element 8 i + 4 + j.
+template <int ROWS, bool LEAST>
+PA_NOINLINE vf code_dots(const Codes &of, const PairTable &table, int first, const float *q, int ldq,
+                         const float *sums_of, int ldsum) {
+  constexpr int KEYS = W / ROWS, J = WORD_CODES / 2;
+  vf acc[W];
+  PA_UNROLLED
+  for (int i = 0; i < W; i++) acc[i] = vf{};
+  for (int word = 0; word < of.words; word += W) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k++) {
+      const int t = first + k;
+      const __m512i codes = (__m512i)code_words(of.rows[t] + of.offset + 4 * word, of.words - word);
+      vf part[ROWS];
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) part[r] = vf{};
+      PA_UNROLLED
+      for (int j = 0; j < J; j++) {
+        const __m512i x = table(codes, j);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          part[r] = add_pairs(part[r], x, _mm512_loadu_si512(q + (int64_t)r * ldq + word * J + j * W));
+        }
+      }
+      const vf by = loadf(of.by + (int64_t)t * of.ld + word);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        vf &sum = acc[k * ROWS + r];
+        sum += part[r] * by;
+        if (LEAST) sum += loadf(of.least + (int64_t)t * of.ld + word) * loadf(sums_of + r * ldsum + word);
+      }
+    }
+  }
+  return sums(acc);
+}
+
+// Weights times scales of each two keys of a tile, pairs of lanes: [key / 2][row]. Least numbers are added.
+template <int ROWS, bool LEAST>
+PA_NOINLINE void code_weights(const Codes &of, int count, const float *p, int ldp, int word, uint32_t *to,
+                              float *o, int ldo) {
+  vf low[ROWS];
+  for (int r = 0; r < ROWS; r++) low[r] = vf{};
+  for (int t = 0; t < count; t += 2) {
+    const bool both = t + 1 < count;
+    const float *at = of.by + (int64_t)t * of.ld + word;
+    const vf a = loadf(at), b = both ? loadf(at + of.ld) : vf{};
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++, to += W) {
+      const vf x = splat(p[(int64_t)t * ldp + r]), y = splat(both ? p[(int64_t)(t + 1) * ldp + r] : 0.0f);
+      write(to, bf16_pairs(x * a, y * b));
+      if (!LEAST) continue;
+      const float *least = of.least + (int64_t)t * of.ld + word;
+      low[r] += x * loadf(least);
+      if (both) low[r] += y * loadf(least + of.ld);
+    }
+  }
+  for (int r = 0; LEAST && r < ROWS; r++) {
+    for (int i = 0; i < WORD_CODES; i++) {
+      float *sum = o + (int64_t)r * ldo + word * WORD_CODES + i * W;
+      write(sum, loadf(sum) + low[r]);
+    }
+  }
+}
+
+// o[row] += `weights` of keys [first, first + count) times codes [j, j + C) of each of W words.
+template <int ROWS, int C>
+PA_NOINLINE void add_code_pairs(const Codes &of, const PairTable &table, int first, int count,
+                                const uint32_t *weights, float *o, int ldo, int word, int j) {
+  constexpr int HALF = WORD_CODES / 2;
+  vf acc[ROWS][C];
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + word * WORD_CODES + (j + c) * W);
+  }
+  for (int t = first; t < first + count; t += 2) {
+    const int64_t at = of.offset + 4 * word;
+    const __m512i a = (__m512i)code_words(of.rows[t] + at, of.words - word);
+    const __m512i b = t + 1 < first + count ? (__m512i)code_words(of.rows[t + 1] + at, of.words - word) : a;
+    const __m512i pairs = j < HALF ? _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
+                                   : _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
+    const __m512i codes = j % HALF ? _mm512_srli_epi16(pairs, 4 * C) : pairs;
+    __m512i weight[ROWS];
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++) weight[r] = _mm512_loadu_si512(weights + ((int64_t)(t / 2) * ROWS + r) * W);
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      const __m512i x = table(codes, c);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
+    }
+  }
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) write(o + r * ldo + word * WORD_CODES + (j + c) * W, acc[r][c]);
+  }
+}
+
+// A query in pairs, as code_dots takes them; it takes half the room.
+PA_ONCE void to_halves(float *x, int size) {
+  constexpr int EACH = WORD_CODES * W;
+  for (int d = 0; d < size; d += EACH) {
+    uint16_t half[EACH], each[EACH];
+    narrow_bf16(x + d, half, EACH);
+    for (int i = 0; i < EACH; i++) each[i % 4 * 2 * W + i / 4] = half[i];
+    __builtin_memcpy(x + d / 2, each, sizeof each);
+  }
+}
+#endif
+
+// Elements [W words][code][word], from or to their order.
+PA_ONCE void by_code(float *x, int size, bool back) {
+  for (int d = 0; d < size; d += WORD_CODES * W, x += WORD_CODES * W) {
+    float each[WORD_CODES * W];
+    __builtin_memcpy(each, x, sizeof each);
+    for (int i = 0; i < WORD_CODES * W; i++) {
+      const int at = i % WORD_CODES * W + i / WORD_CODES;
+      if (back) x[i] = each[at];
+      else x[at] = each[i];
+    }
+  }
+}
+
+PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up(f.size / WORD_CODES, W); }
+
+constexpr int ROW_TILE = 64;  // keys
+
+static int64_t row_scratch(const pa_layer &layer) {
+  const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
+  const int64_t widest = pa_max(row_width(k), row_width(v));
+  const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
+                         (int64_t)DOT_ROWS * layer.num_kv_heads * code_width(k) + row_registers(k) +
+                         row_registers(v);
+  return 4 * floats + 8 * (ROW_TILE + W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 10 * 64;
+}
+
+template <int ROWS>
+struct RowDecode : Decode<float, ROWS, 1> {
+  typedef Decode<float, ROWS, 1> Base;
+#if defined(PA_PAIR_DOTS)
+  static constexpr bool PAIRS = true;
+#else
+  static constexpr bool PAIRS = false;
+#endif
+  static constexpr int KEYS = W / ROWS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
+  using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
+      Base::used, Base::arena, Base::source, Base::key_base, Base::value_base, Base::ldq, Base::run;
+
+  const pa_row_format &key, &value;
+  const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds a table's numbers
+  uint32_t *weights;
+  float *by, *least, *row_scales, *floats, *q_sums;
+  int32_t *registers;
+  const char **unpacked;
+  int sum_width;
+  Walk walk;
+
+  RowDecode(Run *run, const Item &item, Turn *turn)
+      : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
+        in_keys(source.value == source.key), key_pairs(in_pairs(key)), value_pairs(in_pairs(value)),
+        sum_width(code_width(key)),
+        walk(run, item, turn, arena, ROW_TILE, ROW_TILE + W, false) {
+    const int codes = pa_max(code_width(key), code_width(value));
+    by = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
+    least = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
+    row_scales = arena.template take<float>(ROW_TILE + W);
+    floats = arena.template take<float>((int64_t)(ROW_TILE + W) * pa_max(row_width(key), row_width(value)));
+    q_sums = arena.template take<float>((int64_t)used * sum_width);
+    registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
+    unpacked = arena.template take<const char *>(ROW_TILE + W);
+    weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
+  }
+  static bool in_pairs(const pa_row_format &f) { return PAIRS && f.form == PA_CODES && f.scale != PA_NORM; }
+
+  // What a head's rows in a tile need first.
+  PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
+                            int elements) {
+    const int width = code_width(f);
+    Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width};
+    if (f.form == PA_CODES) {
+      switch (f.scale) {
+        case PA_HALVES: scales<PA_HALVES>(f, of, count); break;
+        case PA_STEPS: scales<PA_STEPS>(f, of, count); break;
+        case PA_E4M3S: scales<PA_E4M3S>(f, of, count); break;
+        case PA_POWERS: scales<PA_POWERS>(f, of, count); break;
+        default: scales<PA_NORM>(f, of, count);
+      }
+      return of;
+    }
+    const float part = f.form == PA_ROWS_INT8   ? Apart<int8_t>::FACTOR
+                       : f.form == PA_ROWS_E4M3 ? Apart<e4m3>::FACTOR : 1;
+    for (int t = 0; t < count; t++) {
+      if (f.form == PA_TRACED) {
+        float *to = floats + (int64_t)t * row_width(f);
+        unpack_row(f, rows[t] + offset, elements, to, registers);
+        unpacked[t] = (const char *)to;
+      } else {
+        row_scales[t] = read<float>(rows[t] + offset + f.size) / part;
+      }
+    }
+    return of;
+  }
+  template <int SCALE>
+  void scales(const pa_row_format &f, const Codes &of, int count) {
+    const int groups = f.size / f.group;
+    for (int t = 0; t < count; t++) {
+      for (int word = 0; word < of.words; word += W) {
+        const GroupScales found = group_scales<SCALE>(f, groups, of.rows[t] + of.offset, word);
+        write(by + (int64_t)t * of.ld + word, found.by);
+        if (SCALE == PA_STEPS) write(least + (int64_t)t * of.ld + word, found.least);
+      }
+    }
+  }
+
+  void turn_rows() {
+    for (int lane = 0; lane < used; lane++) {
+      float *row = q + (int64_t)lane * ldq;
+      if (key.form == PA_CODES) {
+        for (int i = 0; i < sum_width; i++) {
+          float sum = 0;
+          for (int j = 0; j < WORD_CODES; j++) sum += row[i * WORD_CODES + j];
+          q_sums[(int64_t)lane * sum_width + i] = sum;
+        }
+        if (!key_pairs) by_code(row, size, false);
+#if defined(PA_PAIR_DOTS)
+        if (key_pairs) to_halves(row, size);
+#endif
+      } else if (key.form == PA_ROWS_INT8 ? Apart<int8_t>::ANY : key.form == PA_ROWS_E4M3 && Apart<e4m3>::ANY) {
+        apart(row, size / 64 * 64);
+      }
+    }
+  }
+
+  // A tile's scores times its rows' scales; its weights likewise.
+  void scale_rows(int h, int count) {
+    float *at = s + h * is.parts * ROWS;
+    for (int t = 0; t < count; t++, at += is.lanes) {
+      for (int part = 0; part < is.parts; part++) {
+        for (int r = 0; r < ROWS; r++) at[part * ROWS + r] *= row_scales[t];
+      }
+    }
+  }
+
+  template <class Product>
+  PA_ALWAYS void each_visit(int h, int count, Product product) {
+    for (int t = 0; t < count; t += KEYS) {
+      for (int part = 0; part < is.parts; part++) {
+        const int lane = (h * is.parts + part) * ROWS;
+        put_scores<ROWS>(product(t, lane), s + (int64_t)t * is.lanes + lane, is.lanes);
+        walk.ahead(KEYS);
+      }
+    }
+  }
+  void scores(const char *const *k, int count) {
+    for (int h = 0; h < heads; h++) {
+      const int64_t offset = key_base + h * source.key_head;
+      const Codes of = look_at(key, k, offset, pa_round_up(count, KEYS), size);
+      auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
+      switch (key.form) {
+        case PA_CODES: {
+          const float *numbers = (const float *)key.table;
+#if defined(PA_PAIR_DOTS)
+          if (key_pairs) {
+            const PairTable table(numbers);
+            each_visit(h, count, [&](int t, int lane) {
+              const float *sum = q_sums + (int64_t)lane * sum_width;
+              return key.scale == PA_STEPS
+                         ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
+                         : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
+            });
+            break;
+          }
+#endif
+          const Table table(numbers);
+          each_visit(h, count, [&](int t, int lane) {
+            const float *sum = q_sums + (int64_t)lane * sum_width;
+            return key.scale == PA_STEPS
+                       ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
+                       : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
+          });
+          break;
+        }
+        case PA_ROWS_INT8:
+          each_visit(h, count, [&](int t, int lane) {
+            return dots<int8_t, ROWS>(k + t, offset, row(lane), ldq, size, NoAsks{});
+          });
+          break;
+        case PA_ROWS_E4M3:
+          each_visit(h, count, [&](int t, int lane) {
+            return dots<e4m3, ROWS>(k + t, offset, row(lane), ldq, size, NoAsks{});
+          });
+          break;
+        default:
+          each_visit(h, count, [&](int t, int lane) {
+            return dots<float, ROWS>(unpacked + t, 0, row(lane), ldq, size, NoAsks{});
+          });
+      }
+      if (key.form == PA_ROWS_INT8 || key.form == PA_ROWS_E4M3) scale_rows(h, count);
+    }
+  }
+
+  static constexpr int RUN = 16;  // keys between asks
+
+  template <class T>
+  void add_elements(int h, const char *const *v, int64_t offset, int count) {
+    constexpr int C = Base::C;
+    const int most = value_vectors<C, false>(v_size / W);
+    for (int c = 0, step; c < v_size; c += step) {
+      const int vectors = c + most * W <= v_size ? most : 1;
+      step = vectors * W;
+      for (int part = 0; part < is.parts; part++) {
+        const int lane = (h * is.parts + part) * ROWS;
+        float *to = o + (int64_t)lane * is.ldo + c;
+        const int64_t at = offset + c * (int64_t)sizeof(T);
+        for (int t = 0; t < count; t += RUN) {
+          const float *p = s + (int64_t)t * is.lanes + lane;
+          const int some = pa_min(RUN, count - t), last = pa_min(W, v_size - c);
+          switch (vectors) {
+#define PA_WIDE(V) \
+  if constexpr (V <= C) add_values<T, ROWS, V, 1>(v + t, at, some, p, is.lanes, to, is.ldo, last, NoAsks{}); \
+  break;
+            case 8: PA_WIDE(8)
+            case 6: PA_WIDE(6)
+            case 4: PA_WIDE(4)
+            case 2: PA_WIDE(2)
+            default: PA_WIDE(1)
+#undef PA_WIDE
+          }
+          walk.ahead(some * step / v_size);
+        }
+      }
+    }
+  }
+  template <bool LEAST>
+  void add_head(int h, const Codes &of, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (value_pairs) return add_head_pairs<LEAST>(h, of, count);
+#endif
+    const Table table((const float *)value.table);
+    for (int part = 0; part < is.parts; part++) {
+      const int lane = (h * is.parts + part) * ROWS;
+      for (int word = 0; word < of.words; word += W) {
+        for (int j = 0; j < WORD_CODES; j += PASS) {
+          for (int t = 0; t < count; t += RUN) {
+            const int some = pa_min(RUN, count - t);
+            add_codes<ROWS, PASS, LEAST>(of, table, t, some, s + lane, is.lanes, o + (int64_t)lane * is.ldo,
+                                         is.ldo, word, j);
+            walk.ahead(some * PASS / WORD_CODES);
+          }
+        }
+      }
+    }
+  }
+#if defined(PA_PAIR_DOTS)
+  template <bool LEAST>
+  void add_head_pairs(int h, const Codes &of, int count) {
+    constexpr int C = ROWS > 4 ? 2 : 4;
+    const PairTable table((const float *)value.table);
+    for (int part = 0; part < is.parts; part++) {
+      const int lane = (h * is.parts + part) * ROWS;
+      float *to = o + (int64_t)lane * is.ldo;
+      for (int word = 0; word < of.words; word += W) {
+        code_weights<ROWS, LEAST>(of, count, s + lane, is.lanes, word, weights, to, is.ldo);
+        for (int j = 0; j < WORD_CODES; j += C) {
+          for (int t = 0; t < count; t += RUN) {
+            const int some = pa_min(RUN, count - t);
+            add_code_pairs<ROWS, C>(of, table, t, some, weights, to, is.ldo, word, j);
+            walk.ahead(some * C / WORD_CODES);
+          }
+        }
+      }
+    }
+  }
+#endif
+  void add(const char *const *v, int count) {
+    for (int h = 0; h < heads; h++) {
+      const int64_t offset = value_base + h * source.value_head;
+      const Codes of = look_at(value, v, offset, count, v_size);
+      switch (value.form) {
+        case PA_CODES: value.scale == PA_STEPS ? add_head<true>(h, of, count) : add_head<false>(h, of, count); break;
+        case PA_ROWS_INT8:
+          scale_rows(h, count);
+          add_elements<int8_t>(h, v, offset, count);
+          break;
+        case PA_ROWS_E4M3:
+          scale_rows(h, count);
+          add_elements<e4m3>(h, v, offset, count);
+          break;
+        default: add_elements<float>(h, unpacked, 0, count);
+      }
+    }
+  }
+
+  void in_order(float *sums) {
+    switch (value.form) {
+      case PA_CODES: return by_code(sums, v_size, true);
+      // What a factor takes from sums, row scales have had.
+      case PA_ROWS_INT8: if (Apart<int8_t>::ANY) together<bf16>(sums, v_size / (2 * W) * (2 * W), v_size); return;
+      case PA_ROWS_E4M3: if (Apart<e4m3>::ANY) together<bf16>(sums, v_size / (2 * W) * (2 * W), v_size); return;
+      default: return;
+    }
+  }
+
+  void all_rows() {
+    this->take_rows();
+    turn_rows();
+    const Logits how = logits_of(run);
+    while (walk.step([&](int count) { return 2 * count * heads * is.parts; })) {
+      const int count = walk.tile.count;
+      for (int t = count; t < pa_round_up(count, KEYS); t++) walk.keys[t] = walk.keys[count - 1];
+      scores(walk.keys, count);
+      this->weigh(count, walk.tile.first_key, how);
+      add(in_keys ? walk.keys : walk.values, count);
+    }
+    if (!walk.fine) {
+      __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int lane = 0; lane < used; lane++) in_order(o + (int64_t)lane * is.ldo);
+    this->leave_rows();
+  }
+};
+
+static void row_item(Run *run, const Item &item, Turn *turn) {
+  const DotLayout is(run->plan->layer, item.heads, rows_per_head(run->plan->layer, item), FEWER_ROWS<float>);
+  if (is.rows <= 1) return RowDecode<1>(run, item, turn).all_rows();
+  if (is.rows <= 2) return RowDecode<2>(run, item, turn).all_rows();
+  if (is.rows <= 4) return RowDecode<4>(run, item, turn).all_rows();
+  if constexpr (PART_ROWS >= 8) return RowDecode<8>(run, item, turn).all_rows();
+}

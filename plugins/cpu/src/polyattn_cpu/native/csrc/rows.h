@@ -1,0 +1,284 @@
+// Rows of bytes, as numbers: traces of a format's `decode`, codes of four bits, bytes with a scale behind
+// them. Included inside an anonymous namespace.
+
+constexpr int WORD_CODES = 8;  // of four bits, in 32
+
+PA_INLINE int row_width(const pa_row_format &f) { return pa_round_up(f.size, 16); }
+PA_INLINE int64_t row_registers(const pa_row_format &f) {
+  return (int64_t)(f.num_registers - f.num_constants) * row_width(f);
+}
+
+PA_INLINE int32_t floor_div(int32_t a, int32_t b) {
+  if (b == 0 || (b == -1 && a == INT32_MIN)) return 0;
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+// A trace's result for a row. `memory`: of the registers that aren't constants.
+PA_ONCE const float *trace_row(const pa_row_format &f, const char *row, int32_t *memory) {
+  const int n = row_width(f);
+  auto at = [&](int i) {
+    return i < f.num_constants ? (int32_t *)f.constants + (int64_t)i * n
+                               : memory + (int64_t)(i - f.num_constants) * n;
+  };
+  for (int s = 0; s < f.num_steps; s++) {
+    const pa_row_step &step = f.steps[s];
+    int32_t *to = at(step.to);
+    const int32_t *a = at(step.a);
+    switch (step.op) {
+      case PA_BYTE:
+        for (int i = 0; i < n; i++) to[i] = (uint8_t)row[a[i]];
+        break;
+      case PA_LOOK_UP:
+        for (int i = 0; i < n; i++) to[i] = f.table[step.b + pa_min(pa_max(a[i], 0), step.c - 1)];
+        break;
+      case PA_WHERE:
+        for (int i = 0; i < n; i += W) {
+          write(to + i, read<vi>(a + i) != 0 ? read<vi>(at(step.b) + i) : read<vi>(at(step.c) + i));
+        }
+        break;
+#define PA_EACH(OP, V, RESULT)                                 \
+  case OP:                                                     \
+    for (int i = 0; i < n; i += W) {                           \
+      const V x = read<V>(a + i), y = read<V>(at(step.b) + i); \
+      (void)y;                                                 \
+      write(to + i, RESULT);                                   \
+    }                                                          \
+    break;
+#define PA_EACH_ALONE(OP, T, RESULT)               \
+  case OP:                                         \
+    for (int i = 0; i < n; i++) {                  \
+      T x, y, found;                               \
+      __builtin_memcpy(&x, a + i, 4);              \
+      __builtin_memcpy(&y, at(step.b) + i, 4);     \
+      (void)y;                                     \
+      found = RESULT;                              \
+      __builtin_memcpy(to + i, &found, 4);         \
+    }                                              \
+    break;
+        PA_EACH(PA_TO_FLOAT, vi, __builtin_convertvector(x, vf))
+        PA_EACH(PA_TO_INT, vf, __builtin_convertvector(x, vi))
+        PA_EACH(PA_HALF, vu, half_bits(x & 0xffffu))
+        PA_EACH(PA_AND, vi, x & y)
+        PA_EACH(PA_OR, vi, x | y)
+        PA_EACH(PA_XOR, vi, x ^ y)
+        PA_EACH(PA_SHL, vu, x << (y & 31))
+        PA_EACH(PA_SHR, vi, x >> (y & 31))
+        PA_EACH(PA_ADD_INT, vu, x + y)
+        PA_EACH(PA_SUB_INT, vu, x - y)
+        PA_EACH(PA_MUL_INT, vu, x * y)
+        PA_EACH(PA_MIN_INT, vi, x < y ? x : y)
+        PA_EACH(PA_MAX_INT, vi, x < y ? y : x)
+        PA_EACH(PA_LT_INT, vi, (x < y) & 1)
+        PA_EACH(PA_LE_INT, vi, (x <= y) & 1)
+        PA_EACH(PA_EQ_INT, vi, (x == y) & 1)
+        PA_EACH(PA_ADD, vf, x + y)
+        PA_EACH(PA_SUB, vf, x - y)
+        PA_EACH(PA_MUL, vf, x * y)
+        PA_EACH(PA_DIV, vf, x / y)
+        PA_EACH(PA_MIN, vf, x != x ? x : x < y ? x : y)
+        PA_EACH(PA_MAX, vf, x != x ? x : x > y ? x : y)
+        PA_EACH(PA_LT, vf, (x < y) & 1)
+        PA_EACH(PA_LE, vf, (x <= y) & 1)
+        PA_EACH(PA_EQ, vf, (x == y) & 1)
+        PA_EACH_ALONE(PA_DIV_INT, int32_t, floor_div(x, y))
+        PA_EACH_ALONE(PA_MOD_INT, int32_t, x - floor_div(x, y) * y)
+        PA_EACH_ALONE(PA_EXP, float, expf(x))
+        PA_EACH_ALONE(PA_EXP2, float, exp2f(x))
+        PA_EACH_ALONE(PA_LOG, float, logf(x))
+        PA_EACH_ALONE(PA_LOG2, float, log2f(x))
+        PA_EACH_ALONE(PA_SQRT, float, sqrtf(x))
+        PA_EACH_ALONE(PA_SIN, float, sinf(x))
+        PA_EACH_ALONE(PA_COS, float, cosf(x))
+        PA_EACH_ALONE(PA_TANH, float, tanhf(x))
+        PA_EACH_ALONE(PA_FLOOR, float, floorf(x))
+        PA_EACH_ALONE(PA_CEIL, float, ceilf(x))
+#undef PA_EACH
+#undef PA_EACH_ALONE
+    }
+  }
+  return (const float *)at(f.result);
+}
+
+// Up to 8 bytes, then zeros.
+PA_INLINE uint64_t some_bytes(const char *p, int count) {
+  if (count == 8) return read<uint64_t>(p);
+  uint64_t found = 0;
+  __builtin_memcpy(&found, p, count);
+  return found;
+}
+PA_INLINE vf some_halves(uint64_t bits) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_castsi128_si256(_mm_cvtsi64_si128((long long)bits)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps(_mm_cvtsi64_si128((long long)bits));
+#else
+  vu h = {};
+  for (int i = 0; i < 4; i++) h[i] = bits >> 16 * i & 0xffff;
+  return half_bits(h);
+#endif
+}
+PA_INLINE vu some_lanes(uint64_t bytes) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
+#else
+  vu b = {};
+  for (int i = 0; i < (W < 8 ? W : 8); i++) b[i] = bytes >> 8 * i & 0xff;
+  return b;
+#endif
+}
+// Lane i is lane i / EACH of x.
+template <int EACH>
+PA_INLINE vf repeated(vf x) {
+#if defined(__AVX512F__)
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(lane, EACH == 4 ? 2 : 1), (__m512)x);
+#elif defined(__AVX2__)
+  const __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  return (vf)_mm256_permutevar8x32_ps((__m256)x, _mm256_srli_epi32(lane, EACH == 4 ? 2 : 1));
+#else
+  vf found = {};
+  for (int i = 0; i < W; i++) found[i] = x[i / EACH];
+  return found;
+#endif
+}
+
+// The scales of the groups that W words of codes lie in, from the `word`th on, a lane each; where a format
+// has steps from a least number on, that too.
+struct GroupScales {
+  vf by, least;
+};
+template <int SCALE>
+PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const char *row, int word) {
+  constexpr int EACH = SCALE == PA_E4M3S ? 2 : 4;  // words of a group
+  const char *scales = row + f.size / 2;
+  const int first = word / EACH, count = pa_min(W / EACH, groups - first);
+  if constexpr (SCALE == PA_NORM) {
+    const vf norm = some_halves(some_bytes(scales, 2));
+    return {splat(norm[0] * f.factor), vf{}};
+  } else if constexpr (SCALE == PA_HALVES) {
+    return {repeated<EACH>(some_halves(some_bytes(scales + 2 * first, 2 * count))), vf{}};
+  } else if constexpr (SCALE == PA_STEPS) {
+#if defined(__AVX512F__)
+    const __m128i pairs = _mm_maskz_loadu_epi32((__mmask8)((1 << count) - 1), scales + 4 * first);
+    const __m512 both = _mm512_cvtph_ps(_mm256_castsi128_si256(pairs));
+    const __m512i at = _mm512_set_epi32(6, 6, 6, 6, 4, 4, 4, 4, 2, 2, 2, 2, 0, 0, 0, 0);
+    return {(vf)_mm512_permutexvar_ps(at, both),
+            (vf)_mm512_permutexvar_ps(_mm512_add_epi32(at, _mm512_set1_epi32(1)), both)};
+#else
+    float each[2][W] = {};
+    for (int i = 0; i < count; i += 2) {
+      const int some = pa_min(2, count - i);
+      const vf pairs = some_halves(some_bytes(scales + 4 * (first + i), 4 * some));
+      for (int j = 0; j < 2 * some; j++) each[j % 2][i + j / 2] = pairs[j];
+    }
+    return {repeated<EACH>(loadf(each[0])), repeated<EACH>(loadf(each[1]))};
+#endif
+  } else {
+    const vu b = some_lanes(some_bytes(scales + first, count));
+    vf found;
+    if constexpr (SCALE == PA_POWERS) {
+      const vu bits = b == 0 ? vu{} + 0x00400000u : b == 255 ? vu{} + 0x7fc00000u : b << 23;
+      found = (vf)bits;
+    } else {
+      const vu magnitude = b & 0x7fu;
+      const vf value = (vf)((magnitude << 20) + (magnitude < 8 ? vu{} : vu{} + (120u << 23)));
+      const vf small = __builtin_convertvector((vi)magnitude, vf) * splat(0x1p-9f);
+      const vf both = magnitude == 0x7fu ? (vf)(vu{} + 0x7fc00000u) : magnitude < 8 ? small : value;
+      found = (vf)((vu)both | ((b & 0x80u) << 24));
+    }
+    return {repeated<EACH>(found), vf{}};
+  }
+}
+
+// A row's first `count` numbers, in order.
+template <int SCALE>
+PA_ONCE void unpack_codes(const pa_row_format &f, const char *row, int count, float *to) {
+  const float *table = (const float *)f.table;
+  const int words = pa_round_up(count, WORD_CODES) / WORD_CODES, groups = f.size / f.group;
+  for (int word = 0; word < words; word += W) {
+    const GroupScales is = group_scales<SCALE>(f, groups, row, word);
+    float by[W], least[W];
+    write(by, is.by);
+    write(least, is.least);
+    for (int i = 0; i < pa_min(W, words - word); i++) {
+      uint32_t codes;
+      __builtin_memcpy(&codes, row + 4 * (word + i), 4);
+      const int some = pa_min(WORD_CODES, count - WORD_CODES * (word + i));
+      for (int j = 0; j < some; j++, codes >>= 4) {
+        to[WORD_CODES * (word + i) + j] = table[codes & 15] * by[i] + least[i];
+      }
+    }
+  }
+}
+
+PA_ONCE void unpack_row(const pa_row_format &f, const char *row, int count, float *to, int32_t *registers) {
+  float scale = 1;
+  switch (f.form) {
+    case PA_CODES:
+      switch (f.scale) {
+        case PA_HALVES: return unpack_codes<PA_HALVES>(f, row, count, to);
+        case PA_STEPS: return unpack_codes<PA_STEPS>(f, row, count, to);
+        case PA_E4M3S: return unpack_codes<PA_E4M3S>(f, row, count, to);
+        case PA_POWERS: return unpack_codes<PA_POWERS>(f, row, count, to);
+        default: return unpack_codes<PA_NORM>(f, row, count, to);
+      }
+    case PA_TRACED:
+      __builtin_memcpy(to, trace_row(f, row, registers), sizeof(float) * count);
+      return;
+    default: {
+      __builtin_memcpy(&scale, row + f.size, 4);
+      float each[W];
+      for (int i = 0; i < count; i += W) {
+        const int some = pa_min(W, count - i);
+        const vf x = f.form == PA_ROWS_INT8 ? load_some((const int8_t *)row + i, some)
+                                            : load_some((const e4m3 *)row + i, some);
+        write(each, x * splat(scale));
+        __builtin_memcpy(to + i, each, 4 * some);
+      }
+    }
+  }
+}
+
+// Room for a tile's rows of one head, as elements of the layer's `cache_dtype`.
+struct Unpacked {
+  const pa_layer *layer = NULL;
+  char *keys = NULL, *values = NULL;
+  float *row = NULL;
+  int32_t *registers = NULL;
+
+  static int64_t scratch(const pa_layer &layer, int tile) {
+    if (!layer.key_format) return 0;
+    const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
+    return (int64_t)tile * itemsize(layer.cache_dtype) * (row_width(k) + row_width(v)) +
+           4 * (pa_max(row_width(k), row_width(v)) + row_registers(k) + row_registers(v)) + 4 * 64;
+  }
+  Unpacked() {}
+  Unpacked(const pa_layer &of, Arena &arena, int tile) {
+    if (!of.key_format) return;
+    layer = &of;
+    const pa_row_format &k = *of.key_format, &v = *of.value_format;
+    keys = arena.take<char>((int64_t)tile * itemsize(of.cache_dtype) * row_width(k));
+    values = arena.take<char>((int64_t)tile * itemsize(of.cache_dtype) * row_width(v));
+    row = arena.take<float>(pa_max(row_width(k), row_width(v)));
+    registers = arena.take<int32_t>(row_registers(k) + row_registers(v));
+  }
+  explicit operator bool() const { return layer; }
+
+  // Turns addresses of rows into those of their elements. `in_keys`: a value is its key's first elements.
+  void tile(const char **k, int64_t key_offset, const char **v, int64_t value_offset, int count,
+            bool in_keys) {
+    put(*layer->key_format, k, key_offset, layer->head_size, count, keys);
+    if (!in_keys) return put(*layer->value_format, v, value_offset, layer->v_head_size, count, values);
+    for (int t = 0; t < count; t++) v[t] = k[t];
+  }
+  void put(const pa_row_format &f, const char **rows, int64_t offset, int size, int count, char *to) {
+    const int64_t bytes = (int64_t)row_width(f) * itemsize(layer->cache_dtype);
+    for (int t = 0; t < count; t++, to += bytes) {
+      unpack_row(f, rows[t] + offset, size, row, registers);
+      narrow(row, to, layer->cache_dtype, size);
+      rows[t] = to;
+    }
+  }
+};

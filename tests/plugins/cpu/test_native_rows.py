@@ -1,0 +1,158 @@
+"""Do the native kernels read each format's rows as its `decode` does, in every instruction set?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polyattn
+import pytest
+import torch
+from polyattn import Batch, KVCache, LayerSpec, RowFormat, row_formats
+from polyattn.families.attention import reference
+from polyattn.kernel import Device, Frame, LayerParams, quantize
+from polyattn.runtime.cache.bits import codebook, half, single_at, written
+from polyattn.selection.cache_format import format_of
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
+from polyattn_cpu.native import library
+from polyattn_cpu.native.attention import NativeAttention
+from polyattn_cpu.native.rows import latent_problem, rows_problem
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from unseen_format import registered
+
+CPU = Device("cpu", "x86_64", torch_device="cpu")
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no native kernels")
+ISAS = library.isas() if library.why_not() is None else ()
+
+
+def _every_operation(row: Any, d: Any, size: int) -> Any:
+    """Return element `d`, float32, by whatever a trace may hold: all else adds up to nothing."""
+    x = single_at(row, 4 * d)
+    byte, place = row[4 * d] - 100, d * 1.0
+    table = codebook((1.5, -2.5, 0.25, 8.0), torch.device("cpu"))[row[4 * d] & 3]
+    found = (
+        torch.exp(-x.abs())
+        + torch.exp2(-x.abs())
+        + torch.log(x.abs() + 1)
+        + torch.log2(x.abs() + 2)
+    )
+    found = found + torch.sqrt(x.abs()) + torch.rsqrt(x.abs() + 1) + torch.sin(x) + torch.cos(x)
+    found = found + torch.tanh(x) + torch.sigmoid(x) + torch.floor(x) + torch.ceil(x) + table
+    found = (
+        found
+        + byte // 7
+        + byte % 7
+        + (byte << 2)
+        + (byte >> 1)
+        + (byte ^ 5)
+        + (byte | 8)
+        + (byte & 12)
+    )
+    found = (
+        found + torch.clamp(byte, -20, 20) + torch.clamp(x, -1.0, 1.0) + byte.abs() - (-byte) * 2
+    )
+    found = (
+        found
+        + ~byte
+        + half(row[4 * d] | 0x3C00)
+        + (x / 3).to(torch.int32)
+        + torch.maximum(x, place)
+    )
+    for seen in (x < 0, x <= 0.5, x > 1, x >= -1, byte == 3, byte != 3, byte < 9, byte <= 9):
+        found = (
+            found
+            + torch.where(seen & (x == x), 0.5, -0.25)
+            + torch.where(~seen | (x != x), byte, d)
+        )
+    return x + found * 2.0**-8
+
+
+def _bytes(row: torch.Tensor) -> torch.Tensor:
+    return written(row, torch.float32)
+
+
+EVERY = RowFormat(
+    name="every", encode=_bytes, decode=_every_operation, row_bytes=lambda size: 4 * size
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def formats() -> Iterator[None]:
+    """Make the unseen format known, and that of every operation, whose zeros aren't zeros."""
+    from polyattn.registry import row_formats as known
+
+    with registered():
+        known._registered["every"] = EVERY
+        yield
+        known._registered.pop("every")
+
+
+def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...]:
+    """Return a step's frame, its batch and the cache, whose unused bytes are 255."""
+    chance = torch.Generator().manual_seed(len(lens))
+    table = torch.randperm(3 * len(lens), generator=chance).int().view(len(lens), 3)
+    cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 3 * len(lens))
+    params = LayerParams(k_scale=0.5, v_scale=1.5)
+    formats = cache.format.rows
+    assert formats is not None
+    for stored, format, size, scale in (
+        (cache.key, formats[0], spec.head_size, 0.5), (cache.value, formats[1], spec.v_head_size, 1.5)
+    ):  # fmt: skip
+        stored.fill_(255)
+        for pages, count in zip(table.tolist(), lens, strict=True):
+            for at in range(count):
+                new = torch.randn(1, spec.num_kv_heads, size, generator=chance) * 2.0 ** -(at % 4)
+                stored[pages[at // 32], at % 32] = quantize(new, torch.uint8, scale, format)[0]
+    query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance)
+    query = query.to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
+    out = query.new_empty(len(query), spec.num_heads, spec.v_head_size)
+    frame = Frame(query, None, None, cache, params, out, torch.empty(out.shape[:2]))
+    return frame, Batch.from_lens(queries, lens, table, 32), cache
+
+
+LAYERS = [
+    ("int4", 128, 96), ("nvfp4", 144, 80), ("mxfp4/kivi4", 96, 160), ("turboquant4", 64, 256),
+    ("kivi4/int4", 160, 32), ("int8_rows/e4m3_rows", 80, 72), ("e4m3_rows/int8_rows", 128, 64),
+    ("kivi2/logs6", 64, 36), ("every", 24, 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2), (11, 1)])
+@pytest.mark.parametrize("name, size, v_size", LAYERS)
+def test_rows_are_read_as_decoded(
+    name: str, size: int, v_size: int, heads: tuple[int, int]
+) -> None:
+    """Decodes, drafts and prefills: each number of rows that a kernel takes, in each instruction set."""
+    for dtype in ("float32", "bfloat16"):
+        spec = LayerSpec(
+            num_heads=heads[0], num_kv_heads=heads[1], head_size=size, v_head_size=v_size, dtype=dtype,
+            kv_cache_dtype=name, needs_lse=True,
+        )  # fmt: skip
+        frame, batch, cache = step(spec, [1, 2, 30, 1], [65, 3, 40, 1])
+        wanted, lse = reference.forward(spec, frame.query, None, None, cache, batch, frame.params)
+        tolerance = tolerance_of(spec)
+        for isa in ISAS:
+            backend = NativeAttention(spec, cache.format, CPU)
+            backend.by = isa
+            backend.run(backend.plan(batch), frame)
+            assert output_error(frame.out, wanted) <= tolerance.output, isa
+            assert lse_error(frame.lse, lse) <= tolerance.lse, isa
+
+
+def test_all_formats_are_claimed_but_those_without_steps() -> None:
+    assert not any(rows_problem(each) for each in row_formats().values())
+    assert {n for n, each in row_formats().items() if latent_problem(each)} == {"turboquant4"}
+    odd = RowFormat(
+        name="odd", encode=_bytes, decode=lambda row, d, size: row[row[d]] * 1.0,
+        row_bytes=lambda size: 4 * size,
+    )  # fmt: skip
+    assert "a byte at a place that another byte says, which the native kernels" in str(
+        rows_problem(odd)
+    )
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, kv_cache_dtype="int4")
+    backend = polyattn.select(spec, "cpu").backend("decode")
+    assert backend is not None and backend.name == "NATIVE_ATTN"
