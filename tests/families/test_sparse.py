@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polyattn
@@ -12,6 +14,7 @@ import torch
 from polyattn import (
     Attention,
     Batch,
+    CompressorSpec,
     Indexer,
     IndexerSpec,
     LayerGroup,
@@ -27,6 +30,7 @@ from polyattn.families.sparse import pages, planning, reference, torch_index
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.step.cost import batch_cost
 from polyattn.settings import current
+from polyattn.tools.cli.entry import run as cli
 from polyattn.workload.base import workload
 from polyattn.workload.pages import bits
 
@@ -340,6 +344,55 @@ def test_layers_know_whose_choice_they_attend_to() -> None:
     assert groups == {dense: (None, None), full: (2, 6), shared: (None, 2, 2, 6)}
     steps = {s.question: s.answer for s in select(full, "x86-avx512").decision.steps}
     assert "128 bytes of index key for each token" in steps["Who chooses the keys?"]
+    blocks = layer_for(replace(INDEXERS["tokens"], pool=8), "float32")
+    within = layer_for(replace(INDEXERS["tokens"], within=8), "float32")
+    found = polyattn.select_layers([within, blocks, dense, within], "x86-avx512")
+    assert [g.candidate_source for g in found] == [(None, 1), (None,), (None,)]
+
+
+def test_explain_tells_streams_their_indexer_and_their_bytes(capsys: Any, tmp_path: Path) -> None:
+    """DeepSeek-V4's layers, as the reader gives them: a window, chosen entries, all entries."""
+    file = tmp_path / "config.json"
+    ratios = [0, 4, 128, 4]
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "compress_ratios": ratios}
+    file.write_text(json.dumps(config))
+    specs = LayerSpec.from_hf_config(config)
+    assert [LayerSpec.from_json(spec.to_json()) for spec in specs] == specs
+    cli(["explain", str(file), "--device", "x86-avx512", "--json"])
+    window, near, chosen, whole = json.loads(capsys.readouterr().out)["groups"]
+    assert window["layers"] == [0] and near["layers"] == [1, 3, 5]
+    assert (chosen["layers"], chosen["choice_source"]) == ([2, 6], [2, 6])
+    assert whole["layers"] == [4] and "choice_source" not in whole
+    bytes_of = [
+        (g["context_bytes"]["keys"], g["context_bytes"]["index_keys"])
+        for g in (near, chosen, whole)
+    ]
+    assert bytes_of == [(1024, 0), (256, 64), (8, 0)]
+    cli(["explain", str(file), "--device", "x86-avx512"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "in the softmax of the layer before" in text
+    assert (
+        "a layer keeps 256 bytes of keys and values for a token of context, and 64 of index keys"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"compressor": CompressorSpec(size=16, tokens_per_entry=8)}, "tokens_per_entry=8"),
+        ({"compressor": CompressorSpec(size=16, tokens_per_entry=1)}, "size=16: a key has 32"),
+        ({"newest": True, "scope": "kv_head"}, "scope='kv_head'"),
+    ],
+)
+def test_streams_that_cannot_be_are_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        MSA.replace(sparse=SparseSpec(**{"budget": 3} | fields))
+    window = SparseAttention(MSA.replace(sparse=SparseSpec(budget=3, newest=True)))
+    query, choice = torch.zeros(1, 8, 16), torch.zeros(1, 1, 1, dtype=torch.int32)
+    batch = Batch.from_lens([1], [1], torch.zeros(1, 1, dtype=torch.int32), 16)
+    with pytest.raises(BatchError, match="leave it out"):
+        window(query, None, None, window.group.allocate_cache(1), batch, choice=choice)
 
 
 def test_the_roofline_counts_the_index() -> None:

@@ -23,7 +23,7 @@ from polyattn.selection.invariance import costs, described
 from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
 from polyattn.selection.tree import Facts, as_built, decide
 from polyattn.settings import PHASE_SCOPES, Settings, current
-from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
+from polyattn.spec.decompose import candidate_sources, choice_sources, group_layers, kv_sources
 from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat, rows_of
@@ -231,6 +231,7 @@ def select_layers(
             select(spec, device, settings=settings, verify=verify),
             kv_sources(specs, layers),
             choice_sources(specs, layers),
+            candidate_sources(specs, layers),
         )
         for spec, layers in group_layers(specs).items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -187,13 +188,33 @@ def visible(spec: LayerSpec, queries: int, keys: int) -> Tensor:
     seen = column <= row if spec.causal else torch.ones(queries, keys, dtype=torch.bool)
     if spec.sliding_window:
         seen = seen & ((row - column).abs() < spec.sliding_window)
+    if spec.sparse is not None and spec.sparse.newest:
+        seen = seen & (row - column < spec.sparse.budget)
     if spec.chunk_size:
         seen = seen & (row // spec.chunk_size == column // spec.chunk_size)
     return seen
 
 
-def attention_differences(spec: LayerSpec, call: Call) -> list[str]:
-    """Return what differs between an attention spec and what the module did."""
+def expanded(spec: LayerSpec, call: Call) -> LayerSpec:
+    """Return what a layer over latents is over keys and values of each head, as its module has them."""
+    module, heads = call.module, call.key.shape[1]
+    rank, turned = module.kv_b_proj.weight.shape[1], module.qk_rope_head_dim
+    assert (spec.num_kv_heads, spec.v_head_size, spec.head_size) == (1, rank, rank + turned)
+    return spec.replace(
+        num_kv_heads=heads, head_size=call.query.shape[3], v_head_size=call.value.shape[3],
+        scale=spec.scale, sparse=dataclasses.replace(spec.sparse, value_in_key=False),
+    )  # fmt: skip
+
+
+def attention_differences(
+    spec: LayerSpec, call: Call, joined: LayerSpec | None = None
+) -> list[str]:
+    """Return what differs between an attention spec and what the module did.
+
+    `joined`: the spec of entries whose keys follow the tokens' under the same softmax.
+    """
+    if spec.sparse is not None and hasattr(call.module, "kv_b_proj"):
+        spec = expanded(spec, call)
     query, key, value = call.query[0], call.key[0], call.value[0]
     kv_heads = key.shape[0] if not spec.kind.is_latent else spec.num_kv_heads
     scale = call.scale
@@ -219,7 +240,10 @@ def attention_differences(spec: LayerSpec, call: Call) -> list[str]:
         indices = call.options.get("indices")
         if indices is None or indices.shape[-1] != min(spec.latent.topk, LENGTH):
             out.append("topk differs")
-    out += _mask_differences(spec, call, query.shape[1], key.shape[1])
+    if joined is not None:
+        out += _entry_differences(joined, call)
+    tokens = key.shape[1] if joined is None else query.shape[1]
+    out += _mask_differences(spec, call, query.shape[1], tokens)
     if not out:
         out += rope_differences(spec, call)
     return out
@@ -244,10 +268,39 @@ def _mask_differences(spec: LayerSpec, call: Call, queries: int, keys: int) -> l
         if blocks is not None:  # MiniMax-M3 leaves it to a kernel to build the mask
             build, rows = call.module.indexer.build_block_mask, torch.arange(queries)[None]
             seen = build(blocks, None, keys, torch.float32, blocks.device, rows)[0, 0] == 0
+    if spec.sparse is not None and not spec.sparse.newest:
         return _choice_differences(spec.sparse, seen, expected)
     if not torch.equal(seen, expected):
         return [f"mask: spec {expected.sum(1).tolist()}, module {seen.sum(1).tolist()}"]
     return []
+
+
+def _entry_differences(spec: LayerSpec, call: Call) -> list[str]:
+    """Return what differs between a spec of compressed entries and the keys behind the tokens'."""
+    sparse, part = spec.sparse, call.module.compressor
+    assert sparse is not None and sparse.compressor is not None and call.mask is not None
+    tokens, m = call.query.shape[2], sparse.tokens_per_entry
+    seen = call.mask[0, 0][:, tokens:] > -1e4
+    visible = torch.arange(seen.shape[1]) < (torch.arange(tokens)[:, None] + 1) // m
+    if sparse.newest:
+        out = [] if torch.equal(seen, visible) else ["entries: not all that are visible"]
+    else:
+        out = _choice_differences(sparse, seen, visible)
+    made = [(sparse.compressor, part)]
+    if spec.indexer is not None:
+        index = part.indexer
+        found = index.num_heads, index.head_dim, index.index_topk, index.compress_rate
+        own = spec.indexer
+        if found != (own.num_heads, own.head_size, own.budget, own.tokens_per_entry):
+            out.append(f"indexer: module {found}, spec {own}")
+        made.append((own.compressor, index))
+    for compressor, module in made:
+        shape = (compressor.tokens_per_entry, compressor.channels)
+        if module.position_bias.shape != shape or module.kv_proj.out_features != shape[1]:
+            out.append(f"compressor: module {tuple(module.position_bias.shape)}, spec {shape}")
+    if (spec.indexer is None) != (getattr(part, "indexer", None) is None):
+        out.append("indexer: spec and module differ")
+    return out
 
 
 def _choice_differences(sparse: Any, seen: Tensor, visible: Tensor) -> list[str]:
@@ -278,13 +331,12 @@ def rope_differences(spec: LayerSpec, call: Call) -> list[str]:
         expected = start
     else:
         offset = spec.head_size - spec.latent.rope_head_size if spec.latent else 0
+        offset = spec.head_size - rope.span if rope.last else offset
         pairing = rope.pairing
-        if spec.latent and _reordered(call, offset):
+        if offset and _reordered(call, offset):
             if pairing != "gptj":
                 return ["rope.pairing: module pairs neighbours"]
             pairing = "neox"  # transformers leaves the rotated elements in halves
-        import dataclasses
-
         plain = dataclasses.replace(rope, attention_factor=1.0, pairing=pairing)
         expected = rotate(start, positions, plain, offset=offset)
         expected = expected * query_temperature(rope, positions)[:, None, None]
@@ -397,7 +449,13 @@ def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) 
     """
     collect_factors(model)
     calls = record(model, **inputs)
-    attention = [spec for spec in specs if spec is None or not spec.kind.is_recurrent]
+    attention: list[LayerSpec | None] = []
+    joined: dict[int, LayerSpec] = {}
+    for spec in specs:
+        if spec and spec.sparse and spec.sparse.shares_softmax:
+            joined[len(attention) - 1] = spec
+        elif spec is None or not spec.kind.is_recurrent:
+            attention.append(spec)
     recurrent = [recurrent_values(spec) for spec in specs if spec and spec.kind.is_recurrent]
     out = []
     places = [call.key.data_ptr() for call in calls]  # all are alive, so equal ones are shared
@@ -406,7 +464,10 @@ def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) 
     for index, (spec, call) in enumerate(zip(attention, calls, strict=False)):
         if spec is None:
             continue
-        out += [f"attention {index}: {line}" for line in attention_differences(spec, call)]
+        out += [
+            f"attention {index}: {line}"
+            for line in attention_differences(spec, call, joined.get(index))
+        ]
         source = places.index(call.key.data_ptr())
         if source != (index if spec.kv_source is None else spec.kv_source):
             out.append(f"attention {index}: module reads the keys of layer {source}")

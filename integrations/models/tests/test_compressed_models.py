@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,12 @@ from polyattn import (
     CompressorSpec,
     Entries,
     Indexer,
-    IndexerSpec,
     LayerSpec,
     SparseAttention,
-    SparseSpec,
     Stream,
     UnionAttention,
 )
+from polyattn_models import model_layers
 from test_sparse_models import stirred
 from tiny import build, tiny_config
 from torch import Tensor
@@ -39,9 +39,9 @@ REJECTED = [(6, 0), *[(5, rejected) for rejected in (4, 2, 0, 3, 1, 4, 3, 0, 1, 
 class Group:
     """A compressor of a layer: its states, and where its entries go."""
 
-    def __init__(self, module: Any, bias: Tensor, size: int, overlap: bool):
-        spec = CompressorSpec(size=size, tokens_per_entry=len(bias), overlap=overlap, drafts=DRAFTS)
-        self.compressor = Compressor(spec, bias.detach())
+    def __init__(self, module: Any, bias: Tensor, spec: CompressorSpec | None):
+        assert spec is not None
+        self.compressor = Compressor(dataclasses.replace(spec, drafts=DRAFTS), bias.detach())
         self.states = self.compressor.allocate_states(2)
         self.module = module
 
@@ -56,37 +56,36 @@ def step_of(past: int, new: int) -> Batch:
     return Batch.from_lens([new], [past + new], RAW, 16, state_slots=slots)
 
 
+def specs_of(module: Any) -> list[LayerSpec]:
+    """Return what the reader says of a module's layer, in the test's dtype and blocks."""
+    (layer,) = [
+        each for each in model_layers(module.config).layers if each.index == module.layer_idx
+    ]
+    blocks = [8 if spec.sparse and spec.sparse.tokens_per_entry > 1 else 16 for spec in layer.specs]
+    return [
+        spec.replace(dtype="float32", block_size=size, rope=None)
+        for spec, size in zip(layer.specs, blocks, strict=True)
+    ]
+
+
 class V4Layer:
     """One of DeepSeek-V4's layers: a window, and entries that an indexer chooses, or all of them."""
 
     def __init__(self, module: Any):
-        self.module, size = module, module.head_dim
-        own = {
-            "kind": "sparse", "num_heads": module.num_heads, "num_kv_heads": 1, "head_size": size,
-            "dtype": "float32", "needs_lse": True, "scale": module.scaling,
-        }  # fmt: skip
-        window = SparseSpec(budget=module.sliding_window, value_in_key=True)
-        layers = [SparseAttention(LayerSpec(**own, block_size=16, sparse=window))]
+        self.module = module
+        specs = [spec.replace(learned_sinks=False, needs_lse=True) for spec in specs_of(module)]
+        layers = [SparseAttention(spec) for spec in specs]
         self.groups: dict[str, Group] = {}
         self.indexer: Indexer | None = None
         if module.compressor is not None:
-            part, chosen = module.compressor, module.layer_type == "compressed_sparse_attention"
-            m = part.compress_rate
-            budget = part.indexer.index_topk if chosen else TOKENS // m
-            index = None
-            if chosen:
-                sizes = {"num_heads": part.indexer.num_heads, "head_size": part.indexer.head_dim}
-                index = IndexerSpec(**sizes, budget=budget, tokens_per_entry=m)
-            sparse = SparseSpec(budget=budget, tokens_per_entry=m, value_in_key=True)
-            spec = LayerSpec(**own, block_size=8, sparse=sparse, indexer=index)
-            layers.append(SparseAttention(spec))
-            self.groups["entries"] = Group(part, part.position_bias, size, chosen)
-            if chosen:
+            part, sparse, index = module.compressor, specs[1].sparse, specs[1].indexer
+            assert sparse is not None
+            self.groups["entries"] = Group(part, part.position_bias, sparse.compressor)
+            if index is not None:
                 self.indexer = Indexer(layers[1].group)
                 self.index_keys = self.indexer.allocate_cache(3)
-                self.groups["keys"] = Group(
-                    part.indexer, part.indexer.position_bias, part.indexer.head_dim, True
-                )
+                bias = part.indexer.position_bias
+                self.groups["keys"] = Group(part.indexer, bias, index.compressor)
         self.attend = UnionAttention(layers, module.sinks)
         self.caches = [layer.group.allocate_cache(4) for layer in layers]
         for cache in self.caches:
@@ -141,37 +140,32 @@ class V4Layer:
 
 
 class GlmLayer:
-    """One of GLM-5.3's attention layers, over expanded keys: pools of keys are chosen, and the tail."""
+    """One of GLM-5.3's attention layers, over latents: pools of keys are chosen, and the tail."""
 
     def __init__(self, module: Any):
-        self.module, part = module, module.indexer
-        m = module.config.index_kpool
-        index = IndexerSpec(
-            num_heads=module.config.index_n_heads, head_size=module.config.index_head_dim, tail=True,
-            budget=module.config.index_topk // m, tokens_per_entry=m,
-        )  # fmt: skip
-        spec = LayerSpec(
-            kind="sparse", num_heads=module.num_heads, head_size=module.qk_head_dim, dtype="float32",
-            v_head_size=module.v_head_dim, scale=module.scaling, block_size=16, indexer=index,
-            sparse=SparseSpec(budget=module.config.index_topk // m + 1, granularity=m),
-        )  # fmt: skip
+        self.module, part, (spec,) = module, module.indexer, specs_of(module)
         self.layer = SparseAttention(spec)
         self.cache = self.layer.group.allocate_cache(4)
-        if part is not None:
+        weights = module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1))
+        self.of_keys, self.of_values = weights.split(
+            [module.qk_nope_head_dim, module.v_head_dim], 1
+        )
+        assert (part is None) == (spec.indexer is None)
+        if spec.indexer is not None:
             self.indexer = Indexer(self.layer.group)
             self.index_keys = self.indexer.allocate_cache(3, 8)
-            self.group = Group(part, part.index_kpool_compress_ape, index.head_size, False)
+            self.group = Group(part, part.index_kpool_compress_ape, spec.indexer.compressor)
 
     def __call__(self, x: Tensor, past: int, shared: Tensor | None) -> tuple[Tensor, Tensor]:
         module, batch = self.module, step_of(past, x.shape[1])
         residual = module.q_a_layernorm(module.q_a_proj(x))
         query = module.q_b_proj(residual)[0].unflatten(1, (-1, module.qk_head_dim))
-        latent = module.kv_a_layernorm(module.kv_a_proj_with_mqa(x))[:, None]
-        rotated = latent.new_empty(*latent.shape[:3], 0)
-        key, value = (e[0].transpose(0, 1).contiguous() for e in module.expand_kv(latent, rotated))
+        query = torch.einsum("thd,hdr->thr", query, self.of_keys)
+        latent = module.kv_a_layernorm(module.kv_a_proj_with_mqa(x))[0, :, None].contiguous()
         choice = self.chosen(x, residual, batch) if shared is None else shared
-        out = self.layer(query, key, value, self.cache, batch, choice=choice)
+        out = self.layer(query, latent, None, self.cache, batch, choice=choice)
         assert isinstance(out, Tensor)
+        out = torch.einsum("thr,hvr->thv", out, self.of_values)
         return module.o_proj(out.flatten(1))[None], choice
 
     def chosen(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:

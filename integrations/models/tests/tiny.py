@@ -81,6 +81,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 8, "indexer_compress_ratio": 4, "rope_parameters": PARTIAL_MROPE,
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
     },
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.5, "index_topk": 3,
+        "index_head_dim": 20,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": ["sliding_attention", "compressed_sparse_attention",
+                        "heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["moe"] * 4, "o_groups": 2, "o_lora_rank": 16,
+    },
+    "dots3_note_text": {
+        "head_dim": 24, "sliding_window": 5,
+        "layer_types": [
+            "indexed_attention", "full_attention", "sliding_attention", "indexed_attention",
+        ],
+        "per_layer_config": {2: {
+            "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 16, "kv_lora_rank": 28,
+            "head_dim": 32, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 18,
+        }},
+    },
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 96, "adapter_out_dim": 96,
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 96, "adapter_out_dim": 96},
+    "step3p5": {
+        "num_sliding_attention_heads": 8, "share_expert_dim": 16,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
     "trocr": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -89,7 +115,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"rope_parameters": PARTIAL_MROPE},
     "helium": {"head_dim": 24},
     "kimi_linear": {"linear_num_heads": 3, "linear_head_dim": 12},
-    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
+    "glm5_next_text": {
+        "index_kpool": 4, "qk_rope_head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 16,
+        "index_topk": 8, "layer_types": ["linear_attention"] + ["indexed_attention"] * 3,
+        "indexer_types": ["full", "full", "shared", "full"],
+    },
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen3_vl_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
@@ -141,7 +171,7 @@ def _default_type(cls: Any, name: str) -> str | None:
 
 BY_NAME = {
     "emu3_text_model": "Emu3ForCausalLM", "siglip_text_model": "SiglipTextModel",
-    "mllama_text_model": "MllamaForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM", "step3p5": "Step3p7TextModel",
     "mllama_vision_model": "MllamaVisionModel", "idefics3_vision": "Idefics3VisionTransformer",
 }  # fmt: skip
 """Types that transformers has no automatic class for."""

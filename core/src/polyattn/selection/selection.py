@@ -266,6 +266,8 @@ class SelectedLayers:
         kv_source: for each layer the index of the layer whose cache it reads, most often its own.
         choice_source: for each layer the index of the layer whose indexer chooses its keys; None: it
             attends to no choice, or no layer has an indexer.
+        candidate_source: for each layer the index of the layer within whose choice its indexer stays
+            (`IndexerSpec.within`), else None.
 
     Examples:
         >>> (group,) = select_layers([LayerSpec(num_heads=8, head_size=64)] * 2, "x86-avx512")
@@ -279,6 +281,7 @@ class SelectedLayers:
     selection: Selection
     kv_source: tuple[int, ...]
     choice_source: tuple[int | None, ...]
+    candidate_source: tuple[int | None, ...]
 
     def num_caches(self, count: int) -> int:
         """Return how many caches the first layers need.

@@ -271,7 +271,8 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
     steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
     if spec.sparse is not None:
         size = sparse_blocks(spec)[1]
-        answer = f"yes: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
+        each = "no" if spec.sparse.newest else "yes"
+        answer = f"{each}: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
         steps.append(Step("Does each call choose the keys?", answer))
     if spec.chooses:
         steps.append(Step("Who chooses the keys?", _chooser(spec)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from polyattn.errors import SpecError
@@ -245,13 +245,35 @@ def choice_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[i
 
     That is the layer itself, or the nearest one before it that has an indexer.
     """
-    found: list[int | None] = []
-    for index in layers:
-        spec, source = specs[index], index
-        while source >= 0 and specs[source].indexer is None:
-            source -= 1
-        found.append(source if spec.chooses and source >= 0 else None)
-    return tuple(found)
+    return tuple(
+        _nearest(specs, index, lambda spec: spec.indexer is not None)
+        if specs[index].chooses
+        else None
+        for index in layers
+    )
+
+
+def candidate_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int | None, ...]:
+    """Return for each of `layers` the layer whose choice of blocks its indexer stays within, or None.
+
+    That is the nearest one before it whose candidates are blocks of so many entries.
+    """
+
+    def source(index: int) -> int | None:
+        own = specs[index].indexer
+        if own is None or own.within is None:
+            return None
+        return _nearest(
+            specs, index - 1, lambda spec: bool(spec.indexer and spec.indexer.pool == own.within)
+        )
+
+    return tuple(map(source, layers))
+
+
+def _nearest(
+    specs: Sequence[LayerSpec], index: int, wanted: Callable[[LayerSpec], bool]
+) -> int | None:
+    return next((i for i in range(index, -1, -1) if wanted(specs[i])), None)
 
 
 def kv_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int, ...]:

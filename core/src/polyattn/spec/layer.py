@@ -256,7 +256,9 @@ class LayerSpec:
     @property
     def chooses(self) -> bool:
         """Whether a token attends to a choice of keys, which each call brings."""
-        return self.sparse is not None or bool(self.latent and self.latent.topk)
+        if self.sparse is not None:
+            return not self.sparse.newest
+        return bool(self.latent and self.latent.topk)
 
     @property
     def in_rows(self) -> bool:
@@ -551,6 +553,8 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
     """The rotated part lies within a head, and in-cache positions need a cache of keys."""
     if spec.latent is None:
         rope.check_span("head_size", spec.head_size)
+    elif rope.last:
+        raise SpecError("rope.last=True: an MLA layer's rope part is the last anyway; leave it out")
     else:
         rope.check_span("latent.rope_head_size", spec.latent.rope_head_size, whole=True)
     attends = spec.kind.family == "attention" and spec.role is Role.DECODER
@@ -645,6 +649,13 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
             f"head_size={spec.head_size}"
         )
+    made = sparse.compressor
+    if made is not None and made.size != spec.num_kv_heads * spec.head_size:
+        raise SpecError(
+            f"sparse.compressor.size={made.size}: a key has {spec.num_kv_heads * spec.head_size} elements"
+        )
+    if sparse.newest and spec.indexer is not None:
+        raise SpecError("sparse.newest=True: there is no choice to make; leave indexer out")
 
 
 def _check_indexer(spec: LayerSpec, indexer: IndexerSpec) -> None:

@@ -45,6 +45,7 @@ class RopeSpec:
             position in every axis.
         sections_interleaved: pairs take axes in turn.
         positions: `"absolute"`, or `"cache"`: a key's place within the cache (StreamingLLM).
+        last: the last elements of each head are rotated, not the first (DeepSeek-V4).
         temperature: the query at position p is multiplied by 1 + temperature * ln(1 + floor((p +
             offset) / length)) (Llama 4).
         temperature_length: the `length` of that formula.
@@ -78,6 +79,7 @@ class RopeSpec:
     sections: tuple[int, ...] | None = None
     sections_interleaved: bool = False
     positions: str = "absolute"
+    last: bool = False
     temperature: float = 0.0
     temperature_length: int | None = None
     temperature_offset: int = 0
@@ -145,7 +147,7 @@ class RopeSpec:
 def _check_choices(rope: RopeSpec) -> None:
     for name, valid in (("pairing", PAIRINGS), ("scaling", SCALINGS), ("positions", POSITIONS)):
         choice(f"rope.{name}", getattr(rope, name), valid)
-    for name in ("truncate", "sections_interleaved"):
+    for name in ("truncate", "sections_interleaved", "last"):
         if not isinstance(getattr(rope, name), bool):
             raise SpecError(f"rope.{name}={getattr(rope, name)!r} must be true or false")
 
@@ -211,6 +213,11 @@ def _check_scaling(rope: RopeSpec) -> None:
     if rope.scaling == "dynamic" and rope.rotary_size == 2:
         raise SpecError(
             "rope.scaling='dynamic' needs rotary_size above 2: its exponent is undefined there"
+        )
+    if rope.last and (rope.positions == "cache" or rope.scaling == "proportional"):
+        raise SpecError(
+            f"rope.last=True doesn't go with positions={rope.positions!r}, scaling={rope.scaling!r}; "
+            "rotate keys before they are stored, by pairs of neighbours in the rotated part"
         )
     if rope.temperature and rope.temperature_length is None:
         raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")

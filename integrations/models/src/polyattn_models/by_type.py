@@ -175,6 +175,71 @@ def mimo(cfg: Config) -> Towers:
     return {"text": [(layer(i, kind),) for i, kind in enumerate(types)]}
 
 
+def _by_layer(cfg: Config, name: str, count: int) -> list[float] | None:
+    """Return a number for each layer: the field's, a list's, whose rest is drafts' layers, or None."""
+    value = cfg.get(name)
+    if not isinstance(value, list):
+        one = cfg.number(name)
+        return None if one is None else [one] * count
+    if len(value) < count or any(type(each) not in (int, float) for each in value):
+        raise cfg.error(name, value, f"must be a number for each of {count} layers")
+    return [float(each) for each in value[:count]]
+
+
+def step(cfg: Config) -> Towers:
+    """Step-3.7: windowed layers may have more heads; each layer type has a rotation of its own."""
+    count = cfg.need("num_hidden_layers")
+    cfg.get("num_nextn_predict_layers")  # lists may have entries for drafts' layers behind
+    types = (cfg.items("layer_types", str) or [FULL] * count)[:count]
+    types = named(cfg, "layer_types", types, (FULL, SLIDING))
+    if len(types) != count:
+        raise cfg.error("layer_types", types, f"must have an entry for each of {count} layers")
+    heads, size = cfg.need("num_attention_heads"), cfg.need("head_dim")
+    other = cfg.part("attention_other_setting") if cfg.get("attention_other_setting") else None
+    near = cfg.integer("num_sliding_attention_heads")
+    if other is not None:
+        near = near or other.integer("num_attention_heads")
+        other.get("attention_type")
+        other.only("num_attention_groups", cfg.get("num_key_value_heads"))
+        other.only("head_dim", size)
+    near = near or heads
+    own = cfg.get("per_layer_config", default={})
+    wanted = {"num_attention_heads": near}
+    for index, kind in enumerate(types):
+        stated = own.get(index, own.get(str(index))) if isinstance(own, Mapping) else own
+        if stated not in (None, {}) and (kind != SLIDING or stated != wanted):
+            raise cfg.error("per_layer_config", own, f"isn't {wanted} for windowed layers alone")
+    scalar = cfg.number("query_pre_attn_scalar") or size
+    thetas = _by_layer(cfg, "rope_theta", count) or [float(cfg.cls.theta)] * count
+    parts = _by_layer(cfg, "partial_rotary_factors", count) or [1.0] * count
+    scaled, stated = cfg.get("rope_scaling", default={}), cfg.get("rope_parameters")
+    if not isinstance(scaled, Mapping):
+        raise cfg.error("rope_scaling", scaled, "must be a JSON object")
+    if not (isinstance(stated, Mapping) and {*types} <= {*stated}):
+        stated = {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": thetas[types.index(kind)],
+                "partial_rotary_factor": parts[types.index(kind)],
+                **(scaled if kind == FULL else {}),
+            }
+            for kind in {*types}
+        }
+    cfg.values["rope_parameters"] = stated
+    for name in ("rope_scaling", "rope_theta"):
+        cfg.values.pop(name, None)
+    layers = {
+        kind: LayerSpec(
+            num_heads=heads if kind == FULL else near, num_kv_heads=cfg.need("num_key_value_heads"),
+            head_size=size, dtype=cfg.dtype, scale=scalar**-0.5,
+            sliding_window=needed_window(cfg) if kind == SLIDING else None,
+            rope=read_rope(cfg, size, layer_type=kind, partial=1.0),
+        )
+        for kind in {*types}
+    }  # fmt: skip
+    return {"text": [(layers[kind],) for kind in types]}
+
+
 GEMMA4_ROPE = _by_type(
     {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     _default(10000.0),
@@ -275,5 +340,6 @@ READERS: dict[str, Reader] = {
     "mimo_v2_flash": mimo,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), gemma4),
     "lfm3": lfm3,
+    "step3p5": step,
     "cohere_compass_text": cohere_compass,
 }  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
-from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec
+from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec, SparseSpec
 
 from polyattn_models.config import Config
 from polyattn_models.layers import Reader, Towers
-from polyattn_models.patterns import named
+from polyattn_models.patterns import FULL, SLIDING, named
 from polyattn_models.rotary import parameters, read_rope, yarn_mscale
 
 
@@ -85,9 +86,8 @@ def deepseek_sparse(cfg: Config) -> Towers:
     return {"text": [(layer,) for layer in _sparse(cfg, [True] * cfg.need("num_hidden_layers"))]}
 
 
-def glm_sparse(cfg: Config) -> Towers:
-    """GLM-5: some layers attend to the tokens that an earlier layer's indexer chose."""
-    count = cfg.need("num_hidden_layers")
+def indexers(cfg: Config, count: int) -> list[bool]:
+    """Return whether each layer has an indexer; others attend to the choice of the nearest before."""
     listed = cfg.items("indexer_types", str, count)
     pattern = cfg.get("index_topk_pattern")
     if listed is None and pattern is not None:
@@ -104,7 +104,113 @@ def glm_sparse(cfg: Config) -> Towers:
     kinds = named(cfg, "indexer_types", listed, ("full", "shared"))
     if len(kinds) != count:
         raise cfg.error("indexer_types", listed, f"must have an entry for each of {count} layers")
-    return {"text": [(layer,) for layer in _sparse(cfg, [kind == "full" for kind in kinds])]}
+    return [kind == "full" for kind in kinds]
+
+
+def glm_sparse(cfg: Config) -> Towers:
+    """GLM-5: some layers attend to the tokens that an earlier layer's indexer chose."""
+    layers = _sparse(cfg, indexers(cfg, cfg.need("num_hidden_layers")))
+    return {"text": [(layer,) for layer in layers]}
+
+
+def absorbed(
+    cfg: Config,
+    sparse: SparseSpec,
+    *,
+    heads: int,
+    rank: int,
+    nope: int,
+    rope: RopeSpec | None = None,
+) -> LayerSpec:
+    """Return MLA over its latents: one KV head, whose value is the first part of its key.
+
+    A layer of MLA's own kind attends to all tokens or to a choice of single ones.
+    """
+    turned = 0 if rope is None else rope.rotary_size
+    return LayerSpec(
+        kind=AttentionKind.SPARSE, num_heads=heads, num_kv_heads=1, head_size=rank + turned,
+        v_head_size=rank, scale=(nope + turned) ** -0.5, dtype=cfg.dtype, sparse=sparse,
+        rope=None if rope is None else dataclasses.replace(rope, last=True),
+    )  # fmt: skip
+
+
+DOTS3_WINDOWED = {
+    "num_attention_heads": 64, "kv_lora_rank": 1024, "head_dim": 256, "qk_nope_head_dim": 192,
+    "v_head_dim": 128,
+}  # fmt: skip
+"""Sizes of dots3's windowed layers, which files may change under names with `swa_`."""
+
+
+def dots3(cfg: Config) -> Towers:
+    """dots3: DeepSeek's sparse layers, and windowed ones over latents of another size."""
+    count = cfg.need("num_hidden_layers")
+    dsa = cfg.flag("use_dsa", True)
+    windowed = cfg.flag("use_sliding_window", True)
+    whole = "indexed_attention" if dsa else FULL
+    types = cfg.items("layer_types", str, count) or [
+        whole if not windowed or i < 2 or i % 4 == 1 else SLIDING for i in range(count)
+    ]
+    own = cfg.get("per_layer_config")
+    if own is None or cfg.given("use_dsa"):
+        types = [whole if kind in (FULL, "indexed_attention") else kind for kind in types]
+    types = named(cfg, "layer_types", types, (FULL, SLIDING, "indexed_attention"))
+    sizes = {name: cfg.integer(f"swa_{name}") or value for name, value in DOTS3_WINDOWED.items()}
+    cfg.only("swa_num_key_value_heads", sizes["num_attention_heads"])
+    cfg.integer("swa_q_lora_rank")
+    turned = cfg.integer("swa_qk_rope_head_dim") or sizes["head_dim"] - sizes["qk_nope_head_dim"]
+    layers = []
+    thetas = {
+        SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)
+    }  # fmt: skip
+    for index, kind in enumerate(types):
+        values: Mapping[str, object] = (
+            dict(sizes, qk_rope_head_dim=turned) if kind == SLIDING else {}
+        )
+        if own is not None:
+            values = _layer_values(cfg, own, index)
+        part = Config({**cfg.values, **values}, cfg.source, cfg.model_type)
+        rope = _dots3_rope(part, kind, thetas.get(kind))
+        if kind == SLIDING:
+            near = SparseSpec(
+                budget=cfg.integer("sliding_window") or cfg.integer("sliding_window_size") or 512,
+                value_in_key=True, newest=True,
+            )  # fmt: skip
+            layers.append(absorbed(
+                part, near, heads=part.need("num_attention_heads"), rank=part.need("kv_lora_rank"),
+                nope=part.need("qk_nope_head_dim"), rope=rope,
+            ))  # fmt: skip
+        else:
+            topk = part.need("index_topk") if kind != FULL else None
+            layer = latent_attention(part, rope, topk)
+            layers.append(layer.replace(scale=layer.head_size**-0.5))  # YaRN changes no scale
+        cfg.read.update(part.read)
+    return {"text": [(layer,) for layer in layers]}
+
+
+def _layer_values(cfg: Config, own: object, index: int) -> Mapping[str, object]:
+    """Return what `per_layer_config` says of a layer."""
+    values = own.get(index, own.get(str(index), {})) if isinstance(own, Mapping) else None
+    if not isinstance(values, Mapping):
+        raise cfg.error("per_layer_config", own, "must be a JSON object of JSON objects")
+    return values
+
+
+def _dots3_rope(cfg: Config, kind: str, theta: float | None) -> RopeSpec:
+    """Return a layer's rotation, always of the whole rope part."""
+    stated = cfg.get("rope_scaling") or cfg.get("rope_parameters") or {}
+    stated = stated.get(kind, stated) if isinstance(stated, Mapping) else stated
+    if not isinstance(stated, Mapping):
+        raise cfg.error("rope_parameters", stated, "must be a JSON object")
+    plain = {name: value for name, value in stated.items() if name != "partial_rotary_factor"}
+    cfg.read.update(("rope_parameters", "rope_scaling", "rope_theta"))
+    own = Config(
+        {**cfg.values, "rope_parameters": {kind: plain}, "rope_scaling": None},
+        cfg.source,
+        cfg.model_type,
+    )
+    return read_rope(
+        own, cfg.need("qk_rope_head_dim"), layer_type=kind, theta=theta, pairing="gptj"
+    )
 
 
 def hy_sparse(cfg: Config) -> Towers:
@@ -141,4 +247,5 @@ READERS: dict[str, Reader] = {
     "hy_v4": hy_sparse,
     "longcat_flash": longcat,
     "glm_moe_dsa": glm_sparse,
+    "dots3_note_text": dots3,
 }

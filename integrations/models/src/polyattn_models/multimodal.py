@@ -175,8 +175,6 @@ TOWERS: dict[str, Reader] = {
     "blt": unserved("towers of bytes and of patches that attend to each other"),
     "hrm_text": hrm_text,
     "mistral_large4_text": unserved("a query temperature that is learned for each head"),
-    "glm5_next_text": unserved("a spec of compressors, and of choices of groups over latents"),
-    "deepseek_v4": unserved("a spec of compressors, and of a rotation of keys' last elements"),
     "mllama_text_model": mllama_text,
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip
@@ -198,6 +196,8 @@ READERS: dict[str, Reader] = {
     "minimax_m3_vl": minimax_m3_vl,
     "mistral_large4": towers("mistral_large4_text"),
     "glm5_next": towers("glm5_next_text", "glm5_next_vision"),
+    "dots3_note": towers("dots3_note_text", "dots3_note_vision_encoder"),
+    "step3p7": towers("step3p5", "step3p5_vision"),
     "qwen4_exp": towers("qwen4_exp_text", "qwen4_exp_vision"),
     "emu3": towers("emu3_text_model"),
     "fuyu": towers("persimmon"),

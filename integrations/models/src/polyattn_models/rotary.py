@@ -25,7 +25,7 @@ def parameters(cfg: Config, layer_type: str, default: Mapping[str, Any] | None) 
     value = cfg.get("rope_scaling") or cfg.get("rope_parameters") or default or {}
     if not isinstance(value, Mapping):
         raise cfg.error("rope_parameters", value, "must be a JSON object")
-    if "full_attention" in value or "sliding_attention" in value:
+    if {"full_attention", "sliding_attention", layer_type} & set(value):
         value = value.get(layer_type) or {}
         if not isinstance(value, Mapping):
             raise cfg.error(f"rope_parameters.{layer_type}", value, "must be a JSON object")

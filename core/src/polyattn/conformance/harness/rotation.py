@@ -111,16 +111,17 @@ class RotationHarness(StoreHarness):
     def _exact(self, spec: LayerSpec, step: RotatedTokens) -> dict[str, Tensor]:
         new, rope = step.new, spec.rope
         assert rope is not None and new.key is not None and new.value is not None
-        at, last = step.positions.cpu(), spec.latent is not None
+        at, latent = step.positions.cpu(), spec.latent is not None
         parts = [x.cpu().double() for x in (new.query, new.key, new.value)]
         biases = new.biases()
         if biases is not None:
             parts = [x + bias.cpu().double() for x, bias in zip(parts, biases, strict=True)]
         query, key = (
-            rotate(x, at, rope, offset=x.shape[2] - rope.span if last else 0) for x in parts[:2]
+            rotate(x, at, rope, offset=x.shape[2] - rope.span if latent or rope.last else 0)
+            for x in parts[:2]
         )
         query = query * query_temperature(rope, at)[:, None, None]
-        value = key[..., : parts[2].shape[2]] if last else parts[2]
+        value = key[..., : parts[2].shape[2]] if latent else parts[2]
         return {"query": query, "key": key, "value": value}
 
     def near(

@@ -154,7 +154,9 @@ def _at(
     if rope.temperature:
         first = positions if positions.dim() == 1 else positions[0]
         scale = query_temperature(rope, first).to(dtype)
-    found = Rotation(turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None)
+    found = Rotation(
+        turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None or rope.last
+    )
     return found if into is None else into.refilled(found)
 
 

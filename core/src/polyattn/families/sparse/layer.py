@@ -131,6 +131,11 @@ class SparseAttention(Layer):
         step = self.group.plan_for(plan)
         assert isinstance(step, SparseStep)
         check_tensor("query", query, self.group.torch_device)
+        assert self.spec.sparse is not None
+        if choice is not None and self.spec.sparse.newest:
+            raise BatchError(
+                "choice was given, and the layer attends to the newest keys; leave it out"
+            )
         if choice is None:
             choice = newest(self.spec, step.batch)
         if out is None:

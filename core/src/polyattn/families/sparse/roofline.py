@@ -27,7 +27,7 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     width = spec.head_size + spec.v_head_size
     stored = spec.head_size if sparse.value_in_key else width
     item = STORAGE_DTYPES[spec.dtype].itemsize
-    choices = sparse.choices(spec.num_heads, spec.num_kv_heads)
+    choices = 0 if sparse.newest else sparse.choices(spec.num_heads, spec.num_kv_heads)
     moved = int(read * stored * ITEM_BYTES[spec.stored_dtype])
     moved += batch.num_tokens * (spec.num_heads * width * item + 4 * choices * sparse.budget)
     return Cost(2 * pairs * spec.num_heads * width, moved) + index_cost(spec, batch)

@@ -16,7 +16,7 @@ from polyattn.errors import SelectionError, SettingsError, ranges
 from polyattn.registry.devices import resolve_device
 from polyattn.selection.selection import Selection, verdict_line
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import choice_sources, group_layers, kv_sources
+from polyattn.spec.decompose import candidate_sources, choice_sources, group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
@@ -47,7 +47,7 @@ def show(
     resolved = resolve_device(device)
     selected: list[_Group] = []
     for spec, layers in groups.items():
-        read = kv_sources(specs, layers), choice_sources(specs, layers)
+        read = tuple(sources(specs, layers) for sources in SOURCES.values())
         try:
             selected.append((spec, layers, read, select(spec, resolved, settings=settings)))
         except SelectionError as error:
@@ -126,8 +126,14 @@ def _plot(
     plot_values(panels, path, f"predicted on {device}", "microseconds")
 
 
-_Sources = tuple[tuple[int, ...], tuple[int | None, ...]]
-"""For each layer whose keys it reads, and whose choice it attends to."""
+SOURCES = {
+    ("kv_source", "read the keys"): kv_sources,
+    ("choice_source", "attend to the choice"): choice_sources,
+    ("candidate_source", "choose within the choice"): candidate_sources,
+}
+"""What of another layer's a layer may need, in JSON and in words."""
+_Sources = tuple[tuple[int | None, ...], ...]
+"""For each of `SOURCES` and each layer, whose it is."""
 _Group = tuple[LayerSpec, list[int], _Sources, Selection | SelectionError]
 """A group's spec, its layers, whose keys each reads, and what was selected."""
 
@@ -139,19 +145,32 @@ def _json(
     result: Selection | SelectionError,
     predicted: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read[0])}
-    if spec.chooses:
-        base["choice_source"] = list(read[1])
+    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers}
+    for (name, _), sources in zip(SOURCES, read, strict=True):
+        if any(source is not None for source in sources):
+            base[name] = list(sources)
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
+    if spec.sparse is not None or spec.chooses:
+        keys, index = _context_bytes(result)
+        base["context_bytes"] = {"keys": keys, "index_keys": index}
     return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
+
+
+def _context_bytes(found: Selection) -> tuple[float, float]:
+    """Return what a layer keeps for a token of context: bytes of keys and values, and of index keys."""
+    spec, cache = found.spec, found.cache_format
+    sparse, indexer = spec.sparse, spec.indexer
+    keys = 0 if cache is None else cache.bytes_per_token
+    index = indexer.key_bytes(spec.dtype) / indexer.tokens_per_entry if indexer else 0
+    return keys / (sparse.tokens_per_entry if sparse else 1), index
 
 
 def _tree(
     spec: LayerSpec, layers: list[int], read: _Sources, found: Selection | SelectionError
 ) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
-    for sources, what in zip(read, ("read the keys", "attend to the choice"), strict=True):
+    for sources, (_, what) in zip(read, SOURCES, strict=True):
         for source in sorted(each for each in {*sources} if each is not None):
             readers = [i for i, other in zip(layers, sources, strict=True) if other == source != i]
             if readers:
@@ -160,6 +179,10 @@ def _tree(
         tree.add(f"[red]{escape(str(found))}[/]")
         return tree
     result = found.decision
+    if spec.sparse is not None or spec.chooses:
+        keys, index = _context_bytes(found)
+        beside = f", and {index:g} of index keys" if index else ""
+        tree.add(f"a layer keeps {keys:g} bytes of keys and values for a token of context{beside}")
     for number, step in enumerate(result.steps, 1):
         node = tree.add(f"{number}. {escape(step.question)} [bold]{escape(step.answer)}[/]")
         for verdict in step.verdicts:
