@@ -27,7 +27,7 @@ MASKLESS = ["paligemma", "mllama"]
 """Bidirectional by name under a causal mask; cross attention without a mask."""
 REFUSED = {"minimax_m3_vl": "block_indices=", "minimax_m3_vl_text": "block_indices="}
 """Layers with an indexer pass an argument that isn't served, and which the error names."""
-if VERSION < Version("5.18"):
+if Version("5.18") > VERSION:
     REFUSED |= dict.fromkeys(SELECT_KEYS, "indices=")
 SAMPLE = READ_MASKS + SELECT_KEYS + COLLECT_WEIGHTS + MASKLESS
 

@@ -1,4 +1,4 @@
-"""Trainer, PEFT and TRL train on polyattn as on sdpa: equal losses and weights. Runs where these are installed."""
+"""Trainer, PEFT and TRL, where they are installed, train on polyattn as on sdpa: equal weights."""
 
 from __future__ import annotations
 

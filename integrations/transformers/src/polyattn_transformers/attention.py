@@ -146,7 +146,7 @@ def _check_known(module: nn.Module, others: frozenset[str], kwargs: dict[str, An
 
 def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     """Return the bool mask of what `mask` shows at `indices` (batch, queries, keys that are seen)."""
-    if VERSION < Version("5.18"):  # there such layers add masks to numbers themselves
+    if Version("5.18") > VERSION:  # there such layers add masks to numbers themselves
         raise PolyattnError(
             f"{type(module).__name__} calls attention with indices=, which polyattn serves since "
             'transformers 5.18; upgrade it, or load the model with attn_implementation="eager"'

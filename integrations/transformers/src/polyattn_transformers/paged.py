@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -64,10 +64,10 @@ def continuous_batching_manager(
     types = getattr(text, "layer_types", None) or [
         "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
     ]
-    if "sliding_attention" in types and VERSION < Version("5.16"):
+    if "sliding_attention" in types and Version("5.16") > VERSION:
         raise PolyattnError(
-            f"continuous batching of {type(model).__name__}: transformers {VERSION} reads a window's keys "
-            "from the wrong places of its cache, with any attention (5.16 reads the right ones); upgrade it"
+            f"continuous batching of {type(model).__name__}: transformers {VERSION} reads a window's "
+            "keys from the wrong places of its cache, with any attention; upgrade it to 5.16 or newer"
         )
     set_batch_invariant(model, batch_invariant)
     host.set_attn_implementation("paged|eager")
@@ -139,7 +139,7 @@ _NAMES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).p
 """Whether the cache takes the indices of a step alone, as it does to transformers 5.18."""
 
 
-def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], Sequence[Tensor]]]:
+def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], tuple[Tensor, Tensor]]]:
     """Return which of a step's indices is a layer's, its window, and what returns its pages."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
@@ -148,8 +148,10 @@ def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], Sequen
     # transformers 5.10 to 5.17: the layers at one place of their groups share a tensor of tokens.
     index, place = cache.layer_index_to_group_indices[layer]
     window = getattr(cache.group_cache_managers[index], "sliding_window", None)
-    tensors = cache.key_cache[place], cache.value_cache[place]
-    return index, window, lambda: [t.unflatten(0, (-1, cache.block_size)) for t in tensors]
+    pages = (-1, cache.block_size)
+    return index, window, lambda: (
+        cache.key_cache[place].unflatten(0, pages), cache.value_cache[place].unflatten(0, pages)
+    )  # fmt: skip
 
 
 def _lens(starts: Tensor) -> list[int]:
