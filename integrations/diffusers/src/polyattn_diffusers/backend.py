@@ -44,7 +44,8 @@ def _check_processors(name: str) -> None:
 
     diffusers itself passes over these, so that they would go on with torch's sdpa without a word.
     """
-    set_backend = ModelMixin.set_attention_backend
+    host: Any = ModelMixin
+    set_backend = host.set_attention_backend
 
     @wraps(set_backend)
     def checked(model: ModelMixin, backend: str) -> None:
@@ -59,7 +60,7 @@ def _check_processors(name: str) -> None:
                 )
         set_backend(model, backend)
 
-    ModelMixin.set_attention_backend = checked  # type: ignore[method-assign]
+    host.set_attention_backend = checked
 
 
 def attention(
