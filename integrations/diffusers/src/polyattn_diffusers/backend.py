@@ -7,10 +7,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from diffusers.models import ModelMixin, attention_dispatch
+from diffusers.models import attention_dispatch
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention, MochiAttention
+from diffusers.models.modeling_utils import ModelMixin
 from polyattn import PolyattnError
 from polyattn.host import Ledger, sdpa, sdpa_operator
 from torch import Tensor
