@@ -34,9 +34,7 @@ def main(name: str | None = None) -> None:
     manager = polyattn_transformers.continuous_batching_manager(
         model,
         GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=16, num_blocks=128, max_batch_tokens=32
-        ),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32),
     )
     manager.start()
     try:

@@ -15,6 +15,8 @@ import polyattn_diffusers
 from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
     WanTransformer3DModel,
 )
 from diffusers.models.attention_dispatch import (
@@ -34,7 +36,7 @@ def restored() -> Iterator[None]:
     polyattn_diffusers.reset()
     active = _AttentionBackendRegistry._active_backend
     yield
-    _AttentionBackendRegistry.set_active_backend(active)
+    _AttentionBackendRegistry._active_backend = active
 
 
 def flux() -> tuple[nn.Module, dict[str, Any]]:
@@ -97,6 +99,26 @@ def test_a_model_gives_what_native_attention_gives(name: str) -> None:
     assert not report.fallbacks
     host.set_attention_backend("native")
     assert torch.equal(output(model, given), wanted)
+
+
+def test_models_that_never_ask_for_a_backend_are_refused_by_name() -> None:
+    """Without that, diffusers takes any name for them and goes on with torch's sdpa."""
+    joint = SD3Transformer2DModel(
+        sample_size=8, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+    )  # fmt: skip
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=16,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+    for model, processor in ((joint, "JointAttnProcessor2_0"), (unet, "AttnProcessor2_0")):
+        host: Any = model
+        with pytest.raises(
+            PolyattnError, match=f"{type(model).__name__}: {processor} of diffusers"
+        ):
+            host.set_attention_backend("polyattn")
+        host.set_attention_backend("native")
 
 
 def tensors(queries: int = 6, keys: int = 9) -> list[Tensor]:

@@ -6,11 +6,13 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import polyattn_transformers
 import pytest
 import torch
 from every_type import tiny_model
+from packaging.version import Version
 from polyattn import LayerSpec, PolyattnError, select
 from polyattn.errors import SelectionError
 from polyattn_transformers import paged
@@ -19,12 +21,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig
 
+PAGES: dict[str, Any] = {
+    "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": 16
+}
+"""Tokens of a page; called blocks to transformers 5.17."""
+
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo3", "gpt_oss"])
 def test_tokens_equal_generate(name: str) -> None:
     torch.set_num_threads(1)
     polyattn_transformers.reset()
     model = decoder(name)
+    if Version("5.16") > paged.VERSION and "sliding_attention" in (
+        getattr(model.config, "layer_types", None) or ()
+    ):
+        with pytest.raises(PolyattnError, match="reads a window's keys from the wrong places"):
+            polyattn_transformers.continuous_batching_manager(model)
+        return
     torch.manual_seed(2)
     prompts = [torch.randint(3, 96, (n,)).tolist() for n in (3, 37, 11, 20, 1)]
     options = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -36,7 +49,7 @@ def test_tokens_equal_generate(name: str) -> None:
     manager = polyattn_transformers.continuous_batching_manager(
         model, options,
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=16, num_blocks=64, max_batch_tokens=16
+            **PAGES, num_blocks=64, max_batch_tokens=16
         ),
     )  # fmt: skip
     manager.start()
@@ -65,7 +78,7 @@ def tokens_of(
     """
     sampling = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = ContinuousBatchingConfig(
-        page_size=16, num_blocks=256, use_async_batching=False, max_batch_tokens=tokens
+        **PAGES, num_blocks=256, use_async_batching=False, max_batch_tokens=tokens
     )
     manager = polyattn_transformers.continuous_batching_manager(
         model, sampling, batch_invariant="calls", continuous_batching_config=config
@@ -163,19 +176,20 @@ def test_a_window_s_keys_that_move_are_refused_beyond_a_batch() -> None:
             {
                 "cache": SimpleNamespace(
                     layer_to_allocator=[
-                        SimpleNamespace(layer_type="s", index=0, sliding_window=5)
+                        SimpleNamespace(index=0, sliding_window=5)
                     ]
                 ),
                 "cu_seq_lens_q": torch.tensor([0, 1]),
-                "cu_seq_lens_k": {"s": torch.tensor([0, 1])},
+                "cu_seq_lens_k": {"sliding_attention": torch.tensor([0, 1])},
                 "read_index": [torch.zeros(0)],
+                "write_index": [torch.zeros(0)],
             },
         )  # fmt: skip
 
 
 def test_cuda_graphs_are_refused() -> None:
     for asked in (True, (False, True)):
-        config = ContinuousBatchingConfig(page_size=16, num_blocks=64, use_cuda_graph=asked)
+        config = ContinuousBatchingConfig(**PAGES, num_blocks=64, use_cuda_graph=asked)
         with pytest.raises(PolyattnError, match="use_cuda_graph"):
             polyattn_transformers.continuous_batching_manager(
                 decoder("llama"), continuous_batching_config=config

@@ -16,6 +16,9 @@ from tiny_models import DECODERS, decoder
 from transformers import PreTrainedModel
 
 PROMPT, NEW = 11, 10
+VERSION = Version(transformers.__version__)
+NAMES = [name for name in DECODERS if name != "nemotron" or Version("5.14") <= VERSION]
+"""Older Nemotrons take no attention but their own classes."""
 PADDED = [0, 4, 9]
 
 
@@ -49,7 +52,7 @@ def prompt(padded: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["no padding", "left padding"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str, padded: bool) -> None:
     given = prompt(padded)
     expected, found = both(decoder(name), lambda model: model(**given).logits)
@@ -67,10 +70,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens(name: str, mode: str) -> None:
-    old = Version(transformers.__version__) < Version("5.20")
-    if old and (name, mode) == ("llama4_text", "static cache"):
+    if Version("5.20") > VERSION and (name, mode) == ("llama4_text", "static cache"):
         pytest.skip("transformers 5.19 itself calls create_chunked_causal_mask by a name it lacks")
     given = prompt(padded=mode != "no padding")
     options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True} | MODES[mode]

@@ -9,6 +9,8 @@ import every_type
 import pytest
 import torch
 import transformers
+from packaging.version import Version
+from polyattn_transformers.paged import VERSION
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -25,6 +27,8 @@ MASKLESS = ["paligemma", "mllama"]
 """Bidirectional by name under a causal mask; cross attention without a mask."""
 REFUSED = {"minimax_m3_vl": "block_indices=", "minimax_m3_vl_text": "block_indices="}
 """Layers with an indexer pass an argument that isn't served, and which the error names."""
+if Version("5.18") > VERSION:
+    REFUSED |= dict.fromkeys(SELECT_KEYS, "indices=")
 SAMPLE = READ_MASKS + SELECT_KEYS + COLLECT_WEIGHTS + MASKLESS
 
 

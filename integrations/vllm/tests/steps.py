@@ -53,7 +53,10 @@ class Runner:
             set_kv_cache_layout("NHD")
         mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
         return SimpleNamespace(
-            model_config=SimpleNamespace(dtype=self.dtype, max_model_len=LONGEST),
+            model_config=SimpleNamespace(
+                dtype=self.dtype, max_model_len=LONGEST, is_mm_prefix_lm=False
+            ),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             compilation_config=SimpleNamespace(
                 static_forward_context={"layer": self.layer}, cudagraph_mode=mode
             ),

@@ -9,9 +9,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from polyattn import PolyattnError
 from polyattn.errors import SelectionError
+from polyattn_vllm.attention import PolyattnBackend
+from polyattn_vllm.mla import PolyattnMLABackend
 from polyattn_vllm.step import Builder
 from steps import HEADS, LONGEST, ROWS, SIZE, Runner, random_step
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 
 
@@ -93,3 +97,41 @@ def test_other_steps_have_plans_of_their_own() -> None:
 def test_who_serves_no_graph_is_refused_with_the_remedy() -> None:
     with pytest.raises(SelectionError, match="PIECEWISE"):
         Runner("cpu", torch.float32, graphs=True)
+
+
+@pytest.mark.parametrize(
+    "part, name, value, told",
+    [
+        ("model_config", "is_mm_prefix_lm", True, "bidirectional_spans_of_images"),
+        (
+            "parallel_config",
+            "decode_context_parallel_size",
+            2,
+            "decode_context_parallel_size is given",
+        ),
+    ],
+)
+def test_what_no_step_can_be_is_refused_before_the_engine_is_up(
+    part: str, name: str, value: Any, told: str
+) -> None:
+    """Where vLLM lets a backend be chosen, it asks `supports_*`; on a CPU it doesn't."""
+    builder = Runner("cpu", torch.float32, graphs=False).builder
+    setattr(getattr(builder.vllm_config, part), name, value)
+    with pytest.raises(PolyattnError, match=told):
+        Builder(builder.kv_cache_spec, ["layer"], builder.vllm_config, torch.device("cpu"))
+
+
+def test_where_a_backend_is_chosen_vllm_names_what_is_not_served() -> None:
+    config: dict[str, Any] = dict.fromkeys(
+        ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse",
+         "use_mm_prefix", "use_per_head_quant_scales", "attn_type"),
+    )  # fmt: skip
+    config |= {
+        "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
+        "use_mla": False, "use_sparse": True, "use_mm_prefix": True, "attn_type": "decoder",
+        "use_per_head_quant_scales": True, "device_capability": DeviceCapability(9, 0),
+    }  # fmt: skip
+    for backend in (PolyattnBackend, PolyattnMLABackend):
+        reasons = "; ".join(backend.validate_configuration(**config))
+        for told in ("partial multimodal", "per-head quant scales", "sparse not"):
+            assert told in reasons, reasons

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from diffusers.models import attention_dispatch
+from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_processor import Attention, MochiAttention
+from diffusers.models.modeling_utils import ModelMixin
 from polyattn import PolyattnError
 from polyattn.host import Ledger, sdpa, sdpa_operator
 from torch import Tensor
@@ -32,7 +36,32 @@ def add_name(name: str, function: Callable[..., Any]) -> AttentionBackendName:
     AttentionBackendName._member_names_.append(name)
     checks = [attention_dispatch._check_device, attention_dispatch._check_shape]
     _REGISTRY.register(member, constraints=checks)(function)
+    _check_processors(name)
     return member
+
+
+def _check_processors(name: str) -> None:
+    """Have `set_attention_backend` refuse `name` for models with processors that never ask for a backend.
+
+    diffusers itself passes over these, so that they would go on with torch's sdpa without a word.
+    """
+    host: Any = ModelMixin
+    set_backend = host.set_attention_backend
+
+    @wraps(set_backend)
+    def checked(model: ModelMixin, backend: str) -> None:
+        if backend.lower() == name:
+            kinds = (Attention, MochiAttention, AttentionModuleMixin)
+            processors = [m.processor for m in model.modules() if isinstance(m, kinds)]
+            unasked = {type(p).__name__ for p in processors if not hasattr(p, "_attention_backend")}
+            if unasked:
+                raise PolyattnError(
+                    f"{type(model).__name__}: {', '.join(sorted(unasked))} of diffusers attends without "
+                    f'a backend, so that "{name}" would serve nothing of it; leave the backend as it is'
+                )
+        set_backend(model, backend)
+
+    host.set_attention_backend = checked
 
 
 def attention(

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from packaging.version import Version
 from polyattn import PolyattnError
 from polyattn.host import CallOptions, attend_dense, sdpa
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from polyattn_transformers import paged
 from polyattn_transformers.ledger import LEDGER
+from polyattn_transformers.paged import VERSION
 
 Found = tuple[Tensor, Tensor | None]
 
@@ -69,10 +71,11 @@ def attention(
             return out, None
         except PolyattnError as error:
             why = str(error)
+    by_sdpa = why in TRAINING and softcap is None and sinks is None
     if not torch.compiler.is_compiling():
-        LEDGER.count_fallback(type(module).__name__, why)
+        LEDGER.count_fallback(type(module).__name__, f"{why}; sdpa serves" if by_sdpa else why)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
-    if why in TRAINING and softcap is None and sinks is None:
+    if by_sdpa:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, is_causal=is_causal, **options
         )
@@ -143,6 +146,11 @@ def _check_known(module: nn.Module, others: frozenset[str], kwargs: dict[str, An
 
 def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     """Return the bool mask of what `mask` shows at `indices` (batch, queries, keys that are seen)."""
+    if Version("5.18") > VERSION:  # there such layers add masks to numbers themselves
+        raise PolyattnError(
+            f"{type(module).__name__} calls attention with indices=, which polyattn serves since "
+            'transformers 5.18; upgrade it, or load the model with attn_implementation="eager"'
+        )
     if mask is None:
         raise PolyattnError(
             f"{type(module).__name__} calls attention with indices= but without a mask; load the model "

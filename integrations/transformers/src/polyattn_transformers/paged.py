@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
 from polyattn.host import group_for, plan_lengths, run_plan
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from polyattn_transformers.ledger import LEDGER
+
+VERSION = Version(transformers.__version__)
 
 
 def set_batch_invariant(model: PreTrainedModel, level: bool | str) -> None:
@@ -38,8 +45,8 @@ def continuous_batching_manager(
     transformers' own method takes only the attention names that it knows, so the manager is made under
     one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
     Raises `PolyattnError` where CUDA
-    graphs are asked for, since a step's lengths are read on the host, and for a model that doesn't pass
-    the cache on.
+    graphs are asked for, since a step's lengths are read on the host, for a model that doesn't pass
+    the cache on, and before transformers 5.16 for one with a window.
     """
     config = kwargs.get("continuous_batching_config")
     graphs = getattr(config, "use_cuda_graph", None)
@@ -52,6 +59,15 @@ def continuous_batching_manager(
         raise PolyattnError(
             f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
             "generate()"
+        )
+    text = host.config.get_text_config()
+    types = getattr(text, "layer_types", None) or [
+        "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    ]
+    if "sliding_attention" in types and Version("5.16") > VERSION:
+        raise PolyattnError(
+            f"continuous batching of {type(model).__name__}: transformers {VERSION} reads a window's "
+            "keys from the wrong places of its cache, with any attention; upgrade it to 5.16 or newer"
         )
     set_batch_invariant(model, batch_invariant)
     host.set_attn_implementation("paged|eager")
@@ -76,8 +92,11 @@ def attend(
     transformers puts in order first.
     """
     layer, cache = int(module.layer_idx), kwargs["cache"]  # type: ignore[arg-type]
-    allocator = cache.layer_to_allocator[layer]
-    lens = [_lens(kwargs["cu_seq_lens_q"]), _lens(kwargs["cu_seq_lens_k"][allocator.layer_type])]
+    index, window, pages_now = _layer(cache, layer)
+    key_starts = kwargs["cu_seq_lens_k"]
+    if isinstance(key_starts, dict):  # to 5.18 of one type alone, which is no dictionary then
+        key_starts = key_starts["full_attention" if window is None else "sliding_attention"]
+    lens = [_lens(kwargs["cu_seq_lens_q"]), _lens(key_starts)]
     fields: dict[str, Any] = {
         "num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": query.shape[3],
         "v_head_size": value.shape[3], "scale": float(scaling), "dtype": query.dtype,
@@ -86,14 +105,12 @@ def attend(
     }  # fmt: skip
     flat = query[0].transpose(0, 1)
     tokens = sum(lens[0])
-    read_index = kwargs["read_index"][allocator.index]
-    window = getattr(allocator, "sliding_window", None)
+    read_index, write_index = kwargs["read_index"][index], kwargs["write_index"][index]
     if window is None and read_index.numel():
         step_key = key[0].transpose(0, 1)[:tokens], value[0].transpose(0, 1)[:tokens]
-        k_pages, v_pages = allocator.get_cache_for_block_table(layer)
-        pages = KVCache(k_pages, v_pages)
+        pages = KVCache(*pages_now())
         group = group_for(query.device, **fields, block_size=pages.block_size)
-        batch = _batch(group, lens, read_index, kwargs["write_index"][allocator.index], pages)
+        batch = _batch(group, lens, read_index, write_index, pages)
         out = run_plan(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
     else:
         level = fields["batch_invariant"]
@@ -102,15 +119,39 @@ def attend(
                 f"batch_invariant={level!r}: layer {layer} has a window of {window}, whose keys "
                 "transformers moves from step to step; use batch_invariant='batch'"
             )
-        keys, values = cache.update(key, value, layer, dict(kwargs))
+        indices = (
+            [kwargs["read_index"], kwargs["write_index"]] if _NAMES_INDICES else [dict(kwargs)]
+        )
+        keys, values = cache.update(key, value, layer, *indices)
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
-        whole = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        whole = keys, values
+        if keys.dim() == 4:  # since transformers 5.19
+            whole = keys[0].transpose(0, 1), values[0].transpose(0, 1)
         out = run_plan(step, flat[:tokens], *whole, sinks=sinks)[0]
     LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])
     return out[None]
+
+
+_NAMES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).parameters
+"""Whether the cache takes the indices of a step alone, as it does to transformers 5.18."""
+
+
+def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], tuple[Tensor, Tensor]]]:
+    """Return which of a step's indices is a layer's, its window, and what returns its pages."""
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer]
+        window = getattr(allocator, "sliding_window", None)
+        return allocator.index, window, lambda: allocator.get_cache_for_block_table(layer)
+    # transformers 5.10 to 5.17: the layers at one place of their groups share a tensor of tokens.
+    index, place = cache.layer_index_to_group_indices[layer]
+    window = getattr(cache.group_cache_managers[index], "sliding_window", None)
+    pages = (-1, cache.block_size)
+    return index, window, lambda: (
+        cache.key_cache[place].unflatten(0, pages), cache.value_cache[place].unflatten(0, pages)
+    )  # fmt: skip
 
 
 def _lens(starts: Tensor) -> list[int]:

@@ -194,12 +194,20 @@ def _one_each(common: CommonAttentionMetadata) -> bool:
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:
-    """Raise where the host never learns a step's lengths: a plan is made of them, not of bounds."""
+    """Raise before the engine is up for what no step can be: on a CPU vLLM asks no backend of it.
+
+    A step is planned by the host's lengths, not by their bounds.
+    """
+    shards = config.parallel_config.decode_context_parallel_size
+    refuse(
+        REMEDY, decode_context_parallel_size=shards if shards > 1 else None,
+        bidirectional_spans_of_images=config.model_config.is_mm_prefix_lm or None,
+    )  # fmt: skip
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
         raise NotImplementedError(
             "polyattn plans by the host's lengths, and asynchronous scheduling with speculative "
-            "decoding has only their bounds; pass --no-async-scheduling, {REMEDY}"
+            f"decoding has only their bounds; pass --no-async-scheduling, {REMEDY}"
         )
 
 
