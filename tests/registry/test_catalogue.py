@@ -33,7 +33,9 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_catalogue_is_what_our_plugins_declare() -> None:
     fresh = generated(discover())
-    assert catalogue.CATALOGUE.read_text() == fresh, "stale: python -m polyattn.tools.cli.catalogue"
+    assert catalogue.CATALOGUE.read_text() == fresh, (
+        "stale: pip install -r requirements-dev.txt && python -m polyattn.tools.cli.catalogue"
+    )
     for brings in json.loads(fresh).values():
         assert all((ROOT / folder / "pyproject.toml").is_file() for folder in brings["folder"])
 

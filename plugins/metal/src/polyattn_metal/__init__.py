@@ -1,0 +1,1 @@
+"""Apple Metal: paged attention over MLX."""

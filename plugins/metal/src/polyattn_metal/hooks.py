@@ -1,0 +1,93 @@
+"""What this plugin declares. Imports neither torch nor MLX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.plugin import (
+    AttentionKind,
+    BackendInfo,
+    Capabilities,
+    Platform,
+    Priority,
+    Proof,
+    Role,
+    hookimpl,
+    names,
+)
+
+from polyattn_metal.profiles import PROFILES
+
+COMMON: dict[str, Any] = {
+    "probe": "polyattn_metal.platform:ready",
+    "requires": ("mlx>=0.32",),
+    "install": 'pip install "polyattn[metal]"; where there is no Mac, pip install "mlx[cpu]"',
+    "priorities": (
+        Priority(score=5, platform="cpu", why="copies the cache at each call; here for its proof"),
+        Priority(score=60, why="pages gathered in unified memory, MLX's own attention"),
+    ),
+    "proof": {"cpu": Proof.MEASURED, "metal": Proof.UNPROVEN},
+}
+CLAIMS: dict[str, Any] = {
+    "platforms": {"metal": (), "cpu": ()},
+    "dtypes": names("bfloat16 float16 float32"),
+    "kv_cache_dtypes": names("auto int8"),
+    "remedies": {
+        "float64": "Metal has no float64",
+        "fp8_e4m3": "torch's MPS tensors have no 8-bit floats; use int8",
+    },
+}
+
+MLX_ATTN = BackendInfo(
+    name="MLX_ATTN",
+    summary="pages gathered and attended to by MLX, prefill and decode in one call",
+    path="polyattn_metal.attention:MlxAttention",
+    capabilities=Capabilities(
+        roles=frozenset(Role),
+        cached=frozenset({True, False}),
+        layouts=("NHD", "HND"),
+        phases=names("prefill decode mixed"),
+        features=names(
+            "causal non_causal gqa sliding_window window_right chunked sink_tokens "
+            "v_head_size logit_soft_cap alibi learned_sinks lse deterministic"
+        ),
+        **CLAIMS,
+    ),
+    **COMMON,
+)
+
+MLX_MLA = BackendInfo(
+    name="MLX_MLA",
+    summary="absorbed MLA decode by MLX: each latent gathered once for all heads",
+    path="polyattn_metal.attention:MlxMLA",
+    capabilities=Capabilities(
+        kinds=frozenset({AttentionKind.MLA}),
+        phases=names("decode"),
+        features=names("causal v_head_size lse deterministic"),
+        **CLAIMS,
+    ),
+    **COMMON,
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_platforms() -> list[Platform]:
+    return [
+        Platform(
+            name="metal",
+            profiles=PROFILES,
+            detect="polyattn_metal.platform:detect",
+            rank=20,
+            device_types=("mps",),
+        )
+    ]
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [MLX_ATTN, MLX_MLA]
