@@ -33,6 +33,7 @@ from polyattn.settings import current
 from polyattn.tools.cli.entry import run as cli
 from polyattn.workload.base import workload
 from polyattn.workload.pages import bits
+from polyattn.workload.verify import verify_decision
 
 MSA = LayerSpec(
     kind="sparse", num_heads=8, num_kv_heads=2, head_size=16, dtype="float32", block_size=16,
@@ -393,6 +394,15 @@ def test_streams_that_cannot_be_are_refused(fields: dict[str, Any], match: str) 
     batch = Batch.from_lens([1], [1], torch.zeros(1, 1, dtype=torch.int32), 16)
     with pytest.raises(BatchError, match="leave it out"):
         window(query, None, None, window.group.allocate_cache(1), batch, choice=choice)
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks", "scaled"])
+def test_verification_runs_the_indexer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, own = layer_for(INDEXERS[name], "float32"), torch_index.TorchIndex._scores
+    found = select(layer, "cpu", backend="index=TORCH_INDEX")
+    assert verify_decision(found) == {}
+    monkeypatch.setattr(torch_index.TorchIndex, "_scores", lambda *args: -own(*args))
+    assert verify_decision(found)["TORCH_INDEX"].startswith("index: the indexer's choice")
 
 
 def test_the_roofline_counts_the_index() -> None:

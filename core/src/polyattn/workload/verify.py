@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from polyattn.errors import PolyattnError, describe
+from polyattn.registry.info import load_object
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import Role
@@ -38,7 +39,23 @@ def verify_decision(selection: Selection) -> dict[str, str]:
                 problem = _problem(pair if mine else selection.alone(info.name), phase)
                 if problem:
                     wrong[info.name] = f"{phase}: {problem}"
+    index = chosen.get("index")
+    if index is not None:
+        problem = _index_problem(pair)
+        if problem:
+            wrong[index.name] = f"index: {problem}"
     return wrong
+
+
+def _index_problem(selection: Selection) -> str | None:
+    check = load_object("polyattn.families.sparse.workload:index_problem")
+    try:
+        with torch.no_grad():
+            return check(selection, random.SystemRandom().randrange(2**31))  # type: ignore[no-any-return]
+    except PolyattnError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:  # as below
+        return describe(error)
 
 
 def _problem(selection: Selection, phase: str) -> str | None:

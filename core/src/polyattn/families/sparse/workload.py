@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyattn.families.sparse import reference
+from polyattn.families.sparse.indexer import Indexer
 from polyattn.families.sparse.layer import SparseAttention
+from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
+from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
 from polyattn.workload.base import picked_rows, spoil_requests
@@ -202,3 +208,56 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
     if not rows:
         return torch.empty(0, *shape[1:], dtype=torch.int32, device=dice.device)
     return torch.stack(rows).view(shape).to(dice.device)
+
+
+MOST_ENTRIES = 1 << 12
+"""Entries that a check of an indexer scores at most."""
+
+
+def index_problem(found: Selection, seed: int) -> str | None:
+    """Return how an indexer's choices differ from their definition's, or None.
+
+    Scores are summed in float32: what is chosen may differ where they are equal but for rounding.
+    """
+    indexer, layer = Indexer(found), found.spec
+    spec, block, dice = indexer.spec, 16, torch.Generator().manual_seed(seed)
+    group = spec.tokens_per_entry * spec.pool
+    budget = spec.budget if isinstance(spec.budget, int) else 8
+    longest = min((budget + 5) * group + 1, MOST_ENTRIES * spec.tokens_per_entry)
+    rows = [(1, longest), (3, 2 * group + 1), (1, 1)]
+    blocks = [-(-length // spec.tokens_per_entry // block) for _, length in rows]
+    table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
+    for row, (count, first) in enumerate(zip(blocks, accumulate(blocks, initial=1), strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+    device = indexer.group.torch_device
+    batch = Batch.from_lens([query for query, _ in rows], [n for _, n in rows], device=device)
+    batch.block_table = table.to(device)
+    cache = indexer.allocate_cache(sum(blocks) + 1, block)
+    dtype = STORAGE_DTYPES[layer.dtype]
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=dice).to(device)
+
+    slots = torch.arange(block, cache.shape[0] * block, device=device)
+    indexer.store(drawn(len(slots), spec.head_size).to(dtype), cache, slots)
+    query = drawn(batch.num_tokens, spec.num_heads, spec.head_size).to(dtype)
+    weights = drawn(batch.num_tokens, spec.num_heads) if spec.fold == "weighted" else None
+    within = None
+    if spec.within is not None:
+        within = torch.zeros(batch.num_tokens, 1, 1, dtype=torch.int32, device=device)
+    out = indexer(query, cache, batch, weights, within)
+    frame = IndexFrame(query, cache, weights, within, out)
+    for token, position in enumerate(token_places(batch)[1].tolist()):
+        for at, scores in enumerate(reference.scored(layer, batch, frame, token)):
+            wanted = reference.choose(spec, scores, position)
+            chosen = [each for each in out[token, at].tolist() if each >= 0]
+            sums = [sorted(scores.get(i, math.inf) for i in ids) for ids in (chosen, wanted)]
+            allowed = 1e-4 * max(map(abs, scores.values()), default=0.0)
+            if (
+                chosen != sorted(set(chosen))
+                or len(chosen) != len(wanted)
+                or any(abs(a - b) > allowed for a, b in zip(*sums, strict=True) if a != b)
+            ):
+                ids = f"{chosen[:9]}, not {wanted[:9]}"
+                return f"the indexer's choice of a token at {position} is wrong: {ids}"
+    return None
