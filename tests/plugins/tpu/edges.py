@@ -1,4 +1,4 @@
-"""Runs steps of PALLAS_ATTN that the kit's lengths don't reach, interpreted, beside the float64 reference.
+"""Runs steps of PALLAS_ATTN that the kit's lengths don't reach, interpreted, beside the reference.
 
 A program of its own, since the interpreter is asked for by the environment.
 """

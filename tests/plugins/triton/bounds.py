@@ -71,7 +71,9 @@ def pytest_configure() -> None:
 
     GridExecutor._init_args_hst = arguments
     for name, places in ACCESSES.items():
-        setattr(InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), places, current))
+        setattr(
+            InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), places, current)
+        )
 
 
 def checked(access: Any, places: tuple[int, int], current: list[Buffers]) -> Any:
