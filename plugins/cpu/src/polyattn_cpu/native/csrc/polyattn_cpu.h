@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 7  // library.py refuses a library of another number
+#define PA_ABI 8  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 

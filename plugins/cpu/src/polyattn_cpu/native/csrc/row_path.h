@@ -349,7 +349,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
         unpack_row(f, rows[t] + offset, elements, to, registers);
         unpacked[t] = (const char *)to;
       } else {
-        row_scales[t] = read<float>(rows[t] + offset + f.size) / part;
+        row_scales[t] = read<float>(rows[t] + offset + f.size) * (1 / part);
       }
     }
     return of;

@@ -102,6 +102,7 @@ PA_ONCE const float *trace_row(const pa_row_format &f, const char *row, int32_t 
 // Up to 8 bytes, then zeros.
 PA_INLINE uint64_t some_bytes(const char *p, int count) {
   if (count == 8) return read<uint64_t>(p);
+  if (count == 4) return read<uint32_t>(p);
   uint64_t found = 0;
   __builtin_memcpy(&found, p, count);
   return found;
