@@ -7,7 +7,7 @@ mkdir -p "$out"
 . benchmarks/machines/cpu_setup.sh
 export OMP_NUM_THREADS=1
 for isa in ${ISAS:-$(python3 -c 'from polyattn_cpu.native.library import isas; print(*isas())')}; do
-  for backend in ${BACKENDS:-NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN}; do
+  for backend in ${BACKENDS:-NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN NATIVE_INDEX}; do
     name=$isa-$backend
     (cd /tmp && POLYATTN_CPU_ISA=$isa timeout 200 python3 -m pytest -q -p no:cacheprovider -n "$workers" --pyargs polyattn.conformance \
       --polyattn-backend "$backend" --polyattn-device cpu --polyattn-report "$out/$name.json" > "$out/$name.log" 2>&1)

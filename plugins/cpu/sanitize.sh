@@ -21,11 +21,11 @@ sanitized() {
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 "$python" "$@"
 }
 isas=${ISAS:-$(sanitized -c "from polyattn_cpu.native import library; print(*library.isas())")}
-for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN}; do
+for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN NATIVE_INDEX}; do
     if [ "$part" = tests ]; then
         echo "== tests"
         sanitized -m pytest "${options[@]}" tests/plugins/cpu/test_native.py \
-            tests/plugins/cpu/test_native_{bytes,scan,threads}.py "$@"
+            tests/plugins/cpu/test_native_{bytes,index,scan,threads}.py "$@"
         continue
     fi
     for isa in $isas; do

@@ -11,7 +11,7 @@ import pytest
 from polyattn_cpu.native import build, library
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("tests", "NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE", "NATIVE_SCAN")
+PARTS = ("tests", "NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE", "NATIVE_SCAN", "NATIVE_INDEX")
 
 
 @pytest.fixture(scope="module")

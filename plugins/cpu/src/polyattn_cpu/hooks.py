@@ -169,6 +169,30 @@ NATIVE_SCAN = BackendInfo(
     proof_of_runs=PROOF_OF_RUNS,
 )
 
+NATIVE_INDEX = BackendInfo(
+    name="NATIVE_INDEX",
+    summary="index keys scored, and the best candidates chosen, in C++ for each instruction set",
+    path="polyattn_cpu.native.index:NativeIndex",
+    probe="polyattn_cpu.native.library:why_not",
+    runs="polyattn_cpu.native.library:runs",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
+        dtypes=NATIVE_DTYPES,
+        phases=names("index"),
+        indexes=names(
+            "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
+        ),
+    ),
+    priorities=(Priority(score=100, why="reads each index key once; ranks while it scores"),),
+    # On an AMX processor it runs what AVX-512 has; it hasn't run on one, nor on Arm.
+    proof=PROOF | {"aarch64": Proof.COMPILED},
+    proof_of_runs={
+        name: Proof.COMPILED if name == "amx" or proof is Proof.EMULATED else proof
+        for name, proof in PROOF_OF_RUNS.items()
+    },
+)
+
 FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
     aliases=("FLEX",),
@@ -279,6 +303,7 @@ def polyattn_backends() -> list[BackendInfo]:
         NATIVE_MLA,
         NATIVE_STORE,
         NATIVE_SCAN,
+        NATIVE_INDEX,
         FLEX_ATTENTION,
         TORCH_MLA,
         TORCH_MLA_SPARSE,

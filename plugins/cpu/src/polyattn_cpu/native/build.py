@@ -134,9 +134,9 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
             f"-DPA_{name}(X)={' '.join(f'X({isa})' for isa in isas)}"
             for name, isas in (("BUILT", built), ("LEFT_OUT", failures))
         ]
-        for name in ("api", "pool"):
+        for name in ("api", "choose", "pool"):
             _run([*command, *lists, "-c", f"{SOURCES / name}.cpp"], out / f"{name}.o")
-        objects = [str(out / f"{name}.o") for name in (*built, "api", "pool")]
+        objects = [str(out / f"{name}.o") for name in (*built, "api", "choose", "pool")]
         made = out / "library"
         _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
         library.unlink(missing_ok=True)  # a process may have it mapped: never write into it

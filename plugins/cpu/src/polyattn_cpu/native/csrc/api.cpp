@@ -206,6 +206,8 @@ const KernelTable *attending(const char *isa) {
 
 }  // namespace
 
+const KernelTable *pa_kernels_for(const char *isa) { return attending(isa); }
+
 int pa_abi(void) { return PA_ABI; }
 const char *pa_error(void) { return error_text; }
 

@@ -18,12 +18,18 @@ PA_INLINE void copy_bf16(const T *from, uint16_t *to, int count) {
   if constexpr (sizeof(T) == 2) {
     __builtin_memcpy(to, from, 2 * count);
   } else {
-    for (int i = 0; i < count; i += W) {
-      int some = pa_min(W, count - i);
-      vf x = some == W ? load(from + i) : load_some(from + i, some);
-      vh half = __builtin_convertvector((vu)x >> 16, vh);
-      __builtin_memcpy(to + i, &half, 2 * some);
+    int i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + 64 <= count; i += 64) {
+      const Halves x = halves(from + i, 64);
+      write(to + i, x.part[0]);
+      write(to + i + 32, x.part[1]);
     }
+#endif
+    for (; i + W <= count; i += W) write(to + i, __builtin_convertvector((vu)load(from + i) >> 16, vh));
+    if (i == count) return;
+    const vh half = __builtin_convertvector((vu)load_some(from + i, count - i) >> 16, vh);
+    __builtin_memcpy(to + i, &half, 2 * (count - i));
   }
 }
 

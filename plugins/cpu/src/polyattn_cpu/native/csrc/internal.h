@@ -52,6 +52,41 @@ struct Run {
   int32_t bad;    // set where a block table's entry is outside the cache
 };
 
+// Some tokens of a sequence with an indexer's entries [from, to) of it.
+struct IndexItem {
+  int32_t seq, token, tokens;  // the first one's row in the query
+  int32_t position;            // of the first token
+  int32_t from, to;
+  int32_t part;                // of the items of these tokens; -1: this one has all their entries
+};
+
+// An indexer's call in flight. A part has, for each token and choice, room for a count and `most` keys.
+struct IndexRun {
+  const pa_index *index;
+  const KernelTable *kernels;
+  const IndexItem *items;
+  const int32_t *groups;  // the first item of each group of parts, and the end of the last group
+  uint64_t *parts;
+  int64_t part_words;
+  int32_t most;           // candidates that are chosen of a row
+  int32_t bad;
+};
+
+// What one token sees, and how many candidates are chosen of it.
+struct IndexSight {
+  int32_t visible, there, count, tail;  // entries; candidates; the id of the incomplete group, or -1
+};
+IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position);
+
+// A candidate as a number: the larger the better. Of equal scores the smaller id is.
+static inline uint64_t pa_candidate(uint32_t rank, int32_t id) {
+  return (uint64_t)rank << 32 | (uint32_t)~id;
+}
+// Keeps the `count` largest of n numbers, in their order; `room` holds n. Returns how many there are.
+int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room);
+// Ends a row: writes the ids of its candidates.
+void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n);
+
 struct KernelTable {
   const char *name;
   int32_t matrix_rows;                         // rows of one item of the matrix path
@@ -61,7 +96,12 @@ struct KernelTable {
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);
   int64_t (*scan_scratch)(const pa_scan *scan);
   void (*scan)(const pa_scan *scan, int64_t index, char *scratch);
+  int64_t (*index_scratch)(const IndexRun *run, int32_t tokens, int32_t entries);
+  void (*index_item)(IndexRun *run, const IndexItem &item, char *scratch);
 };
+
+// The instruction set's kernels where this processor has it, else NULL: those that multiply best.
+const KernelTable *pa_kernels_for(const char *isa);
 
 // Channels of one item, where they have no heads; sequences of one item of a convolution.
 enum { PA_SCAN_CHANNELS = 64, PA_SCAN_SEQS = 16 };

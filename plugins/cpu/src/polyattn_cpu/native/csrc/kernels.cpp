@@ -33,10 +33,10 @@ namespace {
 #include "softmax.h"
 #include "item.h"
 #include "ahead.h"
-#include "matrix_path.h"
 #if defined(__AVX512BF16__)
 #include "halves.h"
 #endif
+#include "matrix_path.h"
 #if defined(__AMX_BF16__)
 #include "tile_path.h"
 #define PA_ENGINE TileEngine
@@ -52,6 +52,9 @@ namespace {
 #if !defined(PA_BASE)
 #include "store.h"
 #include "scan.h"
+#endif
+#if !defined(__AMX_BF16__)
+#include "index.h"
 #endif
 
 #if defined(PA_BASE)
@@ -140,6 +143,12 @@ int64_t scan_scratch(const pa_scan *scan) { return PA_BASE.scan_scratch(scan); }
 void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
   PA_BASE.scan(scan, index, scratch);
 }
+#if defined(__AMX_BF16__)
+int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
+  return PA_BASE.index_scratch(run, tokens, entries);
+}
+void index_item(IndexRun *run, const IndexItem &item, char *scratch) { PA_BASE.index_item(run, item, scratch); }
+#endif
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
@@ -176,5 +185,6 @@ void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(p
 extern "C" {
 extern const KernelTable PA_TABLE;
 const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     scratch_bytes,
-                              run_item, store,       scan_scratch, scan_item};
+                              run_item, store,       scan_scratch, scan_item,
+                              index_scratch, index_item};
 }

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 6  // library.py refuses a library of another number
+#define PA_ABI 7  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -138,6 +138,31 @@ typedef struct {
 // Returns 0; -1 where memory is short, -2 for an unknown instruction set; or 1 + the index of the first
 // slot that is out of range (nothing is written).
 PA_EXPORT int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t threads);
+
+// A step of an indexer: which entries of a paged cache of index keys does each token attend to? All heads share
+// a key. A page's keys lie one after another; with `scaled` their float32 scales follow.
+typedef struct {
+  const void *query;       // (num_tokens, num_heads, head_size)
+  const void *keys;
+  const float *weights;    // (num_tokens, num_heads), contiguous; NULL: heads count alike
+  const int32_t *within;   // NULL, or (num_tokens, choices or 1, num_within): blocks of entries that count
+  int32_t *out;            // (num_tokens, choices, width): ascending ids, -1 behind them
+  const int32_t *table;    // (num_seqs, blocks)
+  const int32_t *starts;   // num_seqs + 1
+  const int32_t *lens;     // num_seqs: tokens
+  int64_t query_token, query_head, page_bytes, num_blocks, table_row;
+  int64_t within_token, within_choice;  // the latter 0: all choices share a row
+  double part;             // 0, or the part of the visible candidates that is chosen, rounded up
+  int32_t num_tokens, num_seqs, num_heads, head_size, choices, width;
+  int32_t dtype, cache_dtype, block_size, scaled, relu;
+  int32_t tokens_per_entry, pool, forced_first, forced_last, tail;
+  int32_t within_block, num_within;
+  float scale;
+} pa_index;
+
+// Returns 0; -1 where memory is short, -2 for an unknown instruction set, 1 where the table points outside the
+// cache (these tokens are left unwritten).
+PA_EXPORT int pa_choose(const char *isa, const pa_index *index, int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,130 @@
+// An indexer's step: which items it has, and which of the candidates that they rank are chosen.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "internal.h"
+
+IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
+  const pa_index &x = *run->index;
+  const int32_t seen = pa_max(0, pa_min(position + 1, x.lens[seq]));
+  IndexSight sight = {seen / x.tokens_per_entry, 0, run->most, -1};
+  sight.there = (sight.visible + x.pool - 1) / x.pool;
+  if (x.part > 0) sight.count = pa_min(run->most, (int32_t)std::ceil(sight.there * x.part - 1e-9));
+  if (x.tail && seen % x.tokens_per_entry) sight.tail = seen / x.tokens_per_entry;
+  return sight;
+}
+
+int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room) {
+  if (n <= count) return n;
+  if (count <= 0) return 0;
+  std::copy(numbers, numbers + n, room);
+  std::nth_element(room, room + (n - count), room + n);
+  const uint64_t least = room[n - count];
+  return (int32_t)(std::copy_if(numbers, numbers + n, numbers, [least](uint64_t x) { return x >= least; }) - numbers);
+}
+
+void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n) {
+  const pa_index &x = *run->index;
+  int32_t *out = x.out + (int64_t)row * x.width;
+  int32_t at = 0;
+  for (; at < n; at++) out[at] = (int32_t)~(uint32_t)numbers[at];
+  if (sight.tail >= 0) out[at++] = sight.tail;
+  std::fill(out + at, out + x.width, -1);
+}
+
+namespace {
+
+// Candidates of a part at least, and rows of queries that are scored together.
+enum { PART_ENTRIES = 8192, QUERY_ROWS = 1024, QUERY_TOKENS = 64 };
+
+struct Step {
+  std::vector<IndexItem> items;
+  std::vector<int32_t> groups;  // the first item of those that are cut
+  int32_t parts = 0, tokens = 1, entries = 1;
+
+  void block(const IndexRun &run, int32_t seq, int32_t token, int32_t tokens_here, int32_t position, int32_t pieces) {
+    const pa_index &x = *run.index;
+    const int32_t last = position + tokens_here - 1, end = pa_index_sight(&run, seq, last).visible;
+    tokens = pa_max(tokens, tokens_here);
+    entries = pa_max(entries, end);
+    int32_t each = pa_max(PART_ENTRIES, (end + pieces - 1) / pieces);
+    each = pa_round_up(each, x.pool);
+    const bool cut = pieces > 1 && each < end;
+    if (cut) groups.push_back((int32_t)items.size());
+    for (int32_t from = 0; from == 0 || from < end; from += cut ? each : pa_max(end, 1)) {
+      const int32_t to = cut ? pa_min(end, from + each) : end;
+      items.push_back({seq, token, tokens_here, position, from, to, cut ? parts++ : -1});
+    }
+    if (cut) groups.push_back((int32_t)items.size());
+  }
+};
+
+void score(void *context, Turn *turn) {
+  IndexRun *run = (IndexRun *)context;
+  run->kernels->index_item(run, run->items[turn->index], turn->scratch);
+}
+
+// The best of the parts of some tokens.
+void merge(void *context, Turn *turn) {
+  const IndexRun *run = (const IndexRun *)context;
+  const pa_index &x = *run->index;
+  const IndexItem *first = run->items + run->groups[2 * turn->index];
+  const int32_t parts = run->groups[2 * turn->index + 1] - run->groups[2 * turn->index];
+  uint64_t *all = (uint64_t *)turn->scratch, *room = all + (int64_t)parts * run->most;
+  for (int32_t i = 0; i < first->tokens * x.choices; i++) {
+    int32_t n = 0;
+    for (int32_t part = 0; part < parts; part++) {
+      const uint64_t *from = run->parts + (first->part + part) * run->part_words + (int64_t)i * (1 + run->most);
+      std::memcpy(all + n, from + 1, 8 * from[0]);
+      n += (int32_t)from[0];
+    }
+    const int32_t token = i / x.choices;
+    const IndexSight sight = pa_index_sight(run, first->seq, first->position + token);
+    n = pa_keep_best(all, n, sight.count, room);
+    pa_write_choice(run, first->token * x.choices + i, sight, all, n);
+  }
+}
+
+}  // namespace
+
+int pa_choose(const char *isa, const pa_index *index, int32_t threads) {
+  const pa_index &x = *index;
+  const KernelTable *kernels = pa_kernels_for(isa);
+  if (!kernels) return -2;
+  IndexRun run = {index, kernels, nullptr, nullptr, nullptr, 0, x.width - x.tail, 0};
+  const int32_t known = x.num_seqs ? pa_min(x.starts[x.num_seqs], x.num_tokens) : 0;
+  std::fill(x.out + (int64_t)known * x.choices * x.width, x.out + (int64_t)x.num_tokens * x.choices * x.width, -1);
+  const int32_t most = pa_max(1, pa_min(QUERY_TOKENS, QUERY_ROWS / x.num_heads));
+  int64_t blocks = 0;
+  for (int32_t i = 0; i < x.num_seqs; i++) blocks += (x.starts[i + 1] - x.starts[i] + most - 1) / most;
+  const int32_t pieces = blocks >= 2L * threads || threads < 2 ? 1 : (int32_t)((2L * threads + blocks - 1) / pa_max(1, (int32_t)blocks));
+  Step step;
+  for (int32_t i = 0; i < x.num_seqs; i++) {
+    const int32_t end = pa_min(x.starts[i + 1], known), queries = x.starts[i + 1] - x.starts[i];
+    for (int32_t token = x.starts[i]; token < end; token += most) {
+      const int32_t position = x.lens[i] - queries + token - x.starts[i];
+      step.block(run, i, token, pa_min(most, end - token), position, pieces);
+    }
+  }
+  run.items = step.items.data();
+  run.groups = step.groups.data();
+  run.part_words = (int64_t)step.tokens * x.choices * (1 + run.most);
+  Buffer *buffer = nullptr;
+  if (step.parts) {
+    buffer = pa_take_buffer(8 * run.part_words * step.parts);
+    if (!buffer) return -1;
+    run.parts = (uint64_t *)buffer->memory;
+  }
+  const int64_t scratch = kernels->index_scratch(&run, step.tokens, step.entries);
+  bool fine = pa_parallel((int32_t)step.items.size(), threads, scratch, score, &run);
+  if (fine && step.parts && !run.bad) {
+    int32_t largest = 0;
+    for (size_t i = 0; i < step.groups.size(); i += 2) largest = pa_max(largest, step.groups[i + 1] - step.groups[i]);
+    fine = pa_parallel((int32_t)step.groups.size() / 2, threads, 16L * largest * run.most + 64, merge, &run);
+  }
+  if (buffer) pa_give_buffer(buffer);
+  return !fine ? -1 : run.bad;
+}

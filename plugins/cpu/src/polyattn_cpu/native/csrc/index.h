@@ -1,0 +1,476 @@
+// An indexer: scores of a paged cache's keys with a few queries, and the best candidates. Included inside an
+// anonymous namespace.
+//
+// A tile of keys is multiplied with all rows of the item, S [key][row], by the matrix path's engine, or, of few
+// rows, by decode's products. Turned in registers, rows are folded to the scores of each choice, [choice][key].
+// Of those a choice keeps what is better than the worst that it has, until its list is full; then its best.
+
+constexpr int INDEX_TILE = MATRIX_TILE;
+constexpr int INDEX_AHEAD = 8192;  // bytes of keys that decode's products ask for ahead of their use
+
+// Rows of a token: a whole number of vectors, or a power of two that divides one.
+PA_INLINE int index_rows(const pa_index &x) {
+  int rows = 1;
+  while (rows < x.num_heads && rows < W) rows *= 2;
+  return x.num_heads <= W ? rows : pa_round_up(x.num_heads, W);
+}
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+PA_INLINE bool is_few_rows(const pa_index &x, int tokens) {
+  return tokens == 1 && index_rows(x) <= PART_ROWS;
+}
+#endif
+
+PA_INLINE int index_blocks(const pa_index &x, int entries) {
+  return x.within ? (entries + x.within_block - 1) / x.within_block : 0;
+}
+
+// One token's choice among what was ranked so far.
+struct Ranked {
+  uint64_t *numbers;
+  const uint8_t *held;  // NULL, or which blocks of entries count
+  IndexSight sight;
+  int32_t count;        // of numbers
+  int32_t candidate;    // whose entries are being read, or -1
+  float best, floor;    // its best score; what a further one must be above (NaN: any will do)
+};
+
+struct IndexAhead {
+  const char *const *next;
+  template <int KEYS>
+  PA_INLINE void keys(const IndexAhead &of, int64_t byte) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k++) prefetch_l2(of.next[k] + byte);
+  }
+};
+
+template <class T, class Engine>
+struct Index {
+  IndexRun *run;
+  const IndexItem &item;
+  const pa_index &x;
+  const int rows, lanes, vectors, room;
+  Sizes is;
+  bool few;
+  float *weights, *s, *scores, *factors, *q;
+  uint32_t *packed, *keys;
+  const char **at, **scale_at;  // of the tile's keys, then of the next tile's
+  int32_t *ids;
+  uint64_t *numbers;
+  Ranked *ranked;
+  uint8_t *held, *any_held;  // of each row of `within`; of all
+
+  static pa_layer layer_of(const pa_index &x) {
+    pa_layer layer = {};
+    layer.head_size = x.head_size;
+    layer.v_head_size = W;
+    return layer;
+  }
+  static int room_of(const IndexRun *run) { return 2 * run->most + 4 * INDEX_TILE; }
+
+  Index(IndexRun *run, const IndexItem &item, Arena arena, int tokens, int entries)
+      : run(run), item(item), x(*run->index), rows(index_rows(x)), lanes(tokens * rows),
+        vectors((lanes + W - 1) / W), room(room_of(run)), is(Engine::sizes(layer_of(x))), few(false) {
+    const int width = Engine::VECTORS * W, choices = tokens * x.choices, blocks = index_blocks(x, entries);
+    weights = arena.take<float>(vectors * W);
+    s = arena.take<float>((int64_t)(INDEX_TILE + W) * width);
+    scores = arena.take<float>((int64_t)choices * INDEX_TILE);
+    factors = arena.take<float>(INDEX_TILE);
+    packed = arena.take<uint32_t>((int64_t)vectors * W * pa_max(is.k, pa_round_up(x.head_size, 4 * W)));
+    q = (float *)packed;
+    keys = arena.take<uint32_t>((int64_t)INDEX_TILE * is.k);
+    at = arena.take<const char *>(2 * INDEX_TILE + W);
+    scale_at = arena.take<const char *>(2 * INDEX_TILE);
+    ids = arena.take<int32_t>(2 * INDEX_TILE);
+    numbers = arena.take<uint64_t>((int64_t)(choices + 1) * room);
+    ranked = arena.take<Ranked>(choices);
+    held = arena.take<uint8_t>((int64_t)(choices + 1) * blocks);
+    any_held = held + (int64_t)choices * blocks;
+    end = arena.at;
+  }
+  char *end;
+
+  static int64_t scratch(const IndexRun *run, int tokens, int entries) {
+    static const IndexItem none = {};
+    return (int64_t)Index((IndexRun *)run, none, Arena{NULL}, tokens, entries).end + 4096;
+  }
+
+  const char *query_of(int lane) const {
+    const int64_t token = item.token + lane / rows;
+    return (const char *)x.query + (token * x.query_token + lane % rows * x.query_head) * itemsize(x.dtype);
+  }
+  bool is_row(int lane) const { return lane % rows < x.num_heads && lane / rows < item.tokens; }
+
+  void take_weights() {
+    for (int lane = 0; lane < vectors * W; lane++) {
+      const int64_t row = (int64_t)(item.token + lane / rows) * x.num_heads + lane % rows;
+      weights[lane] = !is_row(lane) ? 0.0f : x.weights ? x.weights[row] : 1.0f;
+    }
+  }
+  // How many vectors a panel has, and which ones the last has.
+  int panel_vectors() const {
+    const int panels = (vectors + Engine::VECTORS - 1) / Engine::VECTORS;
+    return (vectors + panels - 1) / panels;
+  }
+  void take_queries() {
+    const int each = panel_vectors();
+    for (int v = 0; v < vectors; v++) {
+      const int panel = v / each, ld = pa_min(each, vectors - panel * each) * W;
+      uint32_t *to = packed + (int64_t)panel * each * W * is.k + v % each * W;
+      for (int d = 0; d < is.k; d += W) {
+        vf block[W];
+        for (int r = 0; r < W; r++) {
+          const int lane = v * W + r;
+          block[r] = is_row(lane) ? Engine::query_part(query_of(lane), x.dtype, d, x.head_size) : vf{};
+        }
+        transpose(block);
+        for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
+      }
+    }
+    if (is.k * Engine::PER_WORD != x.head_size) __builtin_memset(keys, 0, 4L * INDEX_TILE * is.k);
+  }
+
+  // Which blocks of entries each choice is given. Numbers of no block are none.
+  void take_held(int entries) {
+    const int blocks = index_blocks(x, entries);
+    __builtin_memset(held, 0, (int64_t)(item.tokens * x.choices) * blocks);
+    __builtin_memset(any_held, 0, blocks);
+    for (int i = 0; i < item.tokens * x.choices; i++) {
+      const int32_t *named = x.within + (item.token + i / x.choices) * x.within_token + i % x.choices * x.within_choice;
+      for (int j = 0; j < x.num_within; j++) {
+        if (named[j] < 0 || named[j] >= blocks) continue;
+        held[(int64_t)i * blocks + named[j]] = any_held[named[j]] = 1;
+      }
+      ranked[i].held = held + (int64_t)i * blocks;
+    }
+  }
+  void begin() {
+    for (int i = 0; i < item.tokens * x.choices; i++) {
+      const IndexSight sight = pa_index_sight(run, item.seq, item.position + i / x.choices);
+      ranked[i] = {numbers + (int64_t)i * room, NULL, sight, 0, -1, 0.0f, NAN};
+    }
+    if (x.within) take_held(item.to);
+    take_weights();
+    __builtin_memset(s, 0, 4L * (INDEX_TILE + W) * Engine::VECTORS * W);
+  }
+
+  // The keys of entries from `entry` on that some choice may have, to the places from `first` on, a tile of
+  // them at most. Returns how many; -1 where the table points outside the cache.
+  int find(int32_t &entry, int first) {
+    const int32_t *table = x.table + item.seq * x.table_row;
+    const int64_t bytes = (int64_t)x.head_size * sizeof(T);
+    int n = 0;
+    while (n < INDEX_TILE && entry < item.to) {
+      int stop = pa_min(item.to, entry + INDEX_TILE - n);
+      if (x.within) {
+        const int block = entry / x.within_block;
+        if (!any_held[block]) {
+          entry = (block + 1) * x.within_block;
+          continue;
+        }
+        stop = pa_min(stop, (block + 1) * x.within_block);
+      }
+      const int page = entry / x.block_size, from = entry - page * x.block_size;
+      stop = pa_min(stop, (page + 1) * x.block_size);
+      const int64_t number = table[page];
+      if (number < 0 || number >= x.num_blocks) return -1;
+      const char *key = (const char *)x.keys + number * x.page_bytes;
+      const char *scale = key + x.block_size * bytes + from * 4L;
+      key += from * bytes;
+      for (; entry < stop; n++, entry++, key += bytes, scale += 4) {
+        at[first + n] = key;
+        ids[first + n] = entry;
+        scale_at[first + n] = scale;
+      }
+      if (x.scaled) prefetch(scale - 4);
+    }
+    return n;
+  }
+
+  void take_factors(int count, float by) {
+    for (int i = 0; i < count; i++) {
+      float scale = 1.0f;
+      if (x.scaled) __builtin_memcpy(&scale, scale_at[i], 4);
+      factors[i] = by * scale;
+    }
+    for (int i = count; i < pa_round_up(count, W); i++) factors[i] = 0.0f;
+  }
+
+  // Rows of V vectors, from the `first`th on, to scores. s is [key][V * W].
+  PA_NOINLINE void fold(const float *s, int V, int first, int count) {
+    const int group = pa_min(rows, W);
+    for (int t = 0; t < count; t += W) {
+      const vf factor = loadf(factors + t);
+      for (int v = 0; v < V; v++) {
+        vf block[W];
+        for (int i = 0; i < W; i++) block[i] = loadf(s + (int64_t)(t + i) * V * W + v * W);
+        transpose(block);
+        PA_UNROLLED
+        for (int i = 0; i < W; i++) {
+          block[i] *= factor;
+          if (x.relu) block[i] = vmax(vf{}, block[i]);
+        }
+        const int lane0 = (first + v) * W;
+        for (int i = 0; i < W; i += group) {
+          const int token = (lane0 + i) / rows, head = (lane0 + i) % rows;
+          if (token >= item.tokens) break;
+          if (x.choices > 1) {
+            for (int j = 0; j < group && head + j < x.num_heads; j++) {
+              write(scores + (int64_t)(token * x.choices + head + j) * INDEX_TILE + t, block[i + j]);
+            }
+            continue;
+          }
+          float *to = scores + (int64_t)token * INDEX_TILE + t;
+          vf sum = head ? loadf(to) : vf{};
+          for (int j = 0; j < group; j++) sum += block[i + j] * splat(weights[lane0 + i + j]);
+          write(to, sum);
+        }
+      }
+    }
+  }
+
+  void add(Ranked &r, int32_t id, float score) {
+    uint32_t rank = 0xffffffffu;
+    if (id >= x.forced_first && id < r.sight.there - x.forced_last) {
+      if (score <= r.floor) return;
+      score = score == score ? score + 0.0f : -INFINITY;  // zero has one sign
+      __builtin_memcpy(&rank, &score, 4);
+      rank ^= rank >> 31 ? 0xffffffffu : 0x80000000u;
+    }
+    r.numbers[r.count++] = pa_candidate(rank, id);
+  }
+  // Entries [id, id + n) are candidates of their own.
+  void add_entries(Ranked &r, int32_t id, const float *score, int n) {
+    vi place;
+    for (int i = 0; i < W; i++) place[i] = i;
+    for (int i = 0; i < n; i += W) {
+      const vf some = read<vf>(score + i);
+      const bool forced = id + i < x.forced_first || id + i + W > r.sight.there - x.forced_last;
+      const vi good = ~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i));
+      if (!forced && !any(good)) continue;
+      for (int j = i; j < pa_min(i + W, n); j++) add(r, id + j, score[j]);
+    }
+  }
+  void end_candidate(Ranked &r) {
+    if (r.candidate >= 0) add(r, r.candidate, r.best);
+    r.candidate = -1;
+  }
+  // Entries [id, id + n) belong to candidates of `pool`.
+  void add_pooled(Ranked &r, int32_t id, const float *score, int n) {
+    for (int i = 0; i < n;) {
+      const int32_t candidate = (id + i) / x.pool;
+      const int stop = (int)pa_min(n, (candidate + 1) * x.pool - id);
+      if (candidate != r.candidate) {
+        end_candidate(r);
+        r.candidate = candidate;
+        r.best = -INFINITY;
+      }
+      float best = r.best;
+      if (stop - i >= W) {
+        vf most = splat(best);
+        for (; i + W <= stop; i += W) most = vmax(read<vf>(score + i), most);
+        for (int j = 0; j < W; j++) best = most[j] > best ? most[j] : best;
+      }
+      for (; i < stop; i++) best = score[i] > best ? score[i] : best;
+      r.best = best;
+    }
+  }
+  void rank(int count) {
+    for (int i = 0; i < item.tokens * x.choices; i++) {
+      Ranked &r = ranked[i];
+      const float *mine = scores + (int64_t)i * INDEX_TILE;
+      if (r.count + INDEX_TILE + 1 > room) shorten(r);
+      for (int from = 0, to; from < count; from = to) {
+        to = count;
+        if (x.within) {
+          const int block = ids[from] / x.within_block;
+          for (to = from + 1; to < count && ids[to] == ids[from] + (to - from) && ids[to] / x.within_block == block;) to++;
+          if (!r.held[block]) continue;
+        }
+        const int n = pa_min(to - from, r.sight.visible - ids[from]);
+        if (x.pool > 1) {
+          add_pooled(r, ids[from], mine + from, n);
+        } else {
+          add_entries(r, ids[from], mine + from, n);
+        }
+      }
+    }
+  }
+  void shorten(Ranked &r) {
+    uint64_t *spare = numbers + (int64_t)item.tokens * x.choices * room;
+    r.count = pa_keep_best(r.numbers, r.count, r.sight.count, spare);
+    uint64_t least = ~(uint64_t)0;
+    for (int i = 0; i < r.count; i++) least = r.numbers[i] < least ? r.numbers[i] : least;
+    uint32_t rank = (uint32_t)(least >> 32);
+    rank ^= rank >> 31 ? 0x80000000u : 0xffffffffu;
+    __builtin_memcpy(&r.floor, &rank, 4);
+    if (!r.count || (rank > 0x7f800000u && rank < 0x80000000u)) r.floor = INFINITY;  // all of them were forced
+  }
+  void leave() {
+    for (int i = 0; i < item.tokens * x.choices; i++) {
+      Ranked &r = ranked[i];
+      end_candidate(r);
+      uint64_t *spare = numbers + (int64_t)item.tokens * x.choices * room;
+      r.count = pa_keep_best(r.numbers, r.count, r.sight.count, spare);
+      if (item.part < 0) {
+        pa_write_choice(run, item.token * x.choices + i, r.sight, r.numbers, r.count);
+        continue;
+      }
+      uint64_t *to = run->parts + item.part * run->part_words + (int64_t)i * (1 + run->most);
+      to[0] = (uint64_t)r.count;
+      __builtin_memcpy(to + 1, r.numbers, 8L * r.count);
+    }
+  }
+
+  template <int V>
+  PA_NOINLINE void multiply(int first, int count, Ahead &ahead) {
+    const uint32_t *from = packed + (int64_t)first * W * is.k;
+    Engine::template scores<V>(keys, from, s, count, is, ahead);
+    fold(s, V, first, count);
+  }
+  void multiply_all(int count, Ahead &ahead) {
+    for (int i = 0; i < count; i++) {
+      ahead(is.k / 8);
+      Engine::pack_key((const T *)at[i], keys, i, x.head_size, is);
+    }
+    const int each = panel_vectors();
+    for (int first = 0; first < vectors; first += each) {
+      switch (pa_min(each, vectors - first)) {
+        case 1: multiply<1>(first, count, ahead); break;
+        case 2: multiply<2>(first, count, ahead); break;
+        default: multiply<Engine::VECTORS>(first, count, ahead);
+      }
+    }
+  }
+
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+#if defined(PA_PAIR_DOTS)
+  static constexpr float FACTOR = 1;
+  int row_floats() const { return pa_round_up(x.head_size, 4 * W) / 2; }
+#else
+  static constexpr float FACTOR = Apart<T>::FACTOR;
+  int row_floats() const { return pa_round_up(x.head_size, 2 * W); }
+#endif
+  void take_few_rows() {
+    __builtin_memset(q, 0, 4L * rows * row_floats());
+    for (int lane = 0; lane < x.num_heads; lane++) {
+      float *to = q + (int64_t)lane * row_floats();
+#if defined(PA_PAIR_DOTS)
+      __builtin_memcpy(to, query_of(lane), 2L * x.head_size);
+      turn_to_keys<T>((uint16_t *)to, x.head_size);
+#else
+      constexpr int LINE = 64 / (int)sizeof(T);
+      widen_any(query_of(lane), x.dtype, to, x.head_size);
+      if (Apart<T>::ANY) apart(to, x.head_size / LINE * LINE);
+#endif
+    }
+  }
+  template <int ROWS>
+  PA_NOINLINE void dot_all(int count, int next) {
+    constexpr int KEYS = W / ROWS;
+    const int there = count + next;
+    for (int i = there; i < there + KEYS; i++) at[i] = at[there - 1];
+    const int64_t bytes = (int64_t)x.head_size * sizeof(T);
+    const int distance = pa_round_up((int32_t)pa_min((int32_t)(INDEX_AHEAD / bytes) + 1, INDEX_TILE), KEYS);
+    for (int t = 0; t < count; t += KEYS) {
+      const IndexAhead asks = {at + pa_min(t + distance, there)};
+#if defined(PA_PAIR_DOTS)
+      const vf found = pair_dots<T, ROWS>(at + t, 0, (const uint16_t *)q, 2 * row_floats(), x.head_size, asks);
+#else
+      const vf found = dots<T, ROWS>(at + t, 0, q, row_floats(), x.head_size, asks);
+#endif
+      put_scores<ROWS>(found, s + (int64_t)t * W, W);
+    }
+    fold(s, 1, 0, count);
+  }
+  void dot_few(int count, int next) {
+    if (rows <= 1) return dot_all<1>(count, next);
+    if (rows <= 2) return dot_all<2>(count, next);
+    if (rows <= 4) return dot_all<4>(count, next);
+    if constexpr (PART_ROWS >= 8) dot_all<8>(count, next);
+  }
+#endif
+
+  void all() {
+    begin();
+    float by = x.scale;
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+    few = is_few_rows(x, item.tokens);
+    if (few) {
+      take_few_rows();
+      by /= FACTOR;
+    } else
+#endif
+      take_queries();
+    Engine::begin();
+    Item whole = {};
+    whole.heads = 1;
+    Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
+    int32_t entry = item.from;
+    int count = find(entry, 0);
+    while (count > 0) {
+      const int next = find(entry, count);
+      if (next < 0) {
+        count = -1;
+        break;
+      }
+      take_factors(count, by);
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+      if (few) {
+        dot_few(count, next);
+      } else
+#endif
+      {
+        const int steps = (count + Engine::STEP - 1) / Engine::STEP;
+        ahead.turn_to(at + count, at + count, next, count * is.k / 8 + steps * Engine::cost(is.k, vectors));
+        multiply_all(count, ahead);
+      }
+      rank(count);
+      __builtin_memmove(at, at + count, next * sizeof *at);
+      __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
+      __builtin_memmove(ids, ids + count, next * sizeof *ids);
+      count = next;
+    }
+    Engine::end();
+    if (count < 0) {
+      __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    leave();
+  }
+};
+
+template <class Engine, class T>
+static void index_with(IndexRun *run, const IndexItem &item, char *scratch) {
+  Index<T, Engine>(run, item, Arena{scratch}, item.tokens, item.to).all();
+}
+
+#if defined(PA_BASE)
+static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
+  const int64_t base = PA_BASE.index_scratch(run, tokens, entries);
+  const int64_t own = Index<bf16, PairEngine>::scratch(run, tokens, entries);
+  return base > own ? base : own;
+}
+// bfloat16 products of bfloat16 queries, as keys of 8 bits are exact in it; all else is the base's.
+static void index_item(IndexRun *run, const IndexItem &item, char *scratch) {
+  const pa_index &x = *run->index;
+  bool own = x.dtype == PA_BF16 && (x.cache_dtype == PA_BF16 || x.cache_dtype == PA_E4M3);
+#if !defined(PA_PAIR_DOTS)
+  own = own && index_rows(x) > 8;
+#endif
+  if (!own) return PA_BASE.index_item(run, item, scratch);
+  if (x.cache_dtype == PA_BF16) return index_with<PairEngine, bf16>(run, item, scratch);
+  index_with<PairEngine, e4m3>(run, item, scratch);
+}
+#else
+static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
+  return Index<float, FloatEngine>::scratch(run, tokens, entries);
+}
+static void index_item(IndexRun *run, const IndexItem &item, char *scratch) {
+  switch (run->index->cache_dtype) {
+    case PA_F32: return index_with<FloatEngine, float>(run, item, scratch);
+    case PA_BF16: return index_with<FloatEngine, bf16>(run, item, scratch);
+    case PA_F16: return index_with<FloatEngine, f16>(run, item, scratch);
+    default: index_with<FloatEngine, e4m3>(run, item, scratch);
+  }
+}
+#endif

@@ -1,0 +1,74 @@
+"""NATIVE_INDEX: index keys are scored, and the best candidates chosen, in one call."""
+
+from __future__ import annotations
+
+import struct
+from typing import ClassVar
+
+import torch
+from polyattn.kernel import (
+    BatchError,
+    CacheFormat,
+    Device,
+    IndexBackend,
+    IndexFrame,
+    LayerSpec,
+    Plan,
+)
+from torch import Tensor
+
+from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
+from polyattn_cpu.native.library import NativeError, isa, load
+
+_INDEX = struct.Struct("@8P7qd18if4x")
+
+
+class NativeIndex(IndexBackend):
+    """Scores in float32. The same choice for any threads, and in any batch."""
+
+    name: ClassVar[str] = "NATIVE_INDEX"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.by = isa()
+
+    def run(self, plan: Plan, frame: IndexFrame) -> None:
+        spec, batch, keys, out = self.spec.indexer, plan.batch, frame.keys, frame.out
+        assert spec is not None and batch.block_table is not None
+        query = frame.query if frame.query.stride(2) == 1 else frame.query.contiguous()
+        table = batch.block_table
+        table = table if table.stride(1) == 1 else table.contiguous()
+        weights = None if frame.weights is None else frame.weights.float().contiguous()
+        within = None if frame.within is None else frame.within.int()
+        if within is not None and within.stride(2) != 1:
+            within = within.contiguous()
+        steps = (0, 0, 0)
+        if within is not None:
+            steps = within.stride(0), within.stride(1) * (within.shape[1] > 1), within.shape[2]
+        scaled, part = spec.cache_dtype == "fp8_scaled", spec.budget
+        packed = _INDEX.pack(
+            query.data_ptr(), keys.data_ptr(), _address(weights), _address(within), out.data_ptr(),
+            table.data_ptr(), batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
+            *query.stride()[:2], keys.stride(0) * keys.itemsize, keys.shape[0], table.stride(0),
+            *steps[:2],
+            part if isinstance(part, float) else 0.0,
+            len(query), batch.num_seqs, spec.num_heads, spec.head_size, *out.shape[1:],
+            TORCH_DTYPES[query.dtype], DTYPES["fp8_e4m3"] if scaled else TORCH_DTYPES[keys.dtype],
+            keys.shape[1], scaled, spec.activation == "relu",
+            spec.tokens_per_entry, spec.pool, spec.forced_first, spec.forced_last, spec.tail,
+            spec.within or 1, steps[2], spec.scale,
+        )  # fmt: skip
+        failed = load().pa_choose(self.by.encode(), packed, torch.get_num_threads())
+        if failed > 0:
+            raise BatchError(
+                f"block_table points outside the index cache's {keys.shape[0]} blocks; the tokens of the "
+                "sequences that do have no choice"
+            )
+        if failed:
+            raise NativeError(
+                f"NATIVE_INDEX by {self.by}: there is no memory; let other work end first"
+            )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,159 @@
+"""Does NATIVE_INDEX choose as the definition does, in every instruction set that this machine has?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from polyattn import Batch, Indexer, IndexerSpec, select
+from polyattn.conformance.cases.index import layer_for
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
+from polyattn.errors import BatchError
+from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import discover
+from polyattn_cpu.native import library
+
+pytestmark = pytest.mark.skipif(
+    library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
+)
+ISAS = library.isas() if library.why_not() is None else ("none",)
+PAGE = 16
+
+SPECS = {
+    # The rows of a vector, of a panel, and of decode's products, one less and one more.
+    **{
+        f"{heads} heads of {size}": IndexerSpec(
+            num_heads=heads, head_size=size, budget=9, scale=0.25, cache_dtype=stored
+        )
+        for heads, size, stored in (
+            (1, 128, "auto"), (2, 33, "fp8_scaled"), (3, 64, "auto"),
+            (5, 100, "fp8_e4m3"), (8, 129, "auto"),
+            (9, 65, "auto"), (15, 128, "fp8_scaled"),
+            (17, 31, "auto"), (47, 64, "fp8_e4m3"), (64, 128, "fp8_scaled"),
+        )
+    },
+    "blocks": IndexerSpec(
+        num_heads=4, head_size=128, budget=3, scale=0.25, activation="none", fold="none", pool=50,
+        forced_first=1, forced_last=1,
+    ),
+    "two levels": IndexerSpec(num_heads=16, head_size=64, budget=20, scale=0.25, within=8),
+}  # fmt: skip
+
+
+class Step:
+    """A step of whole numbers, whose scores are exact and tie, over scattered pages."""
+
+    def __init__(self, spec, queries, lens, dtype="bfloat16", whole=True):
+        random = torch.Generator().manual_seed(0)
+        self.layer, self.spec = layer_for(spec, dtype), spec
+        pages = [-(-n // PAGE) for n in lens]
+        self.table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
+        order = torch.randperm(sum(pages), generator=random).int().split(pages)
+        for row, own in zip(self.table, order, strict=True):
+            row[: len(own)] = own
+        self.batch = Batch.from_lens(queries, lens)
+        self.batch.block_table = self.table
+
+        def drawn(*shape):
+            some = torch.randn(*shape, generator=random)
+            return some.round() if whole else some
+
+        tokens = sum(queries)
+        self.query = drawn(tokens, spec.num_heads, spec.head_size).to(getattr(torch, dtype))
+        self.weights = drawn(tokens, spec.num_heads) if spec.fold == "weighted" else None
+        self.within = None
+        if spec.within is not None:
+            self.within = torch.randint(-1, 20, (tokens, 1, 9), generator=random).int()
+        plain = self.indexer("TORCH_INDEX")
+        self.keys = plain.allocate_cache(sum(pages), PAGE)
+        keys = drawn(sum(pages) * PAGE, spec.head_size).clamp(-3, 3)
+        if spec.cache_dtype == "fp8_scaled":
+            keys[:, 0] = 7.0  # of 448 a power of two: what is stored is what was drawn
+        plain.store(keys.to(self.query.dtype), self.keys, torch.arange(len(keys)))
+
+    def indexer(self, backend):
+        return Indexer(select(self.layer, "cpu", backend=f"index={backend}"))
+
+    def chosen(self, backend="NATIVE_INDEX"):
+        return self.indexer(backend)(self.query, self.keys, self.batch, self.weights, self.within)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch):
+    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
+    return request.param
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+FAST = ("5 heads of 100", "64 heads of 128", "blocks")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
+)
+def test_it_chooses_what_torch_does(isa, name):
+    # A tile of keys is 128 entries, an item of queries 64 tokens.
+    for queries, lens in (([1, 1, 1], [127, 128, 257]), ([66, 1, 0, 3], [129, 1, 5, 300])):
+        step = Step(SPECS[name], queries, lens)
+        assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_threads_and_neighbours_change_no_choice(isa, threads, name):
+    """Long sequences are cut for several threads, and their parts merged."""
+    lens = [8191, 8192, 20000]
+    threads(1)
+    step = Step(SPECS[name], [1, 1, 1], lens, whole=False)
+    found = step.chosen()
+    threads(5)
+    assert torch.equal(found, step.chosen())
+    for at, length in enumerate(lens):
+        alone = Step(SPECS[name], [1], [length], whole=False)
+        alone.keys, alone.query = step.keys, step.query[at : at + 1]
+        alone.weights = None if step.weights is None else step.weights[at : at + 1]
+        alone.batch.block_table = step.table[at : at + 1]
+        assert torch.equal(found[at], alone.chosen()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [127, 2048, 0.05])
+def test_ties_and_rising_scores_fill_the_list_many_times(isa, budget):
+    """Each key is better than those before it, or all are equal: the list is shortened often."""
+    spec = IndexerSpec(
+        num_heads=1, head_size=32, budget=budget, fold="sum", activation="none", scale=1.0
+    )
+    step = Step(spec, [1], [12000], "float32")
+    step.query.zero_()
+    step.query[:, :, 0] = 1.0
+    entry = torch.arange(12000)
+    slots = step.table[0, entry // PAGE].long() * PAGE + entry % PAGE
+    for score in (entry, -entry, entry % 7, entry * 0):
+        step.keys.view(-1, 32)[slots, 0] = score.float()
+        assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+
+
+def test_a_broken_table_is_refused(isa):
+    step = Step(SPECS["3 heads of 64"], [1, 1], [40, 40])
+    step.batch.block_table[1, 2] = 10**6
+    with pytest.raises(BatchError, match="block_table points outside the index cache's 6 blocks"):
+        step.chosen()
+
+
+@pytest.mark.slow
+def test_the_kits_cases_pass(isa):
+    device = resolve_device("cpu")
+    info = discover().backends["NATIVE_INDEX"].builds_on("cpu")[-1]
+    cases = [
+        case
+        for case in derive(info, device)
+        if case.batch != "mixed" or case.check == "index_ranked"
+    ]
+    for case in cases:
+        run_case(case, "NATIVE_INDEX", device, 1)
