@@ -239,39 +239,3 @@ def test_where_a_latent_context_is_cut_follows_from_no_other_request(
     each = case.spec.num_heads * (case.spec.head_size + case.spec.v_head_size) * 4
     monkeypatch.setattr(planning, "EXPANDED_BYTES", 24 * each)
     run_case(case, backend, device, SEED)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
-def test_ten_thousand_regroupings_change_no_bit(backend: str, dtype: str) -> None:
-    """Of 14 requests, decodes, drafts, chunks and prompts, some of them in any order and repeated."""
-    asked = [(1, 1), (1, 16), (1, 17), (1, 300), (1, 900), (2, 40), (3, 513), (4, 64), (8, 8), (9, 256),
-             (17, 500), (33, 33), (65, 90), (1, 33)]  # fmt: skip
-    spec = LayerSpec(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=dtype, batch_invariant="batch"
-    )
-    layer = Attention(LayerGroup(select(spec, "cpu", backend=backend)))
-    dice = torch.Generator().manual_seed(SEED)
-    cache = layer.group.allocate_cache(14 * 57)
-    for pages in (cache.key, cache.value):
-        pages.copy_(torch.randn(pages.shape, generator=dice))
-    table = torch.randperm(14 * 57, generator=dice).view(14, 57).int()
-    query = [
-        torch.randn(q, HEADS, SIZE, generator=dice).to(getattr(torch, dtype)) for q, _ in asked
-    ]
-
-    def attended(some: list[int]) -> list[Tensor]:
-        queries, lens = zip(*(asked[i] for i in some), strict=True)
-        starts = torch.tensor([0, *queries]).cumsum(0).tolist()
-        plan = layer.group.plan(Batch(starts, list(lens), table[some]))
-        out = layer(torch.cat([query[i] for i in some]), None, None, cache, plan)
-        assert isinstance(out, Tensor)
-        return list(out.split(queries))
-
-    alone = [attended([i])[0] for i in range(len(asked))]
-    for _ in range(10_000):
-        count = int(torch.randint(2, 10, (), generator=dice))
-        some = torch.randint(0, len(asked), (count,), generator=dice).tolist()
-        for i, found in zip(some, attended(some), strict=True):
-            assert torch.equal(found, alone[i]), f"request {i} of {some}"
