@@ -121,7 +121,10 @@ LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (16, 2), (11, 1)])
+@pytest.mark.parametrize(
+    "heads",
+    [(6, 2), *(pytest.param(n, marks=pytest.mark.slow) for n in ((2, 2), (16, 2), (11, 1)))],
+)
 @pytest.mark.parametrize("name, size, v_size", LAYERS)
 def test_rows_are_read_as_decoded(
     name: str, size: int, v_size: int, heads: tuple[int, int]
