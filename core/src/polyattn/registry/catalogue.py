@@ -32,19 +32,28 @@ def catalogue() -> dict[str, dict[str, list[str]]]:
 
 
 @cache
-def _plugins_by_extra() -> dict[str, tuple[str, ...]]:
-    """The plugins that each extra of polyattn installs, as its metadata says."""
-    plugins: dict[str, list[str]] = {}
+def _distributions_by_extra() -> dict[str, tuple[str, ...]]:
+    """Our distributions that each extra of polyattn installs, as its metadata says."""
+    names: dict[str, list[str]] = {}
     for text in requires_of_polyattn():
         match = re.match(r"(polyattn-[a-z0-9-]+).*\bextra\s*==\s*['\"]([a-z0-9-]+)['\"]", text)
-        if match and match[1] in catalogue():  # the reader of configs is no plugin
-            plugins.setdefault(match[2], []).append(match[1])
-    return {extra: tuple(names) for extra, names in plugins.items()}
+        if match:
+            names.setdefault(match[2], []).append(match[1])
+    return {extra: tuple(each) for extra, each in names.items()}
+
+
+def _plugins_by_extra() -> dict[str, tuple[str, ...]]:
+    """The plugins among them: the reader of configs is none."""
+    known = catalogue()
+    return {
+        extra: tuple(name for name in names if name in known)
+        for extra, names in _distributions_by_extra().items()
+    }
 
 
 def our_distributions() -> frozenset[str]:
-    """Return the distributions of plugins that polyattn itself publishes."""
-    return frozenset(name for names in _plugins_by_extra().values() for name in names)
+    """Return the distributions, plugins among them, that polyattn itself publishes."""
+    return frozenset(name for names in _distributions_by_extra().values() for name in names)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
