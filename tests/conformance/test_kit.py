@@ -32,11 +32,14 @@ NATIVE = [
 ]
 
 
+BY_ROWS = ("TORCH_SDPA", "NATIVE_ATTN")
+
+
 @pytest.mark.parametrize(
     "backend", ["TORCH_SDPA", pytest.param("EXAMPLE_ATTN", marks=pytest.mark.slow), *NATIVE]
 )
 def test_a_backend_conforms(backend: str) -> None:
-    part = ("-k", "not rows_") if backend == "NATIVE_ATTN" else ()  # test_native_rows.py has those
+    part = ("-k", "not rows_") if backend in BY_ROWS else ()  # `test_row_formats_conform` has those
     found = conforms(backend, 26, *part)
     assert found["cases"] == found["passed"] + found["refused"]
     if backend == "EXAMPLE_ATTN":
@@ -44,9 +47,9 @@ def test_a_backend_conforms(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built")
-def test_native_rows_conform() -> None:
-    conforms("NATIVE_ATTN", 24, "-k", "rows_int8_rows/int4 or rows_kivi2")
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", *NATIVE[:1]])
+def test_row_formats_conform(backend: str) -> None:
+    conforms(backend, 130, "-k", "rows_")
 
 
 @pytest.mark.slow

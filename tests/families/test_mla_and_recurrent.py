@@ -52,7 +52,7 @@ sweep = pytest.mark.sweep
         ("TORCH_MLA_SPARSE", False, 30),
         ("TORCH_STORE", False, 50),
         ("TORCH_MERGE", False, 25),
-        ("TORCH_SCAN", False, 70),
+        pytest.param("TORCH_SCAN", False, 70, marks=pytest.mark.slow),
         pytest.param("TRITON_MLA", True, 15, marks=sweep),
         pytest.param("TRITON_MLA_SPARSE", True, 15, marks=sweep),
         pytest.param("TRITON_SCAN", True, 60, marks=sweep),

@@ -52,7 +52,10 @@ def packed(query, key, value, scale, query_start_loc, key_start_loc, out):  # ty
         first, start = last, end
 
 
-@pytest.fixture(params=[smallest, decodes, packed], ids=lambda f: f.name)
+@pytest.fixture(
+    params=[smallest, pytest.param(decodes, marks=pytest.mark.slow), packed],
+    ids=["SMALLEST", "DECODES", "PACKED"],
+)
 def registered(request: pytest.FixtureRequest) -> Iterator[Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -6,9 +6,7 @@ import pytest
 from kits import conforms
 
 
-@pytest.mark.parametrize(
-    ("backend", "least"),
-    [pytest.param("HPU_ATTN", 200, marks=pytest.mark.slow), ("HPU_MLA", 20)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "least"), [("HPU_ATTN", 200), ("HPU_MLA", 20)])
 def test_conforms(backend: str, least: int) -> None:
     conforms(backend, least)
