@@ -36,7 +36,8 @@ BY_ROWS = ("TORCH_SDPA", "NATIVE_ATTN")
 
 
 @pytest.mark.parametrize(
-    "backend", ["TORCH_SDPA", pytest.param("EXAMPLE_ATTN", marks=pytest.mark.slow), *NATIVE]
+    "backend",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("TORCH_SDPA", "EXAMPLE_ATTN")), *NATIVE],
 )
 def test_a_backend_conforms(backend: str) -> None:
     part = ("-k", "not rows_") if backend in BY_ROWS else ()  # `test_row_formats_conform` has those

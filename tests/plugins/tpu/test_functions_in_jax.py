@@ -79,9 +79,8 @@ def test_equal_functions_compile_once() -> None:
     assert found("one") != Functions.of_pointwise(Pointwise.of_variant(other))
 
 
-@pytest.mark.parametrize(
-    "part", ["decode", *(pytest.param(p, marks=pytest.mark.slow) for p in ("prefill", "masks"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["decode", "prefill", "masks"])
 def test_right_in_the_interpreter(part: str) -> None:
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name("interpreted_functions.py"), part],
