@@ -213,8 +213,8 @@ class CallBars:
             keys = indexer.allocate_cache(seqs * entries // 64, 64)
             drawn = torch.randn(seqs * entries, spec.head_size).bfloat16()
             indexer.store(drawn, keys, torch.arange(len(drawn)))
-            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs)
-            batch.block_table = torch.randperm(len(keys)).int().view(seqs, -1)
+            table = torch.randperm(len(keys)).int().view(seqs, -1)
+            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs).with_block_table(table)
             query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
             weights = torch.randn(seqs, spec.num_heads) if spec.fold == "weighted" else None
             bounds = self.limits()

@@ -184,9 +184,11 @@ class Merged(Op):
         for rows, op in others:
             if rows is None:
                 op.run(frame.but(out=part, lse=part_lse))
+                if self.counts is None:
+                    self.merge.run(total, total_lse, part, part_lse)
+                    continue
                 states = total, total_lse, part, part_lse
-                counts = self.counts or [len(part)]
-                for each in zip(*(state.split(counts) for state in states), strict=True):
+                for each in zip(*(state.split(self.counts) for state in states), strict=True):
                     if len(each[0]):
                         self.merge.run(*each)
                 continue

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.families.sparse import reference
-from polyattn.runtime.program import IndexFrame
-from polyattn.runtime.step.batch import Batch
-from polyattn.spec.layer import LayerSpec
 from polyattn.workload.pages import unchanged
-
-BAND = 1e-4
-"""How far below the worst chosen score, as a part of the largest, another one may lie in its place."""
 
 
 def index(case: Case, harness: IndexHarness) -> None:
@@ -50,21 +43,7 @@ def index_ranked(case: Case, harness: IndexHarness) -> None:
     found = frame.out.cpu()
     assert torch.equal((found >= 0).sum(2), (exact >= 0).sum(2)), "another number of ids"
     for token, choice in (found != exact).any(2).nonzero().tolist():
-        _ranked(case.spec, batch, frame, token, choice, found[token, choice], exact[token, choice])
-
-
-def _ranked(
-    spec: LayerSpec, batch: Batch, frame: IndexFrame, token: int, choice: int, found: Tensor,
-    exact: Tensor,
-) -> None:  # fmt: skip
-    """Assert that ids which differ from the definition's have scores as good."""
-    mine, theirs = {*found.tolist()} - {*exact.tolist()}, {*exact.tolist()} - {*found.tolist()}
-    assert len(mine) == len(theirs), f"token {token} has an id twice"
-    scores = reference.scored(spec, batch, frame, token)[choice]
-    largest = max(abs(score) for score in scores.values())
-    for one, other in zip(sorted(mine), sorted(theirs), strict=True):
-        assert one in scores, f"token {token} doesn't see candidate {one}"
-        assert abs(scores[one] - scores[other]) <= BAND * largest, (
-            f"token {token} has candidate {one} of score {scores[one]:.6g}, and not {other} of "
-            f"{scores[other]:.6g}"
-        )
+        scores = reference.scored(case.spec, batch, frame, token)[choice]
+        ids = ([n for n in each[token, choice].tolist() if n >= 0] for each in (found, exact))
+        problem = reference.ranking_problem(scores, *ids)
+        assert problem is None, f"token {token} {problem}"

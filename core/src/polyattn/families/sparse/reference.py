@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -155,6 +156,34 @@ def choose(spec: IndexerSpec, scores: dict[int, float], position: int) -> list[i
         ranked.append((not forced, 0.0 if forced else -score, candidate))
     tail = [seen // spec.tokens_per_entry] if spec.tail and seen % spec.tokens_per_entry else []
     return sorted(candidate for _, _, candidate in sorted(ranked)[:count]) + tail
+
+
+BAND = 1e-4
+"""How far below the worst chosen score, as a part of the largest, another one may lie in its place."""
+
+
+def ranking_problem(
+    scores: dict[int, float], chosen: Sequence[int], wanted: Sequence[int]
+) -> str | None:
+    """Return what is wrong with a token's ids beside the wanted ones; None if rounding explains it.
+
+    `scores` of the candidates by id; both choices without -1.
+    """
+    if len(chosen) != len(wanted):
+        return f"has {len(chosen)} ids, not {len(wanted)}"
+    mine, theirs = {*chosen} - {*wanted}, {*wanted} - {*chosen}
+    if len(mine) != len(theirs):
+        return "has an id twice"
+    largest = max(map(abs, scores.values()), default=0.0)
+    for one, other in zip(sorted(mine), sorted(theirs), strict=True):
+        if one not in scores:
+            return f"doesn't see candidate {one}"
+        if other not in scores or not abs(scores[one] - scores[other]) <= BAND * largest:
+            return (
+                f"has candidate {one} of score {scores[one]:.6g}, and not {other} of "
+                f"{scores.get(other, math.nan):.6g}"
+            )
+    return None
 
 
 def scored(spec: LayerSpec, batch: Batch, frame: IndexFrame, token: int) -> list[dict[int, float]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -220,44 +218,32 @@ def index_problem(found: Selection, seed: int) -> str | None:
     Scores are summed in float32: what is chosen may differ where they are equal but for rounding.
     """
     indexer, layer = Indexer(found), found.spec
-    spec, block, dice = indexer.spec, 16, torch.Generator().manual_seed(seed)
+    spec, block, device = indexer.spec, 16, indexer.group.torch_device
+    dice, dtype = Dice(seed, device), STORAGE_DTYPES[layer.dtype]
     group = spec.tokens_per_entry * spec.pool
     budget = spec.budget if isinstance(spec.budget, int) else 8
     longest = min((budget + 5) * group + 1, MOST_ENTRIES * spec.tokens_per_entry)
     rows = [(1, longest), (3, 2 * group + 1), (1, 1)]
-    blocks = [-(-length // spec.tokens_per_entry // block) for _, length in rows]
-    table = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
-    for row, (count, first) in enumerate(zip(blocks, accumulate(blocks, initial=1), strict=False)):
-        table[row, :count] = torch.arange(first, first + count)
-    device = indexer.group.torch_device
+    table, num_blocks = dice.blocks([n // spec.tokens_per_entry for _, n in rows], block)
     batch = Batch.from_lens([query for query, _ in rows], [n for _, n in rows], device=device)
-    batch.block_table = table.to(device)
-    cache = indexer.allocate_cache(sum(blocks) + 1, block)
-    dtype = STORAGE_DTYPES[layer.dtype]
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=dice).to(device)
-
-    slots = torch.arange(block, cache.shape[0] * block, device=device)
-    indexer.store(drawn(len(slots), spec.head_size).to(dtype), cache, slots)
-    query = drawn(batch.num_tokens, spec.num_heads, spec.head_size).to(dtype)
-    weights = drawn(batch.num_tokens, spec.num_heads) if spec.fold == "weighted" else None
+    batch, tokens = batch.with_block_table(table), batch.num_tokens
+    cache = indexer.allocate_cache(num_blocks, block)
+    slots = torch.arange(num_blocks * block, device=device)
+    indexer.store(dice.normal(len(slots), spec.head_size, dtype=dtype), cache, slots)
+    query = dice.normal(tokens, spec.num_heads, spec.head_size, dtype=dtype)
+    weights = dice.normal(tokens, spec.num_heads) if spec.fold == "weighted" else None
     within = None
     if spec.within is not None:
-        within = torch.zeros(batch.num_tokens, 1, 1, dtype=torch.int32, device=device)
+        within = torch.zeros(tokens, 1, 1, dtype=torch.int32, device=device)
     out = indexer(query, cache, batch, weights, within)
     frame = IndexFrame(query, cache, weights, within, out)
     for token, position in enumerate(token_places(batch)[1].tolist()):
         for at, scores in enumerate(reference.scored(layer, batch, frame, token)):
-            wanted = reference.choose(spec, scores, position)
             chosen = [each for each in out[token, at].tolist() if each >= 0]
-            sums = [sorted(scores.get(i, math.inf) for i in ids) for ids in (chosen, wanted)]
-            allowed = 1e-4 * max(map(abs, scores.values()), default=0.0)
-            if (
-                chosen != sorted(set(chosen))
-                or len(chosen) != len(wanted)
-                or any(abs(a - b) > allowed for a, b in zip(*sums, strict=True) if a != b)
-            ):
-                ids = f"{chosen[:9]}, not {wanted[:9]}"
-                return f"the indexer's choice of a token at {position} is wrong: {ids}"
+            exact = reference.choose(spec, scores, position)
+            problem = reference.ranking_problem(scores, chosen, exact)
+            if problem is None and chosen != sorted(chosen):
+                problem = f"has ids that don't ascend: {chosen[:9]}"
+            if problem is not None:
+                return f"the indexer's choice is wrong: a token at {position} {problem}"
     return None

@@ -146,8 +146,8 @@ class Checker:
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
             length = batch.lens[index] - batch.query_lens[index] + at + 1
-            alone = Batch.from_lens([1], [length])
-            alone.block_table = batch.block_table[index : index + 1]
+            table = batch.block_table[index : index + 1]
+            alone = Batch.from_lens([1], [length]).with_block_table(table)
             ids = newest(layer.spec, alone) if choice is None else choice[token : token + 1]
             expected, _ = reference_sparse.forward(
                 layer.spec, query[token : token + 1], cache, alone, ids, layer.params
