@@ -120,24 +120,26 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
-        if not self.is_cuda_graph_enabled or self._step is None:
-            return self._run(
-                q, keys, out, lse, return_lse, scales, window_left=window_left, sinks=sinks
-            )
-        scores = self._step.scores
+        return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
+
+    def _attend(
+        self, query: Tensor, keys: Any, scale: float, needs_lse: bool, window_left: int | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if not self.is_cuda_graph_enabled:
+            return super()._attend(query, keys, scale, needs_lse, window_left, sinks)
+        scores = self._planned_step.scores
         refuse("captured decodes don't serve it", sinks=sinks)
         if scores.pos_encoding_mode != "NONE":
             raise PolyattnError(
-                f"pos_encoding_mode={scores.pos_encoding_mode!r} isn't served with use_cuda_graph=True; "
-                "rotate queries and keys before, or pass False"
+                f"pos_encoding_mode={scores.pos_encoding_mode!r} isn't served with "
+                "use_cuda_graph=True; rotate queries and keys before, or pass False"
             )
-        scale = product(q_scale, k_scale)
-        options = scores.options(q.shape[2], window_left, scale, return_lse)
-        rows = q.unflatten(0, (len(self._lens), -1))
+        options = scores.options(query.shape[2], window_left, scale, needs_lse)
+        rows = query.unflatten(0, (len(self._lens), -1))
         cache = CallerCache(keys.key, keys.value, self._table)
-        found, sums = attend_cached(rows, None, cache, self._lens, options)
-        sums = None if sums is None else sums.flatten(0, 1) * LOG2E
-        return result(found.flatten(0, 1), sums, out, lse, v_scale, self._out_dtype)
+        values, sums = attend_cached(rows, None, cache, self._lens, options)
+        return values.flatten(0, 1), None if sums is None else sums.flatten(0, 1) * LOG2E
 
     def _refilled(self, table: Tensor, lens: list[int]) -> Tensor:
         """Copy a step to where captured kernels read it. Raises `PolyattnError` where it is too large."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from polyattn import KVCache, LatentAttention, LatentSpec, LayerGroup, PolyattnError
+from polyattn import KVCache, LatentAttention, LatentSpec, LayerGroup
 from polyattn.host import group_for, refuse, values_of
 from torch import Tensor
 
@@ -57,11 +57,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale,
             ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale,
         )  # fmt: skip
-        step = self._step
-        if step is None:
-            raise PolyattnError("run() before plan(): call plan() once a step")
         rank, query = ckv_cache.shape[2], torch.cat([q_nope, q_pe], -1)
-        rows, step = _joined(ckv_cache, kpe_cache, step)
+        rows, step = _joined(ckv_cache, kpe_cache, self._planned_step)
         cache = KVCache(rows[:, :, None], rows[:, :, None, :rank])
         if step.scores.causal and max(step.query_lens, default=1) == 1:
             layer = _layer(query.device, query.dtype, query.shape[1], rank, query.shape[2],

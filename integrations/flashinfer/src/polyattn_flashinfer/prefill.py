@@ -120,9 +120,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )  # fmt: skip
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
-        return self._run(
-            q, keys, out, lse, return_lse, scales, window_left=window_left, sinks=sinks
-        )
+        return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):

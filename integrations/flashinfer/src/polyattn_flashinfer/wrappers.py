@@ -40,19 +40,33 @@ class Wrapper:
     def reset_workspace_buffer(self, *buffers: Tensor) -> None:
         """Do nothing: the workspace isn't used."""
 
+    @property
+    def _planned_step(self) -> Step:
+        """The step of `plan`."""
+        if self._step is None:
+            raise PolyattnError("run() before plan(): call plan() once a step")
+        return self._step
+
     def _planned(self, step: Step, dtype: Any) -> None:
         self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
 
     def _run(
         self, query: Tensor, keys: Any, out: Tensor | None, lse: Tensor | None, return_lse: bool,
-        scales: tuple[Any, Any, Any], **options: Any,
+        scales: tuple[Any, Any, Any], window_left: int | None = None, sinks: Tensor | None = None,
     ) -> Result:  # fmt: skip
-        if self._step is None:
-            raise PolyattnError("run() before plan(): call plan() once a step")
         q_scale, k_scale, v_scale = scales
         scale = product(q_scale, k_scale)
-        found, sums = self._step.attend(query, keys, scale=scale, needs_lse=return_lse, **options)
-        return result(found, sums, out, lse, v_scale, self._out_dtype)
+        values, sums = self._attend(query, keys, scale, return_lse, window_left, sinks)
+        return result(values, sums, out, lse, v_scale, self._out_dtype)
+
+    def _attend(
+        self, query: Tensor, keys: Any, scale: float, needs_lse: bool, window_left: int | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attend as `Step.attend`."""
+        return self._planned_step.attend(
+            query, keys, scale=scale, needs_lse=needs_lse, window_left=window_left, sinks=sinks
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Result:
         """Run the step of `plan`."""
@@ -70,9 +84,7 @@ class Wrapper:
         **scales: float | Tensor | None,
     ) -> Result:  # fmt: skip
         """Run with other scores than the plan's, as FlashInfer's deprecated `forward`."""
-        step = self._step
-        if step is None:
-            raise PolyattnError("forward() before begin_forward(): call it once a step")
+        step = self._planned_step
         step.scores = replace(
             step.scores, causal=step.scores.causal if causal is None else causal,
             pos_encoding_mode=pos_encoding_mode, window_left=window_left,
