@@ -1,8 +1,10 @@
 // Decode over rows of bytes: codes and bytes are multiplied in registers, a trace's numbers for a head and
 // a tile at a time. Included after dot_path.h.
 
-// 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for.
+// 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for. Queries lie
+// [W words][code of a word][word].
 struct Table {
+  static constexpr int FLOATS = WORD_CODES;  // that a query takes for a word
 #if defined(__AVX512F__)
   __m512 all;
   explicit Table(const float *from) : all(_mm512_loadu_ps(from)) {}
@@ -33,6 +35,17 @@ struct Table {
     return loadf(each);
   }
 #endif
+  // to[row] += W words of codes times a row.
+  template <int ROWS>
+  PA_ALWAYS void add_products(vf *to, vu codes, const float *q, int ldq) const {
+    PA_UNROLLED
+    for (int j = 0; j < WORD_CODES; j++) {
+      vf x = (*this)(codes >> 4 * j);
+      in_register(x);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) to[r] += x * loadf(q + (int64_t)r * ldq + j * W);
+    }
+  }
 };
 
 // W words of codes, or `count` and zeros.
@@ -62,10 +75,9 @@ struct Codes {
   int words, ld;  // of a row; floats from one row's scales to the next one's
 };
 
-// Dot products of W / ROWS keys with ROWS rows whose elements lie [W words][code of a word][word].
-// `sums`: those of each word's elements.
-template <int ROWS, bool LEAST>
-PA_NOINLINE vf code_dots(const Codes &of, const Table &table, int first, const float *q, int ldq,
+// Dot products of W / ROWS keys with ROWS rows that lie as the table says. `sums`: those of each word's elements.
+template <int ROWS, bool LEAST, class AnyTable>
+PA_NOINLINE vf code_dots(const Codes &of, const AnyTable &table, int first, const float *q, int ldq,
                          const float *sums_of, int ldsum) {
   constexpr int KEYS = W / ROWS;
   vf acc[W];
@@ -79,15 +91,7 @@ PA_NOINLINE vf code_dots(const Codes &of, const Table &table, int first, const f
       vf part[ROWS];
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) part[r] = vf{};
-      PA_UNROLLED
-      for (int j = 0; j < WORD_CODES; j++) {
-        vf x = table(codes >> 4 * j);
-        in_register(x);
-        PA_UNROLLED
-        for (int r = 0; r < ROWS; r++) {
-          part[r] += x * loadf(q + (int64_t)r * ldq + word * WORD_CODES + j * W);
-        }
-      }
+      table.template add_products<ROWS>(part, codes, q + word * AnyTable::FLOATS, ldq);
       const vf by = loadf(of.by + (int64_t)t * of.ld + word);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) {
@@ -139,8 +143,9 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 
 #if defined(PA_PAIR_DOTS)
 // As above, in bfloat16, which holds a table's numbers. `from` 16 of them, twice: a code's fifth bit may be
-// anything.
+// anything. Queries lie [W words][j][half word]: element 8 i + j of word i, and beside it element 8 i + 4 + j.
 struct PairTable {
+  static constexpr int FLOATS = WORD_CODES / 2;
   __m512i all;
   explicit PairTable(const float *from) {
     const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from));
@@ -149,43 +154,18 @@ struct PairTable {
   PA_ALWAYS __m512i operator()(__m512i codes, int j) const {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), all);
   }
-};
-
-// `q`: [W words][j][half word]: element 8 i + j of word i, and beside it element 8 i + 4 + j.
-template <int ROWS, bool LEAST>
-PA_NOINLINE vf code_dots(const Codes &of, const PairTable &table, int first, const float *q, int ldq,
-                         const float *sums_of, int ldsum) {
-  constexpr int KEYS = W / ROWS, J = WORD_CODES / 2;
-  vf acc[W];
-  PA_UNROLLED
-  for (int i = 0; i < W; i++) acc[i] = vf{};
-  for (int word = 0; word < of.words; word += W) {
+  template <int ROWS>
+  PA_ALWAYS void add_products(vf *to, vu codes, const float *q, int ldq) const {
     PA_UNROLLED
-    for (int k = 0; k < KEYS; k++) {
-      const int t = first + k;
-      const __m512i codes = (__m512i)code_words(of.rows[t] + of.offset + 4 * word, of.words - word);
-      vf part[ROWS];
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) part[r] = vf{};
-      PA_UNROLLED
-      for (int j = 0; j < J; j++) {
-        const __m512i x = table(codes, j);
-        PA_UNROLLED
-        for (int r = 0; r < ROWS; r++) {
-          part[r] = add_pairs(part[r], x, _mm512_loadu_si512(q + (int64_t)r * ldq + word * J + j * W));
-        }
-      }
-      const vf by = loadf(of.by + (int64_t)t * of.ld + word);
+    for (int j = 0; j < FLOATS; j++) {
+      const __m512i x = (*this)((__m512i)codes, j);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) {
-        vf &sum = acc[k * ROWS + r];
-        sum += part[r] * by;
-        if (LEAST) sum += loadf(of.least + (int64_t)t * of.ld + word) * loadf(sums_of + r * ldsum + word);
+        to[r] = add_pairs(to[r], x, _mm512_loadu_si512(q + (int64_t)r * ldq + j * W));
       }
     }
   }
-  return sums(acc);
-}
+};
 
 // Weights times scales of each two keys of a tile, pairs of lanes: [key / 2][row]. Least numbers are added.
 template <int ROWS, bool LEAST>
@@ -405,35 +385,29 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
     }
   }
+  template <class AnyTable>
+  void code_scores(int h, int count, const Codes &of, const AnyTable &table) {
+    each_visit(h, count, [&](int t, int lane) {
+      const float *row = q + (int64_t)lane * ldq, *sum = q_sums + (int64_t)lane * sum_width;
+      return key.scale == PA_STEPS ? code_dots<ROWS, true>(of, table, t, row, ldq, sum, sum_width)
+                                   : code_dots<ROWS, false>(of, table, t, row, ldq, sum, sum_width);
+    });
+  }
   void scores(const char *const *k, int count) {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = key_base + h * source.key_head;
       const Codes of = look_at(key, k, offset, pa_round_up(count, KEYS), size);
       auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
       switch (key.form) {
-        case PA_CODES: {
-          const float *numbers = (const float *)key.table;
+        case PA_CODES:
 #if defined(PA_PAIR_DOTS)
           if (key_pairs) {
-            const PairTable table(numbers);
-            each_visit(h, count, [&](int t, int lane) {
-              const float *sum = q_sums + (int64_t)lane * sum_width;
-              return key.scale == PA_STEPS
-                         ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
-                         : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
-            });
+            code_scores(h, count, of, PairTable((const float *)key.table));
             break;
           }
 #endif
-          const Table table(numbers);
-          each_visit(h, count, [&](int t, int lane) {
-            const float *sum = q_sums + (int64_t)lane * sum_width;
-            return key.scale == PA_STEPS
-                       ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
-                       : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
-          });
+          code_scores(h, count, of, Table((const float *)key.table));
           break;
-        }
         case PA_ROWS_INT8:
           each_visit(h, count, [&](int t, int lane) {
             return dots<int8_t, ROWS>(k + t, offset, row(lane), ldq, size, NoAsks{});
