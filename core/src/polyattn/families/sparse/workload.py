@@ -99,8 +99,7 @@ class SparseWorkload(ChoosingWorkload):
             self._put(self.cache, self.keys, self.values, slots)
             self.key = self.value = None
             queries, _ = lens_of(self.lengths)
-            self.batch = Batch.from_lens(queries, lens, device=self.device)
-            self.batch.block_table = table
+            self.batch = Batch.from_lens(queries, lens, device=self.device).with_block_table(table)
             return
         there = held_before(self.lengths).to(self.device)
         self._put(self.cache, self.keys, self.values, slots.masked_fill(~there, -1))
