@@ -47,8 +47,11 @@ class _Wrapper:
         )  # fmt: skip
 
     def finish(self, a: dict[str, Any], out: Tensor, lse: Tensor) -> None:
-        """Write the output and the LSE in base 2; a row that sees nothing has a finite one."""
-        a["out"].copy_(out)
+        """Write the output and the LSE in base 2; a row that sees nothing has a finite one.
+
+        The output by its address alone, as prefill.cuh does (`o_stride_n = num_qo_heads * HEAD_DIM_VO`).
+        """
+        a["out"].as_strided(out.shape, out.contiguous().stride()).copy_(out)
         if a["return_lse"]:
             lse = lse.T / math.log(2.0)
             a["lse"].copy_(lse.masked_fill(lse.isinf(), -5e4))

@@ -85,6 +85,23 @@ def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> 
         assert "Paged" in type(plan.lease.wrapper).__name__
 
 
+def test_an_output_may_be_some_heads_of_a_wider_tensor(fakes: None) -> None:
+    """An H100 wrote wrong rows and beside them: the library takes an address, not strides."""
+    backend, form = flashinfer_decode(SMALL)
+    batch = paged_batch(form, [1, 1], [9, 30], list(range(8)))
+    cache = KVCache.allocate(form, 8, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(4)
+    fill(cache, generator)
+    query = torch.randn(2, SMALL.num_heads, 64, generator=generator).half()
+    wide = torch.full((4, SMALL.num_heads + 3, 64), 7.0).half()
+    out = wide[1:-1, 1:-2]
+    backend.run(backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None))
+    wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
+    assert output_error(out, wanted) < HALF
+    out.fill_(7.0)
+    assert bool((wide == 7).all())
+
+
 def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
     backend, form = flashinfer_decode(SMALL)
 

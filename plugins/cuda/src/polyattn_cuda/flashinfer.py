@@ -29,7 +29,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, contiguous_like
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
 
 SHORT = 16
@@ -230,10 +230,15 @@ class FlashInferAttention(AttentionBackend):
         else:
             assert cache is not None
             keys = ((cache.key, cache.value),)
+        # The kernels of FlashAttention-2's kind take an output's address, not its strides
+        # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).
+        out = contiguous_like(frame.out)
         plan.lease.wrapper.run(
-            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
+            frame.query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
+        if out is not frame.out:
+            frame.out.copy_(out)
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, frame.out, lse)  # older releases say -5e4 where nothing was attended to

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from polyattn.kernel import Plan
+from torch import Tensor
 
 from polyattn_cuda.paging import Room
 
@@ -15,6 +16,13 @@ WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
+
+
+def contiguous_like(out: Tensor) -> Tensor:
+    """Return an output that a kernel can write by its address alone: `out`, or a new tensor to copy from."""
+    if out.is_contiguous():
+        return out
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 class Lease:
