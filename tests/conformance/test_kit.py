@@ -15,12 +15,16 @@ from polyattn.conformance.derive import derive
 from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.plugin import _Kit
 from polyattn.conformance.snapshot import same_process
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
+from polyattn.runtime.cache.kv_cache import quantize
+from polyattn.runtime.rotation import Rotation
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
+from polyattn.workload.dice import Dice
 from polyattn.workload.judge import judge
 
 CPU = resolve_device("cpu")
@@ -114,6 +118,25 @@ def test_a_search_is_repeated_by_its_seed() -> None:
         assert drawn_(harness, example) == len(seen) > 0
         drawn.append(seen)
     assert drawn[0] == drawn[1]
+
+
+def test_a_rotated_key_may_be_off_by_what_its_pair_s_float32_is() -> None:
+    """Where one of a pair is beyond what 8 bits hold, the other may round to either neighbour of a tie."""
+    dice, dtype, scale = Dice(5, "cpu"), torch.float8_e4m3fn, 0.05
+    pairs = 2000.0 * dice.normal(200_000, 1, 2)
+    first, second = pairs[:, 0].double().unbind(-1)
+    angle = torch.pi / 2 - torch.atan2(second, first) + 0.005 * dice.normal(200_000)
+    cos, sin = angle.cos(), angle.sin()
+    turns = torch.stack([cos, sin], 1).float()
+    found = quantize(Rotation(turns, None, "neox", 2).applied(pairs), dtype, scale)
+    exact = torch.stack([first * cos - second * sin, second * cos + first * sin], -1)[:, None]
+    assert bool((found != quantize(exact.float(), dtype, scale)).any())
+    harness = RotationHarness("TORCH_STORE", CPU, 0)
+    harness.near("key", found, exact, dtype, scale)
+    wrong = int((exact[:, 0, 0].abs() / scale < 100.0).nonzero()[0, 0])
+    found[wrong, 0, 0] = 2.0 * found[wrong, 0, 0].float()
+    with pytest.raises(AssertionError, match=f"key is wrong, first for token {wrong}"):
+        harness.near("key", found, exact, dtype, scale)
 
 
 def test_a_failure_says_where_and_what_it_looks_like() -> None:
