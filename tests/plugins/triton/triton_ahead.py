@@ -9,6 +9,7 @@ from polyattn.device import Device
 from polyattn.kernel import Invariance, LayerSpec
 from polyattn.selection.cache_format import format_of
 from polyattn.spec.row_format import is_rows
+from machine_code import read_unwritten
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.functions.rows import NO_ROWS, Rows
@@ -323,4 +324,8 @@ def compile_kernel(
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, fixed, attrs)
-    return triton.compile(source, target=target_of(arch), options=options)
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    if "cubin" in compiled.asm:
+        unwritten = read_unwritten(compiled.asm["cubin"])
+        assert not unwritten, f"{kernel.__name__} reads what nothing wrote: {unwritten}"
+    return compiled
