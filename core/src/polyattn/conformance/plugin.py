@@ -6,9 +6,11 @@ import json
 import platform
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from polyattn.conformance.case import Case
     from polyattn.device import Device
     from polyattn.registry.info import BackendInfo
+
+
+WRITTEN_EACH = 5.0
+"""Seconds after which the report is written again while cases run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -107,6 +113,8 @@ class _Kit:
         if config.getoption("--polyattn-resume"):
             self._resume(config)
         self.before = frozenset(self.passed)
+        self.is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+        self.due = time.monotonic() + WRITTEN_EACH
 
     def _resume(self, config: pytest.Config) -> None:
         """Take what passed from the report, and its seed, if it is of the same code on the same machine."""
@@ -114,7 +122,7 @@ class _Kit:
             raise pytest.UsageError("--polyattn-resume: name the report, --polyattn-report FILE")
         path = Path(self.report)
         found = json.loads(path.read_text()) if path.exists() else {}
-        origin = self.origin()
+        origin = self.origin
         if origin["commit"].endswith("+") or origin != {name: found.get(name) for name in origin}:
             return
         self.passed = sorted({case.id for case in self.cases} & set(found["ids"]))
@@ -152,12 +160,21 @@ class _Kit:
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
+            if time.monotonic() > self.due:
+                self._write()
+
+    def _write(self) -> None:
+        """Write the report as it is: who is killed goes on from there."""
+        self.due = time.monotonic() + WRITTEN_EACH
+        if self.report and not self.is_worker:
+            Path(self.report).write_text(json.dumps(self.summary(), indent=1) + "\n")
 
     def pytest_report_header(self) -> str:
         return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
 
+    @cached_property
     def origin(self) -> dict[str, Any]:
-        """Return what ran, and where. `commit`: of the checkout that ran, "" where there is none."""
+        """What runs, and where. `commit`: of the checkout that ran, "" where there is none."""
         import torch
 
         from polyattn.registry.machine import running
@@ -182,7 +199,7 @@ class _Kit:
         counts = self.counts
         passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
         return {
-            **self.origin(),
+            **self.origin,
             "date": str(date.today()),
             "seed": self.seed,
             "cases": sum(counts.values()),
@@ -205,8 +222,7 @@ class _Kit:
         if failed:
             found = ", ".join(f"{check} {count}" for check, count in failed)
             terminalreporter.write_line(f"failed, by what was looked at: {found}")
-        if self.report:
-            Path(self.report).write_text(json.dumps(result, indent=1) + "\n")
+        self._write()
 
 
 def _case(node: str) -> str:
