@@ -152,8 +152,9 @@ def test_a_kit_goes_on_where_its_report_ended(
     left_out: list[Any] = []
     config: Any = SimpleNamespace(
         getoption=lambda name, default=None: given.get(name.rpartition("-")[2], default),
-        option=SimpleNamespace(), hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
-    )  # fmt: skip
+        option=SimpleNamespace(),
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
     monkeypatch.setattr(plugin, "_commit", lambda: "0123abc")
     first = _Kit(config)
     ids = [case.id for case in first.cases]
@@ -194,7 +195,7 @@ def test_a_search_is_repeated_by_its_seed() -> None:
 
 
 def test_a_rotated_key_may_be_off_by_what_its_pair_s_float32_is() -> None:
-    """Where one of a pair is beyond what 8 bits hold, the other may round to either neighbour of a tie."""
+    """Where one of a pair is beyond what 8 bits hold, the other may round to either side of a tie."""
     dice, dtype, scale = Dice(5, "cpu"), torch.float8_e4m3fn, 0.05
     pairs = 2000.0 * dice.normal(200_000, 1, 2)
     first, second = pairs[:, 0].double().unbind(-1)

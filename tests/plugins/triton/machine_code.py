@@ -26,7 +26,9 @@ def read_unwritten(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+        )
     return unwritten_in(run.stdout)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -42,7 +44,10 @@ EIGHT_BITS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "phase"), EIGHT_BITS, ids=lambda x: str(x))
-def test_narrow_values_of_eight_bits_are_read_where_they_lie(fields: dict, phase: str) -> None:
+def test_narrow_values_of_eight_bits_are_read_where_they_lie(
+    fields: dict[str, Any], phase: str
+) -> None:
     """`compile_kernel` looks at each kernel. Of these all read V wrongly while a tile had 64 keys."""
-    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=128, v_head_size=32, dtype="bfloat16", **fields)  # fmt: skip
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "v_head_size": 32}
+    spec = LayerSpec(**sizes, dtype="bfloat16", **fields)
     assert compile_phase(spec, "sm_90", phase).asm["cubin"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from machine_code import read_unwritten
 from polyattn.device import Device
 from polyattn.kernel import Invariance, LayerSpec
 from polyattn.selection.cache_format import format_of
 from polyattn.spec.row_format import is_rows
-from machine_code import read_unwritten
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.functions.rows import NO_ROWS, Rows

@@ -117,7 +117,7 @@ class _Kit:
         self.due = time.monotonic() + WRITTEN_EACH
 
     def _resume(self, config: pytest.Config) -> None:
-        """Take what passed from the report, and its seed, if it is of the same code on the same machine."""
+        """Take what passed from the report, and its seed, if it is of this code on this machine."""
         if not self.report:
             raise pytest.UsageError("--polyattn-resume: name the report, --polyattn-report FILE")
         path = Path(self.report)

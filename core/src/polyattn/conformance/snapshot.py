@@ -157,8 +157,8 @@ def runs_alone(run: Callable[[], None]) -> None:
     """Run, and assert that the process' settings and random states stay as they were.
 
     Where modules were imported and only `RESTORED` changed, that is put back and it runs again: what each
-    step does is told, what the first one of a process does is not. FLA's and mamba-ssm's first steps import
-    packages that set environment variables; torch's compiler raises the recursion limit.
+    step does is told, what the first one of a process does is not. FLA's and mamba-ssm's first steps
+    import packages that set environment variables; torch's compiler raises the recursion limit.
     """
     before, modules = snapshot(), len(sys.modules)
     run()

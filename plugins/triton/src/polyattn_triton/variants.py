@@ -215,8 +215,8 @@ def most_merged_by_one(spec: LayerSpec, arch: str) -> int:
 
 
 NARROW_KEYS = 32
-"""Keys of a tile on Hopper where 8-bit values become 16-bit ones of at most 32 columns: two products of 16.
-Of more, ptxas 12.8 (Triton 3.6) lets the third on read V where a register says that nothing wrote."""
+"""Keys of a tile on Hopper, at most, where 8-bit values become 16-bit ones of up to 32 columns. For 64
+ptxas 12.8 (Triton 3.6) has all but the first product read V where a register says that nothing wrote."""
 
 
 def _most_keys(spec: LayerSpec, arch: str, block_n: int) -> int:

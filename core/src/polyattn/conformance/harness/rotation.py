@@ -146,6 +146,6 @@ class RotationHarness(StoreHarness):
         wrong = excess > own * largest
         assert not wrong.any(), (
             f"{self.backend}: {name} is wrong, first for token {int(wrong.nonzero()[0, 0])}: "
-            f"{float((excess / largest)[wrong].max()):.2g} of its head's largest further off than {dtype} "
-            f"has to be, {own:g} is allowed"
+            f"{float((excess / largest)[wrong].max()):.2g} of its head's largest further off than "
+            f"{dtype} has to be, {own:g} is allowed"
         )

@@ -112,7 +112,7 @@ class AttentionWorkload(Workload):
     def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> Attention:
         """Return a layer with random sinks, slopes and scales where the spec has them.
 
-        Sinks are numbers of the layer's dtype, as a checkpoint's are: FlashAttention-3 reads them as such.
+        Sinks are numbers of the layer's dtype, as a checkpoint's are: FlashAttention-3 reads bf16 ones.
         """
         spec = group.spec
         # An output this small leaves room in e4m3 for values near 1.
