@@ -6,6 +6,8 @@
 # FLASH_ATTN: vLLM's build (.fa, or in the site already), whose PTX the driver assembles first (h200_fa2_warm.py).
 # FLASH_ATTN_V4: its wheels in .fb, one of them in halves, .fb/half.00 and .fc/half.01.
 # Such folders lie in the repository's root, or where an earlier call has put them: KEEP, /tmp/keep.
+# Begun again it goes on: cases that passed in OUT's report of the same commit and machine aren't run again. Reports of
+# an earlier call whose OUT is gone are taken from EARLIER.
 out=$(realpath -m "$1"); shift
 end=$((SECONDS + $1)); shift
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -55,9 +57,11 @@ kit() { # BACKEND SECONDS GPU
     MAMBA_SSM | FLA | FLASHINFER*) chosen=(-k "not search") ;; # compiled or tuned anew for each drawn shape
   esac
   [ "$(left)" -lt "$seconds" ] && seconds=$(left)
+  local report=$out/conformance-$backend.json earlier=${EARLIER:-$out}/conformance-$backend.json
+  [ -e "$report" ] || [ ! -e "$earlier" ] || cp "$earlier" "$report"
   if [ "$seconds" -lt 10 ]; then echo "not begun: no time was left" > "$out/$backend.log"; else
-    (cd /tmp && CUDA_VISIBLE_DEVICES=$3 PYTHONPATH=$path timeout -s INT -k 15 "$seconds" $python -m pytest -q -p no:cacheprovider --pyargs polyattn.conformance \
-      --polyattn-backend "$backend" --polyattn-report "$out/conformance-$backend.json" -n "$workers" "${chosen[@]}" ${ARGS:-} > "$out/$backend.log" 2>&1)
+    (cd /tmp && CUDA_VISIBLE_DEVICES=$3 PYTHONPATH=$path timeout -s INT -k 15 "$seconds" $python -m pytest -q -p no:cacheprovider -p no:benchmark --pyargs polyattn.conformance \
+      --polyattn-backend "$backend" --polyattn-report "$report" --polyattn-resume -n "$workers" "${chosen[@]}" ${ARGS:-} > "$out/$backend.log" 2>&1)
   fi
   echo "$backend $((SECONDS - began))" >> "$out/kits.seconds"
 }

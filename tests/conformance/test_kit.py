@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +15,22 @@ from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from kits import conforms, kit
 from polyattn import Batch, LayerSpec, resolve_device
+from polyattn.conformance import plugin
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.plugin import _Kit
-from polyattn.conformance.snapshot import same_process
+from polyattn.conformance.snapshot import runs_alone
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
+from polyattn.runtime.cache.kv_cache import quantize
+from polyattn.runtime.rotation import Rotation
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
+from polyattn.workload.dice import Dice
 from polyattn.workload.judge import judge
 
 CPU = resolve_device("cpu")
@@ -86,18 +96,86 @@ def test_the_kit_leaves_the_random_state_alone() -> None:
 
 
 def test_what_changed_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with same_process():
-        pass
-    with pytest.raises(AssertionError) as caught, same_process():
+    before = torch.get_num_threads()
+
+    def change() -> None:
         monkeypatch.setenv("A_NEW_NAME", "1")
         monkeypatch.setattr(torch.nn.functional, "softmax", print)
         monkeypatch.syspath_prepend(".")
-        torch.set_num_threads(before := torch.get_num_threads() + 1)
-    torch.set_num_threads(before - 1)
+        torch.set_num_threads(before + 1)
+
+    runs_alone(lambda: None)
+    with pytest.raises(AssertionError) as caught:
+        runs_alone(change)
+    torch.set_num_threads(before)
     said = str(caught.value)
-    assert f"the number of threads ({before - 1} became {before})" in said
+    assert f"the number of threads ({before} became {before + 1})" in said
     assert "the environment (A_NEW_NAME)" in said and "sys.path" in said
     assert "functions (torch.nn.functional.softmax)" in said
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_a_first_import_changes_is_told_where_each_step_does(
+    monkeypatch: pytest.MonkeyPatch, each: bool
+) -> None:
+    limit, state, ran = sys.getrecursionlimit(), random.getstate(), []
+
+    def step() -> None:
+        if each or not ran:
+            monkeypatch.setitem(sys.modules, f"a_new_module_{len(ran)}", sys)
+            os.environ["A_NEW_NAME"] = "1"
+            random.random()
+            sys.setrecursionlimit(limit + 1)
+        ran.append(None)
+
+    try:
+        if each:
+            with pytest.raises(AssertionError, match=r"random state.*A_NEW_NAME.*recursion limit"):
+                runs_alone(step)
+        else:
+            runs_alone(step)
+            assert (sys.getrecursionlimit(), random.getstate()) == (limit, state)
+            assert "A_NEW_NAME" not in os.environ
+        assert len(ran) == 2
+    finally:
+        os.environ.pop("A_NEW_NAME", None)
+        sys.setrecursionlimit(limit)
+        random.setstate(state)
+
+
+def test_a_kit_goes_on_where_its_report_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passed on the same commit and machine counts, and isn't run again; nothing else does."""
+    report = tmp_path / "report.json"
+    given = {"backend": "TORCH_MERGE", "report": str(report), "resume": True}
+    left_out: list[Any] = []
+    config: Any = SimpleNamespace(
+        getoption=lambda name, default=None: given.get(name.rpartition("-")[2], default),
+        option=SimpleNamespace(),
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    monkeypatch.setattr(plugin, "_commit", lambda: "0123abc")
+    first = _Kit(config)
+    ids = [case.id for case in first.cases]
+    for case in ids[:2]:
+        told = {"when": "call", "failed": False, "skipped": False, "passed": True}
+        first.pytest_runtest_logreport(
+            SimpleNamespace(nodeid=f"test[{case}]", outcome="passed", **told)  # type: ignore[arg-type]
+        )
+    first._write()
+    again = _Kit(config)
+    assert again.seed == first.seed and again.summary()["ids"] == sorted(ids[:2])
+    assert {again.summary()[name] for name in ("cases", "passed")} == {2}
+    items: Any = [SimpleNamespace(nodeid=f"test[{case}]") for case in ids]
+    whole = list(items)
+    again.pytest_collection_modifyitems(config, items)
+    assert (left_out, items) == (whole[:2], whole[2:]) and items
+    monkeypatch.setattr(plugin, "_commit", lambda: "0123abd")
+    assert _Kit(config).summary()["ids"] == []
+    monkeypatch.setattr(plugin, "_commit", lambda: "0123abc+")  # changed: who knows since when
+    report.write_text(report.read_text().replace("0123abc", "0123abc+"))
+    assert _Kit(config).summary()["ids"] == []
 
 
 def test_a_search_is_repeated_by_its_seed() -> None:
@@ -114,6 +192,26 @@ def test_a_search_is_repeated_by_its_seed() -> None:
         assert drawn_(harness, example) == len(seen) > 0
         drawn.append(seen)
     assert drawn[0] == drawn[1]
+
+
+def test_a_rotated_key_may_be_off_by_what_its_pair_s_float32_is() -> None:
+    """Where one of a pair is beyond what 8 bits hold, the other may round to either side of a tie."""
+    dice, dtype, scale = Dice(5, "cpu"), torch.float8_e4m3fn, 0.05
+    pairs = 2000.0 * dice.normal(200_000, 1, 2)
+    first, second = pairs[:, 0].double().unbind(-1)
+    angle = torch.pi / 2 - torch.atan2(second, first) + 0.005 * dice.normal(200_000)
+    cos, sin = angle.cos(), angle.sin()
+    turns = torch.stack([cos, sin], 1).float()
+    found = quantize(Rotation(turns, None, "neox", 2).applied(pairs), dtype, scale)
+    exact = torch.stack([first * cos - second * sin, second * cos + first * sin], -1)[:, None]
+    assert bool((found != quantize(exact.float(), dtype, scale)).any())
+    harness = RotationHarness("TORCH_STORE", CPU, 0)
+    harness.near("key", found, exact, dtype, scale)
+    wrong = int((exact[:, 0, 0].abs() / scale < 100.0).nonzero()[0, 0])
+    found[wrong, 0, 0] = 2.0 * found[wrong, 0, 0].float()
+    said = f"key is wrong, first for token {wrong}: .* of its head"
+    with pytest.raises(AssertionError, match=said):
+        harness.near("key", found, exact, dtype, scale)
 
 
 def test_a_failure_says_where_and_what_it_looks_like() -> None:

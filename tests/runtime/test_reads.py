@@ -226,10 +226,17 @@ NAMED = (
 )
 
 
+def on_device(batch: Batch) -> None:
+    """Hide the host's copy of the block table, as where only a GPU has it."""
+    batch.__dict__["host_block_table"] = None
+
+
 @pytest.mark.parametrize("name", PREFIXES)
 def test_a_mistake_in_a_plan_of_shared_prefixes_is_told(name: str) -> None:
     backend, batch = triton(), shared()
     plan = backend.plan(batch)
+    assert check_plan(backend, plan, batch)
+    on_device(batch)
     assert check_plan(backend, plan, batch)
     PREFIXES[name](plan)
     with pytest.raises(PluginError, match=NAMED):
@@ -458,11 +465,15 @@ APART: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
+@pytest.mark.parametrize("where", ["table on the host", "table on the device"])
 @pytest.mark.parametrize("name", APART)
-def test_a_mistake_in_taking_a_step_apart_is_told(name: str) -> None:
+def test_a_mistake_in_taking_a_step_apart_is_told(name: str, where: str) -> None:
     kind, bug = APART[name]
     step = steps_apart()[kind]
     assert len(step.calls) > 1
+    if where == "table on the device":
+        for batch in (step.batch, *(call.plan.batch for call in step.calls)):
+            on_device(batch)
     check_calls(step)
     bug(step)
     with pytest.raises(

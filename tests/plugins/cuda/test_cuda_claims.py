@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from adapters import FAKES
 from kits import conforms
-from polyattn import Device, LayerSpec, discover
+from polyattn import Device, LayerGroup, LayerSpec, discover
 from polyattn.api import select
 from polyattn.errors import SelectionError, SpecError
 from polyattn.registry.capabilities import check
+from polyattn.workload.base import family_of
+from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import TOLERANCES, tolerance_of
 
 pytest.importorskip("triton")
@@ -81,3 +84,16 @@ def test_mla_prefills_on_hopper() -> None:
     for backend in ("FLASH_ATTN_V3", "FLASHINFER", "XFORMERS"):
         chosen = select(spec, "h200", backend=f"prefill={backend}").decision
         assert chosen.prefill == backend
+
+
+def test_sinks_are_read_in_the_layer_s_dtype() -> None:
+    """vLLM's FlashAttention-3 reads them in bf16, which a float16 layer's don't fit."""
+    builds = discover().backend("FLASH_ATTN_V3").builds_on("cuda")
+    reads = next(b.capabilities for b in builds if "learned_sinks" in b.capabilities.features)
+    spec, hopper = SPEC.replace(learned_sinks=True), Device("cuda", "sm_90")
+    assert not check(reads, spec, hopper)
+    (refused,) = check(reads, spec.replace(dtype="float16"), hopper)
+    assert "it reads sinks in bf16" in str(refused)
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
+    sinks = family_of(spec).layer_of(group, Dice(3)).params.sinks
+    assert torch.equal(sinks, sinks.bfloat16().float()) and sinks.dtype == torch.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from machine_code import read_unwritten
 from polyattn.device import Device
 from polyattn.kernel import Invariance, LayerSpec
 from polyattn.selection.cache_format import format_of
@@ -323,4 +324,8 @@ def compile_kernel(
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, fixed, attrs)
-    return triton.compile(source, target=target_of(arch), options=options)
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    if "cubin" in compiled.asm:
+        unwritten = read_unwritten(compiled.asm["cubin"])
+        assert not unwritten, f"{kernel.__name__} reads what nothing wrote: {unwritten}"
+    return compiled

@@ -6,11 +6,13 @@ import json
 import platform
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from polyattn.conformance.case import Case
     from polyattn.device import Device
     from polyattn.registry.info import BackendInfo
+
+
+WRITTEN_EACH = 5.0
+"""Seconds after which the report is written again while cases run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run so many random small batches, too, a thousand a case (default: none)",
     )
     group.addoption("--polyattn-report", metavar="FILE", help="write the counts as JSON")
+    group.addoption(
+        "--polyattn-resume",
+        action="store_true",
+        help="go on from that file: what passed on the same commit and machine isn't run again",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,6 +110,33 @@ class _Kit:
         self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.passed: list[str] = []
+        if config.getoption("--polyattn-resume"):
+            self._resume(config)
+        self.before = frozenset(self.passed)
+        self.is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+        self.due = time.monotonic() + WRITTEN_EACH
+
+    def _resume(self, config: pytest.Config) -> None:
+        """Take what passed from the report, and its seed, if it is of this code on this machine."""
+        if not self.report:
+            raise pytest.UsageError("--polyattn-resume: name the report, --polyattn-report FILE")
+        path = Path(self.report)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        origin = self.origin
+        if origin["commit"].endswith("+") or origin != {name: found.get(name) for name in origin}:
+            return
+        self.passed = sorted({case.id for case in self.cases} & set(found["ids"]))
+        self.counts.update((name.partition("-")[0], "passed") for name in self.passed)
+        self.seed = config.option.polyattn_seed = found["seed"]
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Leave out what passed before."""
+        before = [item for item in items if _case(item.nodeid) in self.before]
+        if before:
+            config.hook.pytest_deselected(items=before)
+            items[:] = [item for item in items if _case(item.nodeid) not in self.before]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if {"case", "run"} <= set(metafunc.fixturenames):
@@ -118,36 +156,51 @@ class _Kit:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
-            case = report.nodeid.partition("[")[2].removesuffix("]")
+            case = _case(report.nodeid)
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
+            if time.monotonic() > self.due:
+                self._write()
+
+    def _write(self) -> None:
+        """Write the report as it is: who is killed goes on from there."""
+        self.due = time.monotonic() + WRITTEN_EACH
+        if self.report and not self.is_worker:
+            Path(self.report).write_text(json.dumps(self.summary(), indent=1) + "\n")
 
     def pytest_report_header(self) -> str:
         return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
 
-    def summary(self) -> dict[str, object]:
-        """The counts: refusals apart from passes, a skipped case counted as neither. What ran, where.
-
-        `ids`: the cases that passed; `commit`: of the checkout that ran, "" where there is none.
-        """
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """What runs, and where. `commit`: of the checkout that ran, "" where there is none."""
         import torch
 
         from polyattn.registry.machine import running
         from polyattn.settings import current
 
-        counts = self.counts
-        passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
         return {
             "backend": self.info.name,
             "device": str(self.device),
-            "date": str(date.today()),
             "polyattn": __version__,
             "torch": torch.__version__,
             "commit": _commit(),
             "build": self.info.build,
             "runs": running(self.info, current().probe_timeout) or "",
             "versions": _versions(self.info),
+        }
+
+    def summary(self) -> dict[str, object]:
+        """The counts: refusals apart from passes, a skipped case counted as neither. What ran, where.
+
+        `ids`: the cases that passed.
+        """
+        counts = self.counts
+        passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
+        return {
+            **self.origin,
+            "date": str(date.today()),
             "seed": self.seed,
             "cases": sum(counts.values()),
             "passed": passed,
@@ -169,8 +222,12 @@ class _Kit:
         if failed:
             found = ", ".join(f"{check} {count}" for check, count in failed)
             terminalreporter.write_line(f"failed, by what was looked at: {found}")
-        if self.report:
-            Path(self.report).write_text(json.dumps(result, indent=1) + "\n")
+        self._write()
+
+
+def _case(node: str) -> str:
+    """Return the id of the case that a test's node id names."""
+    return node.partition("[")[2].removesuffix("]")
 
 
 def _commit() -> str:

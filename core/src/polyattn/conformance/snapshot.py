@@ -15,8 +15,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -140,19 +139,49 @@ def snapshot() -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def same_process() -> Iterator[None]:
-    """Assert that what runs inside leaves the process' settings and random states alone."""
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in SETTINGS["the environment"]().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+RESTORED: dict[str, Callable[[Any], None]] = {
+    "Python's random state": random.setstate,
+    "the environment": _restore_environment,
+    "the recursion limit": sys.setrecursionlimit,
+}
+"""What libraries change where a first step imports or compiles them, and what puts it back."""
+
+
+def runs_alone(run: Callable[[], None]) -> None:
+    """Run, and assert that the process' settings and random states stay as they were.
+
+    Where modules were imported and only `RESTORED` changed, that is put back and it runs again: what each
+    step does is told, what the first one of a process does is not. FLA's and mamba-ssm's first steps
+    import packages that set environment variables; torch's compiler raises the recursion limit.
+    """
     before, modules = snapshot(), len(sys.modules)
-    yield
+    run()
+    changes = _changes(before, modules)
+    if len(sys.modules) > modules and changes and changes.keys() <= RESTORED.keys():
+        for name in changes:
+            RESTORED[name](before[name])
+        before, modules = snapshot(), len(sys.modules)
+        run()
+        changes = _changes(before, modules)
+    said = ", ".join(name + change for name, change in changes.items())
+    assert not changes, f"the process isn't as it was: {said}"
+
+
+def _changes(before: dict[str, Any], modules: int) -> dict[str, str]:
+    """Return what changed since, by its name. `modules`: how many were imported."""
     after, imported = snapshot(), len(sys.modules) > modules
     found = {
         name: _change(before[name], after[name], name in IMPORTED)
         for name in before
         if not (imported and name in IMPORTED)
     }
-    changes = [f"{name}{change}" for name, change in found.items() if change is not None]
-    assert not changes, f"the process isn't as it was: {', '.join(changes)}"
+    return {name: change for name, change in found.items() if change is not None}
 
 
 def _change(before: Any, after: Any, grows: bool) -> str | None:

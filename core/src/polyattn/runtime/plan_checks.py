@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn.errors import PluginError, shown
 from polyattn.runtime.backend import AttentionBackend
-from polyattn.runtime.portions import unevenly_called
+from polyattn.runtime.portions import unevenly_called, with_host_table
 from polyattn.runtime.reads import problems
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
@@ -72,7 +72,7 @@ def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
     if reads is None:
         return False
     spec = reads.spec or backend.spec_of(batch)
-    found = problems(spec, batch, reads)
+    found = problems(spec, with_host_table(batch), reads)
     if found:
         raise PluginError(
             f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "

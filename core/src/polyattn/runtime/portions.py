@@ -32,6 +32,18 @@ class Portion(NamedTuple):
     end: int
 
 
+def with_host_table(batch: Batch) -> Batch:
+    """Return the batch with its block table on the host, copied where only the device has it.
+
+    The batch itself stays: what a check reads must not change how later steps are planned.
+    """
+    if batch.block_table is None or batch.host_block_table is not None:
+        return batch
+    batch = batch.copy()
+    batch.read_block_table()
+    return batch
+
+
 def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> list[str]:
     """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
 
@@ -40,6 +52,7 @@ def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> 
     """
     if batch.lens_are_bounds or batch.mask is not None or batch.first_positions:
         return []
+    batch = with_host_table(batch)
     portions: list[Portion] = []
     problems: list[str] = []
     for op in ops:
@@ -75,7 +88,7 @@ class _Step:
 
     def __init__(self, batch: Batch, block_size: int | None, call: Call, slots: Any):
         self.batch, self.size, self.call = batch, block_size, call
-        self.part: Batch = call.plan.batch
+        self.part = with_host_table(call.plan.batch)
         self.slots = None if slots is None else slots.cpu().numpy()
         self.starts = np.asarray(batch.host_starts)
         self.end = 0  # of the slots that sequences before have

@@ -214,6 +214,18 @@ def most_merged_by_one(spec: LayerSpec, arch: str) -> int:
     return parts_at_once(rows, spec.v_head_size)
 
 
+NARROW_KEYS = 32
+"""Keys of a tile on Hopper, at most, where 8-bit values become 16-bit ones of up to 32 columns. For 64
+ptxas 12.8 (Triton 3.6) has all but the first product read V where a register says that nothing wrote."""
+
+
+def _most_keys(spec: LayerSpec, arch: str, block_n: int) -> int:
+    """Return `block_n`, or how many keys a tile may have at most."""
+    eight = storage_dtype(spec.stored_dtype).itemsize == 1 or spec.qkv_dtype != "auto"
+    narrow = eight and power(spec.v_head_size) <= 32 and arch_matches("sm_90", arch)
+    return min(block_n, NARROW_KEYS) if narrow else block_n
+
+
 def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config:
     """Return the configuration of a phase (prefill, paged, decode, few) on `arch`.
 
@@ -224,6 +236,7 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     # Keys that are rotated want the registers of four warps.
     plain = bool(spec.rope) or not (spec.sliding_window or spec.chunk_size or spec.alibi)
     config = pick(arch, phase, width, storage_dtype(stored).itemsize, plain)
+    config = replace(config, block_n=_most_keys(spec, arch, config.block_n))
     if phase in ("prefill", "paged"):
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
         return replace(config, num_stages=1) if spec.sink_tokens else config
@@ -290,7 +303,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     stored = storage_dtype(spec.stored_dtype).itemsize
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
-        return tuple(known)
+        return tuple(replace(c, block_n=_most_keys(spec, arch, c.block_n)) for c in known)
     found: list[PrefixConfig] = []
     height = least
     while not found or height <= UNTUNED_TALLEST:

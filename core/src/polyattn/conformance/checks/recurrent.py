@@ -198,9 +198,8 @@ def recurrent_graph(case: Case, harness: Harness) -> None:
     def step(plans, **inputs):  # type: ignore[no-untyped-def]
         return layer(*inputs.values(), states=states, plan=plans[layer.group])
 
-    moves = first.batch.state_targets is not None
-    size = StepSize(first.batch.num_seqs + 1, first.batch.max_query_len, state_targets=moves)
-    graphs = StepGraphs([layer.group], step, [size], 1 << 13)
+    size, longest = _room(first.batch, 1)
+    graphs = StepGraphs([layer.group], step, [size], longest)
     graphs.capture(first.tensors())
     for chosen in (RECURRENT[case.batch], RECURRENT[case.batch][::-1]):
         given = _to_capture(case, harness, layer, chosen)
@@ -216,19 +215,20 @@ def recurrent_graph(case: Case, harness: Harness) -> None:
 def recurrent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
     layer = harness.layer(case.spec)
-    lengths = [(query, min(length, 40)) for query, length in RECURRENT[case.batch]]
-    rows, each = len(lengths) + 2, lengths[0][0]
+    lengths = RECURRENT[case.batch]
+    size, longest = _room(_to_capture(case, harness, layer, lengths).batch, 2)
     buffers = StepBuffers(
-        rows, each, 64, None, harness.torch_device, padding_rows=layer.group.planner.padding_rows,
-        state_targets=case.inputs in (EACH, LAST),
+        size.rows, size.query_len, longest, None, harness.torch_device,
+        padding_rows=layer.group.planner.padding_rows, state_targets=size.state_targets,
     )  # fmt: skip
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    captured = layer.group.plan(buffers.batch([longest] * size.rows))
     for chosen in (lengths, lengths[::-1], lengths[1:]):
         given = _to_capture(case, harness, layer, chosen)
         tokens, start = given.batch.num_tokens, given.states.data.clone()
+        assert buffers.fits(given.batch)
         layer.group.plan(buffers.fill(given.batch), reuse=captured)
         wide = [
-            torch.cat([t, t.new_zeros(rows * each - tokens, *t.shape[1:])]) for t in given.tokens
+            torch.cat([t, t.new_zeros(size.tokens - tokens, *t.shape[1:])]) for t in given.tokens
         ]
         states = StateCache(start.clone())
         found = given.but(tokens=wide, states=states).run(captured)
@@ -238,6 +238,13 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
         assert torch.equal(bits(states.data[kept]), bits(start[kept])), (
             "a stranger's slot was written"
         )
+
+
+def _room(batch: Batch, padding: int) -> tuple[StepSize, int]:
+    """Return what a captured step has room for, and its longest row: a batch and rows of padding."""
+    moves = batch.state_targets is not None
+    size = StepSize(batch.num_seqs + padding, batch.max_query_len, state_targets=moves)
+    return size, batch.max_seq_len
 
 
 def _to_capture(

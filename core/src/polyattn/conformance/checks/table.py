@@ -25,7 +25,7 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
-from polyattn.conformance.snapshot import same_process
+from polyattn.conformance.snapshot import runs_alone
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
@@ -85,8 +85,11 @@ def run_case(case: Case, backend: str, device: Device, seed: int, budget: float 
     `budget`: seconds for each search. Each case has random numbers of its own, from `seed`.
     """
     build, check = CHECKS[case.check]
-    harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
-    harness.budget = budget
-    load_object(discover().backend(backend).path)  # what an import changes isn't the step's
-    with same_process():
+
+    def run() -> None:
+        harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
+        harness.budget = budget
         check(case, harness)
+
+    load_object(discover().backend(backend).path)  # what an import changes isn't the step's
+    runs_alone(run)

@@ -134,14 +134,18 @@ class RotationHarness(StoreHarness):
         own = OWN_ERRORS if dtype != torch.float64 else 1e-14
         factor = of_heads(scale, exact.shape[1])
         exact = exact / (factor.cpu().double() if isinstance(factor, Tensor) else factor)
+        # Of a head as it was rotated: what is saturated afterwards was off by as much.
+        largest = exact.abs().amax(-1, keepdim=True)
         if dtype.itemsize == 1:
             limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
             exact = exact.clamp(-limit, limit)
             best = quantize(exact.float(), dtype, 1.0).double()
         else:
             best = exact.to(dtype).double()
-        slack = own * exact.abs().amax(-1, keepdim=True)
-        wrong = (found.cpu().double() - exact).abs() - (best - exact).abs() > slack
+        excess = (found.cpu().double() - exact).abs() - (best - exact).abs()
+        wrong = excess > own * largest
         assert not wrong.any(), (
-            f"{self.backend}: {name} is wrong, first for token {int(wrong.nonzero()[0, 0])}"
+            f"{self.backend}: {name} is wrong, first for token {int(wrong.nonzero()[0, 0])}: "
+            f"{float((excess / largest)[wrong].max()):.2g} of its head's largest further off than "
+            f"{dtype} has to be, {own:g} is allowed"
         )

@@ -54,7 +54,8 @@ class Attention(Layer):
 
     Args:
         group: the group, or the selection or the spec to make one.
-        sinks: (num_heads,), learned sink logits, if the spec has them.
+        sinks: (num_heads,), learned sink logits, if the spec has them. A backend may round them to the
+            layer's dtype.
         alibi_slopes: (num_heads,); default: the paper's.
         k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
             also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale

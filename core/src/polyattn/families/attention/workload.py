@@ -110,7 +110,10 @@ class AttentionWorkload(Workload):
 
     @classmethod
     def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> Attention:
-        """Return a layer with random sinks, slopes and scales where the spec has them."""
+        """Return a layer with random sinks, slopes and scales where the spec has them.
+
+        Sinks are numbers of the layer's dtype, as a checkpoint's are: FlashAttention-3 reads bf16 ones.
+        """
         spec = group.spec
         # An output this small leaves room in e4m3 for values near 1.
         stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
@@ -124,7 +127,9 @@ class AttentionWorkload(Workload):
             read = {n: t for n, t in read.items() if "num_seqs" not in pointwise.inputs[n].dims}
         return Attention(
             group,
-            sinks=dice.normal(spec.num_heads).float() if spec.learned_sinks else None,
+            sinks=dice.normal(spec.num_heads, dtype=STORAGE_DTYPES[spec.dtype]).float()
+            if spec.learned_sinks
+            else None,
             alibi_slopes=dice.normal(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
             **scales,
             rotate=spec.rope is not None,

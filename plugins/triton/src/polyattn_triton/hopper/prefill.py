@@ -31,7 +31,13 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zero a tile's values from row `held` on: beyond the length there may be NaN."""
+    """Zero a tile's values from row `held` on: beyond the length there may be NaN.
+
+    Both groups do so to the same values, and neither waits for the other: racecheck tells of it. An
+    element gets what it has already (a row before `held`) or zero, whichever comes first; so a load finds
+    what is kept, or what is thrown away. A group multiplies after its own stores, and what the other one
+    still stores then is the same. The next copy into the tile waits for both, at `v_empty`.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     for first in gl.static_range(0, BLOCK_N, 16):
         if first + 16 > held:

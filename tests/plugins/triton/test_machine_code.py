@@ -1,0 +1,53 @@
+"""No kernel reads what nothing wrote: ptxas 12.8 compiled such ones, whose answers were wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from machine_code import unwritten_in
+from polyattn import LayerSpec
+from triton_ahead import compile_phase
+
+WRITTEN = """
+        /*0000*/                   UMOV UR34, UR46 ;
+        /*0010*/              @!P0 HGMMA.64x32x16.F32 R56, R28, gdesc[UR32].tnspB, R56 ;
+"""
+BEFORE = """
+        /*0000*/                   S2UR UR46, SR_CTAID.X ;
+        /*0010*/                   ULDC.64 UR4, c[0x0][0x220] ;
+        /*0020*/                   UMOV UR35, 0x80000020 ;
+        /*0030*/                   LDG.E R43, desc[UR4][R8.64+0x10] ;
+"""
+
+
+def test_what_nothing_wrote_is_told() -> None:
+    assert unwritten_in(BEFORE + WRITTEN) == []
+    assert unwritten_in(WRITTEN) == [
+        "UMOV UR34, UR46", "HGMMA.64x32x16.F32 R56, R28, gdesc[UR32].tnspB, R56",
+    ]  # fmt: skip
+    itself = "        /*0010*/                   UIADD3 UR34, UP0, UR34, 0x40, URZ ;"
+    assert unwritten_in(BEFORE + itself) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ"]
+
+
+EIGHT_BITS = [
+    ({"cached": False, "qkv_dtype": "fp8_e4m3"}, "pieces"),
+    ({"kv_cache_dtype": "int8"}, "paged"),
+    ({"kv_cache_dtype": "fp8_e4m3"}, "paged pieces"),
+    ({"kv_cache_dtype": "int4"}, "paged"),
+    ({"kv_cache_dtype": "int8"}, "prefix high"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "phase"), EIGHT_BITS, ids=lambda x: str(x))
+def test_narrow_values_of_eight_bits_are_read_where_they_lie(
+    fields: dict[str, Any], phase: str
+) -> None:
+    """`compile_kernel` looks at each kernel. Of these all read V wrongly while a tile had 64 keys."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "v_head_size": 32}
+    spec = LayerSpec(**sizes, dtype="bfloat16", **fields)
+    assert compile_phase(spec, "sm_90", phase).asm["cubin"]
