@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -246,11 +246,13 @@ class Op(ABC):
     """One instruction of a step, over some of its tokens. It runs for any frames and remembers none."""
 
     rows: Rows = None
+    inner: Sequence[Any] = ()
+    """The ops, or plans, that this one runs."""
 
     @property
     def calls(self) -> tuple[Call, ...]:
         """The backends' parts of the step that this runs, for people."""
-        return ()
+        return tuple(call for inner in self.inner for call in inner.calls)
 
     @abstractmethod
     def run(self, frame: Any) -> None:
