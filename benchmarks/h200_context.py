@@ -72,9 +72,11 @@ def step(way: str, length: int, context: ContextParallel) -> dict[str, Any]:
     assert one.cache_format is not None
     size = one.cache_format.block_size
     shared = ContextGroup(
-        group(spec.replace(block_size=size)), context, keys="heads" if way == "heads" else "blocks",
+        group(spec.replace(block_size=size)),
+        context,
+        keys="heads" if way == "heads" else "blocks",
         prefill="ring" if way == "ring" else "all_gather",
-    )  # fmt: skip
+    )
     layer, tokens = Attention(one), 1 if decode else length
     inputs = [random(tokens, heads, 128, seed=heads + at) for at, heads in enumerate((32, 8, 8))]
 

@@ -81,9 +81,11 @@ def vllm(rows: Any, nano: str) -> None:
 
     vllm_graphs.stand_in()
     for label, layer in (
-        ("bf16", {}), ("window of 40", {"sliding_window": 40}),
-        ("soft cap", {"logits_soft_cap": 10.0}), ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
-    ):  # fmt: skip
+        ("bf16", {}),
+        ("window of 40", {"sliding_window": 40}),
+        ("soft cap", {"logits_soft_cap": 10.0}),
+        ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
+    ):
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
 
 

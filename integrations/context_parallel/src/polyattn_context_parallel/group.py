@@ -217,7 +217,8 @@ class ContextGroup:
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
             raise BatchError(
                 "placed keys with queries='own' are Star Attention's first phase; "
-                "pass prefill='star' to ContextGroup")  # fmt: skip
+                "pass prefill='star' to ContextGroup"
+            )
         check_paged_batch(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:

@@ -173,9 +173,9 @@ class ContextParallel:
         sent = torch.tensor(list(digest.digest() + mark + text), dtype=torch.uint8)
         sent = sent.to(self.device)
         received = sent.new_empty(self.size, len(sent))
-        self._do(lambda: self._wait(
-            _gather(received.view(-1), sent, group=self._group, async_op=True)
-        ))  # fmt: skip
+        self._do(
+            lambda: self._wait(_gather(received.view(-1), sent, group=self._group, async_op=True))
+        )
         rows = [bytes(row) for row in received.tolist()]
         if error is not None:
             raise error

@@ -75,9 +75,11 @@ class FlashInferTrtllm(AttentionBackend):
         out = frame.out
         assert isinstance(plan, TrtllmPlan) and frame.cache is not None and frame.lse is None
         # The kernels are given addresses alone: what isn't contiguous goes by a copy.
-        whole = out if out.is_contiguous() else torch.empty_like(
-            out, memory_format=torch.contiguous_format
-        )  # fmt: skip
+        whole = (
+            out
+            if out.is_contiguous()
+            else torch.empty_like(out, memory_format=torch.contiguous_format)
+        )
         attend = self._general if self.by_xqa else self._chosen
         attend(plan.batch, frame.query.contiguous(), frame.cache, frame.params, whole)
         if whole is not out:

@@ -98,8 +98,10 @@ class UnifiedAttention(AttentionBackend):
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         scoring = unified.Scoring(
             spec.scale * (params.k_scale if quantised else 1.0),
-            spec.logit_soft_cap, params.alibi_slopes, dtype,
-        )  # fmt: skip
+            spec.logit_soft_cap,
+            params.alibi_slopes,
+            dtype,
+        )
         stored: unified.Cache | None = None
         if cache is not None:
             latent = cache.value_in_key

@@ -171,9 +171,7 @@ class Changes:
             every = jnp.stack(packed(PAIR, made, (tokens, all_heads, len(at))))
             every = every.reshape(-1, tokens, kv_heads, group, places.longest, keys)
             pairs = every.transpose(0, 2, 4, 1, 3, 5)
-        return cls(
-            split, functions.softmax, rows, of_keys, pairs, places.first_step, dtypes
-        )  # fmt: skip
+        return cls(split, functions.softmax, rows, of_keys, pairs, places.first_step, dtypes)
 
     @property
     def parts(self) -> tuple[Array | None, ...]:
@@ -236,9 +234,10 @@ class Changes:
         taken = {}
         parts: Callable[[int], Array]
         for kind, parts in (
-            (ROW, lambda i: rows[:, i : i + 1]), (KEY, lambda i: keys[i : i + 1, :]),
+            (ROW, lambda i: rows[:, i : i + 1]),
+            (KEY, lambda i: keys[i : i + 1, :]),
             (PAIR, lambda i: pairs[i]),
-        ):  # fmt: skip
+        ):
             for index, number in enumerate(self.split.of(kind)):
                 value = jnp.broadcast_to(parts(index), score.shape)
                 taken[number] = _from_integers(value, self.dtypes[number])

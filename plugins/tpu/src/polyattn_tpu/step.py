@@ -61,13 +61,14 @@ class Step:
                 f"key_starts={starts[:4]}… must name one place for each of {len(lens)}"
             )
         return cls(
-            queries, lens,
+            queries,
+            lens,
             _ints("block_table", block_table, (len(lens), None)),
             _ints("slots", slots, (sum(queries),)),
             _ints("state_slots", state_slots, (len(lens),)),
             starts,
             None if numbers is None else tuple(map(int, numbers)),
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_batch(cls, batch: Any) -> Step:

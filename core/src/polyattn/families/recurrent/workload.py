@@ -97,9 +97,11 @@ class RecurrentWorkload(Workload):
         """Return a batch over states of this workload."""
         targets = None if targets is None else targets.to(self.device)
         return Batch.from_lens(
-            *lens_of(lengths), state_slots=slots.to(self.device), state_targets=targets,
+            *lens_of(lengths),
+            state_slots=slots.to(self.device),
+            state_targets=targets,
             device=self.device,
-        )  # fmt: skip
+        )
 
     def _move(self, by_token: bool) -> None:
         queries, lens = lens_of(self.lengths)
@@ -125,9 +127,10 @@ class RecurrentWorkload(Workload):
         queries, _ = lens_of(self.lengths)
         rows, chosen = picked_rows(queries, requests, self.device), list(requests)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], starts=self.starts[chosen],
+            lengths=[self.lengths[i] for i in requests],
+            starts=self.starts[chosen],
             tokens=[tensor[rows] for tensor in self.tokens],
-        )  # fmt: skip
+        )
         queries, ones = lens_of(work.lengths)[0], [1] * len(chosen)
         parts = [*((tensor, queries) for tensor in work.tokens), (work.starts, ones)]
         spoil_requests(parts, spoilt, self.dice)
@@ -137,9 +140,10 @@ class RecurrentWorkload(Workload):
         ends[work.slots[: len(chosen)]] = after[[self.slots[i] for i in requests]]
         work.__dict__["expected"] = output[rows.cpu()], ends
         work.used = [
-            slot for i, slot in enumerate(work.slots[: len(chosen)])
+            slot
+            for i, slot in enumerate(work.slots[: len(chosen)])
             if slot in work.used and i not in spoilt
-        ]  # fmt: skip
+        ]
         return work
 
     @property
