@@ -202,13 +202,13 @@ def _answers(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     }
     for path, call in waiting.items():
         _probed[path] = _probe_answer(call, timeout)
-    found = [
+    answers = [
         _probed[info.probe] if problem is None and info.probe is not None else problem
         for info, problem in zip(infos, stated, strict=True)
     ]
     for path in [path for path, answer in _probed.items() if isinstance(answer, Unset)]:
         _probed.pop(path, None)
-    return found
+    return answers
 
 
 def _of_builds(answers: dict[str, str | None]) -> str | None:

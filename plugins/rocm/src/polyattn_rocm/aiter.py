@@ -114,9 +114,9 @@ class AiterAttention(AttentionBackend):
         )  # fmt: skip
 
     def _scale(self, value: float) -> Tensor:
-        found = self._scales.get(value)
-        if found is None:
-            found = self._scales[value] = torch.tensor(
+        tensor = self._scales.get(value)
+        if tensor is None:
+            tensor = self._scales[value] = torch.tensor(
                 value, dtype=torch.float32, device=self.torch_device
             )
-        return found
+        return tensor

@@ -270,6 +270,6 @@ def _pages(step: Step, counts: list[int], table: Any, buckets: Buckets) -> Pages
 
 
 def _filled(size: int, values: Any, rest: int) -> Any:
-    found = np.full(size, rest, np.int32)
-    found[: len(values)] = values
-    return found
+    array = np.full(size, rest, np.int32)
+    array[: len(values)] = values
+    return array

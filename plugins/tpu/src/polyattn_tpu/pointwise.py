@@ -180,24 +180,24 @@ class Changes:
 
     def buffers(self, blocks: int, rows: int, tokens: int) -> list[Any]:
         """Return the kernel's scratch for them: of a tile's rows, and of two steps of keys."""
-        found = []
+        shapes = []
         if self.rows is not None:
-            found.append(pltpu.VMEM((blocks, rows, LANES), jnp.int32))
+            shapes.append(pltpu.VMEM((blocks, rows, LANES), jnp.int32))
         if self.keys is not None:
-            found.append(pltpu.VMEM((2, *self.keys.shape[1:]), jnp.int32))
+            shapes.append(pltpu.VMEM((2, *self.keys.shape[1:]), jnp.int32))
         if self.pairs is not None:
             count, _, _, _, group, keys = self.pairs.shape
-            found.append(pltpu.VMEM((2, count, tokens, group, keys), jnp.int32))
-        return [*found, pltpu.SemaphoreType.DMA((2, 2))]
+            shapes.append(pltpu.VMEM((2, count, tokens, group, keys), jnp.int32))
+        return [*shapes, pltpu.SemaphoreType.DMA((2, 2))]
 
     def copies(
         self, r: Any, step: Any, slot: Any, first_step: Any, token: Any, head: Any
     ) -> list[Any]:
         """Return the DMAs of what is read of a step of keys: of the keys, and of pairs. In the kernel."""
-        found = []
+        pairs = []
         if self.keys is not None:
             source = r.key_values.at[first_step + step]
-            found.append(
+            pairs.append(
                 pltpu.make_async_copy(source, r.key_buf.at[slot], r.value_sems.at[0, slot])
             )
         if self.pairs is not None:
@@ -205,8 +205,8 @@ class Changes:
             for index in range(self.pairs.shape[0]):
                 source = r.pair_values.at[index, head, step, rows]
                 target = r.pair_buf.at[slot, index]
-                found.append(pltpu.make_async_copy(source, target, r.value_sems.at[1, slot]))
-        return found
+                pairs.append(pltpu.make_async_copy(source, target, r.value_sems.at[1, slot]))
+        return pairs
 
     def values(
         self, r: Any, block: Any, each: int, slot: Any, shape: tuple[int, ...]

@@ -252,7 +252,7 @@ def recurrent_inputs(
     spec: LayerSpec, tokens: int, generator: torch.Generator, device: str | torch.device = "cpu"
 ) -> list[Tensor]:
     """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
         tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
         if name == "dt":
@@ -268,11 +268,11 @@ def recurrent_inputs(
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # what a model writes in place of what it removed: as much at most
-            tensor = -found[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
+            tensor = -inputs[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
         elif name in ("r", "k", "B", "C"):
             tensor = tensor / math.sqrt(tensor.shape[-1])
-        found.append(tensor.to(input_dtype(spec, name)).to(device))
-    return found
+        inputs.append(tensor.to(input_dtype(spec, name)).to(device))
+    return inputs
 
 
 def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -285,7 +285,7 @@ def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Ge
 
 def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, Tensor]:
     """Return a recurrent layer's parameters: A and decay negative, as every model has them."""
-    found = {}
+    params = {}
     for name, letters in form_of(spec).params.items():
         tensor = torch.randn(shape_of(spec, letters), generator=generator)
         if name == "A":
@@ -296,5 +296,5 @@ def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, T
             tensor = tensor / math.sqrt(tensor.shape[-1])
         elif name == "dt_bias" and spec.recurrent and not spec.recurrent.dt_softplus:
             tensor = tensor.abs() * 0.1
-        found[name] = tensor
-    return found
+        params[name] = tensor
+    return params
