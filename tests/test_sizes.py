@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
 FILE, FUNCTION = 600, 60
 AT_MOST = {"found": 165, "given": 124, "kept": 64, "fmt: skip": 762}
-"""Of variables and arguments so named in the product's sources, and of statements that aren't formatted."""
+"""In the product's sources: variables and arguments so named, and statements that aren't formatted."""
 
 
 def kernels() -> set[str]:
