@@ -14,7 +14,6 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 - `vllm`: the builder of polyattn-vllm under captured graphs.
 - `hf-logits`, `hf-tokens`, `hf-batching`: transformers: logits, greedy tokens, static caches, fullgraph
   compile, continuous batching.
-- `bounds`: TRITON_ATTN's conformance cases of decode planned by bounds, and of captured steps.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integration
 TIMED = {"nano": 120}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
-    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,
+    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
 LIMITS = TIMED | COMPARED
 """Sections in their order, and their most seconds."""
@@ -161,24 +160,6 @@ def environment(section: str) -> dict[str, str]:
     return found
 
 
-def kit(limit: float) -> list[Row]:
-    """Run the kit's cases of captured steps and of lengths that only the device knows."""
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-        "polyattn.conformance", "--polyattn-backend", "TRITON_ATTN", "--polyattn-device", "cuda",
-        "-k", "bounds or graph",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd="/tmp", env=environment("bounds"), capture_output=True, text=True,
-        timeout=limit, check=False,
-    )  # fmt: skip
-    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
-    print(done.stdout[-1500:], flush=True)
-    return [
-        {"what": "TRITON_ATTN: kit, bounds and graphs", "found": last, "right": not done.returncode}
-    ]
-
-
 def main() -> int:
     """Run the sections. Returns how many rows are wrong."""
     parser = argparse.ArgumentParser()
@@ -231,8 +212,6 @@ def section_rows(name: str, args: Any, limit: float) -> list[Row]:
     out = Path(f"/tmp/engines-{os.getpid()}-{name}.json")
     how: str | None = None
     try:
-        if name == "bounds":
-            return kit(limit)
         subprocess.run(
             [sys.executable, __file__, "--section", name, "--nano", str(Path(args.nano).resolve()),
              "--out", str(out), "--seconds", str(limit - 10)],

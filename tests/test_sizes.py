@@ -92,6 +92,51 @@ def test_the_count_sees_bindings_and_marks() -> None:
     assert counted(text) == {"found": 2, "given": 1, "kept": 0, "fmt: skip": 1}
 
 
+def code_lines(text: str) -> list[tuple[int, str]]:
+    """Return a source's lines of code by number: no docstrings, imports, headers, brackets."""
+    apart: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        last = getattr(node, "end_lineno", 0)
+        if isinstance(node, ast.FunctionDef):  # a header is the interface's
+            last = node.body[0].lineno - 1
+        elif not isinstance(node, ast.Import | ast.ImportFrom) and not (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            continue
+        apart.update(range(node.lineno, last + 1))
+    lines = ((at, line.strip()) for at, line in enumerate(text.split("\n"), 1) if at not in apart)
+    return [(at, line) for at, line in lines if re.search(r"^[^#]*\w", line)]
+
+
+def shared(sources: dict[str, str], length: int = 6) -> list[str]:
+    """Return where two plugins, each the first part of a name, have as many equal lines of code."""
+    runs: dict[tuple[str, ...], tuple[str, int]] = {}
+    pairs = []
+    for name, text in sources.items():
+        lines = code_lines(text)
+        for first in range(len(lines) - length + 1):
+            run = tuple(line for _, line in lines[first : first + length])
+            other, at = runs.setdefault(run, (name, lines[first][0]))
+            if other.split("/")[0] != name.split("/")[0]:
+                pairs.append(f"{name}:{lines[first][0]} is {other}:{at}")
+    return pairs
+
+
+def test_no_two_plugins_share_six_lines() -> None:
+    """What a plugin declares is data: `hooks.py`, `families.py`."""
+    root = ROOT / "plugins"
+    paths = [p for p in root.glob("*/src/**/*.py") if p.name not in ("hooks.py", "families.py")]
+    sources = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
+    assert len(sources) > 100
+    assert not shared(sources)
+
+
+def test_shared_lines_are_seen() -> None:
+    text = "".join(f"x{n} = {n}\n\n# {n}\n" for n in range(6))
+    assert shared({"a/x.py": text, "b/y.py": f"import os\n{text}"}) == ["b/y.py:2 is a/x.py:1"]
+    assert not shared({"a/x.py": text, "a/y.py": text, "b/z.py": text[8:]})
+
+
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
