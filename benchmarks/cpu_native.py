@@ -7,6 +7,7 @@ rounds.
 from __future__ import annotations
 
 import ctypes
+import platform
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from polyattn.kernel import (
 )
 from polyattn_cpu.native import build
 from polyattn_cpu.native.attention import NativeAttention
+from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
 
 __all__ = ["CASES", "Case", "NativeAttention", "TorchSDPA", "limits", "readings"]
