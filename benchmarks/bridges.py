@@ -70,8 +70,9 @@ def ways(rows: int) -> dict[str, Callable[[], object]]:
     q, k, v = (tensor(rows, HEADS, TOKENS, SIZE) for _ in range(3))
     qs, ks, vs = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     flat = [t.flatten(0, 1) for t in (qs, ks, vs)]
-    layer = polyattn.Attention(polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32",
-                                                  cached=False))  # fmt: skip
+    layer = polyattn.Attention(
+        polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32", cached=False)
+    )
     plan = plan_lengths(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
     attend = AttentionInterface()["polyattn"]
     module = Module().eval()
@@ -116,8 +117,9 @@ def main() -> None:
         for name in calls:
             print(
                 f"| {rows} | {name} | {whole[name]:.1f} | {whole[name] / base:.2f} | {own[name]:.1f} | "
-                f"{own[name] / base_own:.2f} |", flush=True,
-            )  # fmt: skip
+                f"{own[name] / base_own:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

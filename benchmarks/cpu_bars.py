@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -23,16 +24,54 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cpu_bars_calls import CallBars, least, timed
+from polyattn.kernel import IndexerSpec
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
 }  # fmt: skip
-SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan", "index", "run")
+INDEXERS: dict[str, tuple[int, IndexerSpec, str]] = {
+    "MSA": (4, IndexerSpec(
+        num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1,
+    ), "read"),
+    "QSA": (4, IndexerSpec(
+        num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True,
+    ), "read"),
+    "DSA, scaled e4m3": (1, IndexerSpec(
+        num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled",
+    ), "mm bf16"),
+}  # fmt: skip
+"""Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it."""
+SECTIONS = ("share", "store", "two", "busy", "index")
 Row = dict[str, Any]
+Calls = dict[str, Callable[[], object]]
 
 
-class Visit(CallBars):
+def least(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
+    """Return each call's least seconds; the calls take turns, at least four rounds of them."""
+    best = dict.fromkeys(calls, float("inf"))
+    until, rounds = time.perf_counter() + seconds, 0
+    while rounds < 4 or time.perf_counter() < until:
+        for name, call in calls.items():
+            started = clock()
+            call()
+            best[name] = min(best[name], clock() - started)
+        rounds += 1
+    return best
+
+
+def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Return the least and the median of a call's seconds by the wall clock, of nine calls at least."""
+    call()
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(taken) < 9 or time.perf_counter() < until:
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return min(taken), statistics.median(taken)
+
+
+class Visit:
     """One instruction set's sections. Built in the child process, where torch may be imported."""
 
     def __init__(self, isa: str, seconds: float):
@@ -112,6 +151,36 @@ class Visit(CallBars):
         base = best[names[0]]
         for name, bar in zip(names[1:], (None, None, 1.0, 1.3), strict=True):
             self.row(f"{name}: bf16's time / its", base / best[name], "x", bar)
+
+    def index(self) -> None:
+        """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""
+        from polyattn import Batch, Indexer, select
+        from polyattn.conformance.cases.index import layer_for
+
+        torch = self.torch
+        for name, (seqs, spec, what) in INDEXERS.items():
+            indexer = Indexer(
+                select(layer_for(spec, "bfloat16"), "cpu", backend="index=NATIVE_INDEX")
+            )
+            entries = (1 << 17) // spec.tokens_per_entry
+            keys = indexer.allocate_cache(seqs * entries // 64, 64)
+            drawn = torch.randn(seqs * entries, spec.head_size).bfloat16()
+            indexer.store(drawn, keys, torch.arange(len(drawn)))
+            table = torch.randperm(len(keys)).int().view(seqs, -1)
+            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs).with_block_table(table)
+            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+            weights = torch.randn(seqs, spec.num_heads) if spec.fold == "weighted" else None
+            bounds = self.limits()
+            limit, amount = bounds[what if what in bounds else "mm fp32"]
+            calls: Calls = {
+                "index": lambda: indexer(query, keys, batch, weights), "limit": limit,  # noqa: B023
+            }  # fmt: skip
+            best = least(calls, self.seconds, time.thread_time)
+            products = 2 * seqs * entries * spec.num_heads * spec.head_size
+            done = keys.numel() * keys.itemsize if what == "read" else products
+            share = done / best["index"] / (amount / best["limit"])
+            self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
+                     gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
 
     @contextmanager
     def threads(self, count: int) -> Iterator[None]:

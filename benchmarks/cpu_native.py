@@ -1,24 +1,16 @@
-"""The native CPU kernels beside TORCH_SDPA and the machine's limits, as ratios in one run.
+"""The native CPU kernels' cases, and what the machine can do at best: `cpu_bars.py` compares them.
 
-python benchmarks/cpu_native.py [--rounds N] [--only NAME,NAME] [--out FILE.json]
-
-CPU time of one thread, candidates alternating, the least of many: on a machine that others use, too,
-only ratios of one run mean anything. The limits are what this process reads of 64 MiB and what
-`torch.mm` multiplies, measured in the same rounds.
+The limits are what this process reads of 64 MiB and what `torch.mm` multiplies, measured in the same
+rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import platform
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from datetime import date
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -39,6 +31,8 @@ from polyattn_cpu.native import build
 from polyattn_cpu.native.attention import NativeAttention
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
+
+__all__ = ["CASES", "Case", "NativeAttention", "TorchSDPA", "limits", "readings"]
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 MLA = {"num_kv_heads": 1, "head_size": 576, "v_head_size": 512}
@@ -169,79 +163,3 @@ def limits() -> dict[str, tuple[Callable[[], object], float]]:
         "mm fp32": (lambda: torch.mm(a32, a32), 2 * 1024**3),
         "mm bf16": (lambda: torch.mm(a16, a16), 2 * 2048**3),
     }
-
-
-def measure(
-    case: Case, bounds: dict[str, tuple[Callable[[], object], float]], rounds: int
-) -> dict[str, float]:
-    """Return milliseconds of both backends and the shares of this run's limits."""
-    calls: dict[str, Callable[[], object]] = {
-        "native": case.call(NativeAttention), "TORCH_SDPA": case.call(TorchSDPA)
-    }  # fmt: skip
-    calls |= {name: call for name, (call, _) in bounds.items()}
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            started = time.thread_time()
-            call()
-            best[name] = min(best[name], time.thread_time() - started)
-    seconds = best["native"]
-    rate = {name: amount / best[name] for name, (_, amount) in bounds.items()}
-    return {
-        "native_ms": seconds * 1e3,
-        "torch_sdpa_ms": best["TORCH_SDPA"] * 1e3,
-        "times_torch_sdpa": best["TORCH_SDPA"] / seconds,
-        "of_read": case.bytes / seconds / rate["read"],
-        "of_mm_fp32": case.flops / seconds / rate["mm fp32"],
-        "of_mm_bf16": case.flops / seconds / rate["mm bf16"],
-        "read_gb_s": rate["read"] / 1e9,
-        "mm_fp32_gflops": rate["mm fp32"] / 1e9,
-        "mm_bf16_gflops": rate["mm bf16"] / 1e9,
-    }
-
-
-def call_overhead_us() -> float:
-    """Return the microseconds of a call that has nothing to do: one padding row."""
-    call = Case(LLAMA, [1], [1]).call(NativeAttention)
-    best = float("inf")
-    for _ in range(50):
-        started = time.thread_time()
-        for _ in range(200):
-            call()
-        best = min(best, (time.thread_time() - started) / 200)
-    return best * 1e6
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    names = [
-        n for n in CASES if not chosen.only or any(part in n for part in chosen.only.split(","))
-    ]
-    bounds, results = limits(), {}
-    for name in names:
-        results[name] = measure(Case(*CASES[name]), bounds, chosen.rounds)
-        print(name, " ".join(f"{k}={v:.3g}" for k, v in results[name].items()), flush=True)
-    overhead = call_overhead_us()
-    print(f"one key, one call: {overhead:.2f} us")
-    if chosen.out:
-        model = next(
-            (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")), platform.processor(),
-        )  # fmt: skip
-        report = {
-            "date": date.today().isoformat(), "machine": model, "isa": isa(), "torch": torch.__version__,
-            "command": " ".join(["python", *sys.argv]),
-            "clock": "CPU time of one thread, least of rounds",
-            "call_us": overhead, "cases": results,
-        }  # fmt: skip
-        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

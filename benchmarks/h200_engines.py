@@ -8,17 +8,12 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
-- `decode`: the attention of one such step in a captured graph, beside FlashAttention-3.
-- `prefill`: the attention of one of its prefill steps, planning included, beside FlashAttention-3.
-- `ways`: host time of a call on tiny tensors, by way in.
-- `host`: the same by backend and by what it is made up of, and profiles.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
 - `graphs`: captured decodes, replayed unplanned.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
 - `hf-logits`, `hf-tokens`, `hf-batching`: transformers: logits, greedy tokens, static caches, fullgraph
   compile, continuous batching.
-- `bounds`: TRITON_ATTN's conformance cases of decode planned by bounds, and of captured steps.
 """
 
 from __future__ import annotations
@@ -38,10 +33,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 120, "decode": 40, "prefill": 40, "ways": 60, "host": 100}
+TIMED = {"nano": 120}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
-    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,
+    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
 LIMITS = TIMED | COMPARED
 """Sections in their order, and their most seconds."""
@@ -85,9 +80,11 @@ def vllm(rows: Any, nano: str) -> None:
 
     vllm_graphs.stand_in()
     for label, layer in (
-        ("bf16", {}), ("window of 40", {"sliding_window": 40}),
-        ("soft cap", {"logits_soft_cap": 10.0}), ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
-    ):  # fmt: skip
+        ("bf16", {}),
+        ("window of 40", {"sliding_window": 40}),
+        ("soft cap", {"logits_soft_cap": 10.0}),
+        ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
+    ):
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
 
 
@@ -102,36 +99,6 @@ def nano16(rows: Any, nano: str) -> None:
 
     for row in engine.throughput(nano, rows.end - time.monotonic()):
         rows.note(f"nano-vllm, bf16: {row.pop('what')}", row)
-
-
-def decode(rows: Any, nano: str) -> None:
-    from engines import steps
-
-    for row in steps.decode_times():
-        rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
-
-
-def prefill(rows: Any, nano: str) -> None:
-    from engines import steps
-
-    for row in steps.prefill_times():
-        rows.add(f"prefills of a step, {row.pop('what')}", lambda r=row: r)
-
-
-def ways(rows: Any, nano: str) -> None:
-    from engines import host as measured
-
-    for row in measured.ways():
-        rows.add(f"host: {row.pop('what')}", lambda r=row: r)
-
-
-def host(rows: Any, nano: str) -> None:
-    from engines import host as measured
-
-    for part in (measured.backends, measured.stages):
-        for row in part():
-            rows.add(f"host: {row.pop('what')}", lambda r=row: r)
-    measured.profiled()
 
 
 def hf_logits(rows: Any, nano: str) -> None:
@@ -160,9 +127,7 @@ def hf_batching(rows: Any, nano: str) -> None:
 
 SECTIONS: dict[str, Section] = {
     "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
-    "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
-    "prefill": prefill,
-    "ways": ways, "host": host,
+    "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 
@@ -190,27 +155,9 @@ def environment(section: str) -> dict[str, str]:
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])
     if section == "nano32":
         found["TORCHDYNAMO_DISABLE"] = "1"
-    if section in ("ways", "hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
+    if section in ("hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
         found["PYTHONPATH"] = f"{CARRIED}:{found['PYTHONPATH']}"
     return found
-
-
-def kit(limit: float) -> list[Row]:
-    """Run the kit's cases of captured steps and of lengths that only the device knows."""
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-        "polyattn.conformance", "--polyattn-backend", "TRITON_ATTN", "--polyattn-device", "cuda",
-        "-k", "bounds or graph",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd="/tmp", env=environment("bounds"), capture_output=True, text=True,
-        timeout=limit, check=False,
-    )  # fmt: skip
-    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
-    print(done.stdout[-1500:], flush=True)
-    return [
-        {"what": "TRITON_ATTN: kit, bounds and graphs", "found": last, "right": not done.returncode}
-    ]
 
 
 def main() -> int:
@@ -265,8 +212,6 @@ def section_rows(name: str, args: Any, limit: float) -> list[Row]:
     out = Path(f"/tmp/engines-{os.getpid()}-{name}.json")
     how: str | None = None
     try:
-        if name == "bounds":
-            return kit(limit)
         subprocess.run(
             [sys.executable, __file__, "--section", name, "--nano", str(Path(args.nano).resolve()),
              "--out", str(out), "--seconds", str(limit - 10)],

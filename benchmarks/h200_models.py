@@ -199,8 +199,10 @@ def main() -> int:
         if "ratio_median" in row:
             print(line(row))
     over = [r["what"] for r in rows.rows if r.get("ratio_median", 0) > given.limit]
-    print(f"above {given.limit} x transformers' median error: {over or 'none'}; failed: "
-          f"{rows.wrong() or 'none'}")  # fmt: skip
+    print(
+        f"above {given.limit} x transformers' median error: {over or 'none'}; failed: "
+        f"{rows.wrong() or 'none'}"
+    )
     if given.out:
         machine = torch.cuda.get_device_name() if on_gpu else platform.processor()
         about = {"machine": machine, "date": str(date.today()), "torch": torch.__version__,

@@ -75,15 +75,18 @@ def _recurrent(group: LayerGroup, lengths: Sequence[tuple[int, int]], dice: Dice
     work = workload(group, few, dice, checks=False)
     assert isinstance(work, RecurrentWorkload) and work.batch.state_slots is not None
     total, starts = sum(q for q, _ in lengths), [0, *torch.tensor(lengths)[:, 0].cumsum(0).tolist()]
-    rows = torch.cat([
-        torch.arange(starts[i + 1] - starts[i]) % q + sum(n for n, _ in few[:i])
-        for i, (q, _) in enumerate(few)
-    ]).to(work.device)  # fmt: skip
+    rows = torch.cat(
+        [
+            torch.arange(starts[i + 1] - starts[i]) % q + sum(n for n, _ in few[:i])
+            for i, (q, _) in enumerate(few)
+        ]
+    ).to(work.device)
     assert len(rows) == total
     return work.but(
-        lengths=list(lengths), tokens=[tensor[rows] for tensor in work.tokens],
+        lengths=list(lengths),
+        tokens=[tensor[rows] for tensor in work.tokens],
         batch=work.step(lengths, work.batch.state_slots),
-    )  # fmt: skip
+    )
 
 
 def error_of(work: Workload, call: Call) -> float:

@@ -393,9 +393,11 @@ def verdict(judge: Judge, name: str, begun: float, machine: Machine) -> tuple[st
 
 def built() -> str:
     """Build the native kernels for one instruction set, quickly; return what the compiler objects to."""
-    code = ("from polyattn_cpu.native import build; here = build.machine(); names = [*build.ISAS[here]]; "
-            "name = names[-2 if names[-1] == 'generic' else -1]; "
-            "build.ISAS = {here: {name: build.ISAS[here][name]}}; build.build()")  # fmt: skip
+    code = (
+        "from polyattn_cpu.native import build; here = build.machine(); names = [*build.ISAS[here]]; "
+        "name = names[-2 if names[-1] == 'generic' else -1]; "
+        "build.ISAS = {here: {name: build.ISAS[here][name]}}; build.build()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "CXXFLAGS": "-O1"}, text=True,
         capture_output=True, check=False,
@@ -451,8 +453,10 @@ def score(rows: list[dict[str, Any]]) -> None:
     for name in [*dict.fromkeys(row["target"] for row in rows), "all"]:
         mine = [row for row in rows if name in ("all", row["target"])]
         kinds = Counter("equivalent" if r.get("equivalent") else r["outcome"] for r in mine)
-        print(f"| {name} | {len(mine)} | {kinds['killed'] + kinds['hung']} | {kinds['equivalent']} | "
-              f"{kinds['survived']} |")  # fmt: skip
+        print(
+            f"| {name} | {len(mine)} | {kinds['killed'] + kinds['hung']} | {kinds['equivalent']} | "
+            f"{kinds['survived']} |"
+        )
     for row in rows:
         if lives(row):
             print(

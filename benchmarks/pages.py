@@ -98,8 +98,10 @@ def page(machine: str, records: Sequence[dict[str, Any]]) -> str:
     """Return the page of a machine's records, a table for each suite in its rows' order."""
     latest, parts = newest(records), [HEAD.format(machine=machine)]
     devices = dict.fromkeys((r["device"], json.dumps(r["versions"])) for r in records)
-    parts += [f"- {device}: " + ", ".join(f"{k} {v}" for k, v in json.loads(of).items())
-              for device, of in devices]  # fmt: skip
+    parts += [
+        f"- {device}: " + ", ".join(f"{k} {v}" for k, v in json.loads(of).items())
+        for device, of in devices
+    ]
     for name in NAMES:
         lines = [
             _line(row, latest[name, row.name]) for row in suite(name) if (name, row.name) in latest
@@ -127,8 +129,10 @@ def _line(row: Row, records: dict[str, dict[str, Any]]) -> str:
         if row.bar is None
         else f"{row.bar}{'' if met is None else ': met' if met else ': **missed**'}"
     )
-    return (f"| {row.name} | {text} | {'' if ratio is None else f'{ratio:.2f}'} | {bar} | "
-            f"{'' if error is None else f'{error:.1e}'} | {when} |")  # fmt: skip
+    return (
+        f"| {row.name} | {text} | {'' if ratio is None else f'{ratio:.2f}'} | {bar} | "
+        f"{'' if error is None else f'{error:.1e}'} | {when} |"
+    )
 
 
 def write_pages(folder: Path = RESULTS) -> list[Path]:

@@ -241,9 +241,10 @@ def least(spec: LayerSpec, step: Step) -> Work:
         operations += sum(min(window, length - queries + i + 1) for i in range(queries))
     wide = spec.head_size + spec.v_head_size
     return Work(
-        read * spec.num_kv_heads * wide * 2, step.num_tokens * spec.num_heads * wide * 2,
+        read * spec.num_kv_heads * wide * 2,
+        step.num_tokens * spec.num_heads * wide * 2,
         operations * spec.num_heads * wide * 2,
-    )  # fmt: skip
+    )
 
 
 def beside_roofline(work: Work, around: float, arch: str) -> dict[str, float]:

@@ -168,10 +168,11 @@ def batching(name: str) -> dict[str, Any]:
     options = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with torch.no_grad():
         expected = [
-            model.generate(torch.tensor([p], device=DEVICE), generation_config=options)[0, len(p) :]
-            .tolist()
+            model.generate(torch.tensor([p], device=DEVICE), generation_config=options)[
+                0, len(p) :
+            ].tolist()
             for p in prompts
-        ]  # fmt: skip
+        ]
     manager = polyattn_transformers.continuous_batching_manager(
         model, options, continuous_batching_config=ContinuousBatchingConfig(
             page_size=64, num_blocks=128, max_batch_tokens=128, use_cuda_graph=False)

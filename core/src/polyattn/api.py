@@ -86,26 +86,26 @@ def select(
         spec = spec.replace(kv_source=None)
     # All that can change the answer, so that threads with other settings don't disturb each other.
     key = (spec, resolved, backend, verify, settings, generation())
-    found = _remembered.get(key)
-    if found is None:
+    selection = _remembered.get(key)
+    if selection is None:
         # Queries and keys come rotated and transformed already.
         asked = kernel_spec(spec) if spec.variant or spec.rope else spec
         if asked != spec:
-            found = select(asked, resolved, backend=backend, settings=settings, verify=verify)
-            found = prepared_for(found, spec)
+            selection = select(asked, resolved, backend=backend, settings=settings, verify=verify)
+            selection = prepared_for(selection, spec)
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)
             try:
-                found = noted(_select(spec, resolved, strict, verify))
+                selection = noted(_select(spec, resolved, strict, verify))
             except SelectionError as error:
                 raise SelectionError(f"{error}{_less_invariant(spec, resolved, strict)}") from None
             if spec.batch_invariant:
-                found = _with_costs(found, strict)
+                selection = _with_costs(selection, strict)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
-        _remembered[key] = found
-    return found
+        _remembered[key] = selection
+    return selection
 
 
 def _with_costs(found: Selection, settings: Settings) -> Selection:
@@ -253,11 +253,11 @@ def _listed(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
     """Return a model's layers as a list. Raises `SpecError`."""
     if not isinstance(specs, Iterable):
         raise SpecError(f"specs={shown(specs)} must be a list of LayerSpec, one for each layer")
-    found = list(specs)
-    for index, spec in enumerate(found):
+    listed = list(specs)
+    for index, spec in enumerate(listed):
         if not isinstance(spec, LayerSpec):
             raise SpecError(f"specs[{index}]={shown(spec)} must be a LayerSpec")
-    return found
+    return listed
 
 
 def unmatched_overrides(specs: Sequence[LayerSpec], settings: Settings) -> list[str]:
@@ -311,12 +311,12 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
 def _problem(check: str, functions: AttentionVariant | RowFormat) -> str | None:
     """Return what a backend's check has against these functions."""
     try:
-        found = load_object(check)(functions)
+        problem = load_object(check)(functions)
     except SpecError:
         raise
     except Exception as error:
         return f"{check} fails: {describe(error)}"
-    return None if found is None else plain(str(found))
+    return None if problem is None else plain(str(problem))
 
 
 def _facts(
@@ -335,13 +335,13 @@ def _facts(
         asked = [("variant", info.variant_check, variant)] if variant is not None else []
         if stored not in info.capabilities.kv_cache_dtypes:
             asked += [("kv_cache_dtype", info.rows_check, each) for each in formats]
-        found = []
+        rejections = []
         for field, check, functions in asked:
             problem = None if check is None else _problem(check, functions)
             if problem is not None:
                 wanted = f"the functions of {functions.name}"
-                found.append(Rejection(field, wanted, "others", problem))
-        return tuple(found)
+                rejections.append(Rejection(field, wanted, "others", problem))
+        return tuple(rejections)
 
     seconds = settings.probe_timeout
     unavailable = partial(availability, timeout=seconds)

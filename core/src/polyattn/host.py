@@ -34,12 +34,12 @@ from polyattn.calls.stand_in import StandIns
 from polyattn.calls.views import joined_pages
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.integrations import Integration, integrations
-from polyattn.runtime.backend import MergeBackend
+from polyattn.runtime.backend import MergeBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
 from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.program import Rows
+from polyattn.runtime.program import Frame, Op, Rows
 from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch
 from polyattn.runtime.step.host_copies import lens_between, values_of
 from polyattn.settings import current as current_settings
@@ -49,16 +49,19 @@ __all__ = [
     "API_VERSION",
     "CallOptions",
     "CallerCache",
+    "Frame",
     "Integration",
     "Ledger",
     "MergeBackend",
     "MergeBuffers",
     "NewKeys",
+    "Op",
     "PackedKeys",
     "Report",
     "RotaryTables",
     "Rows",
     "StandIns",
+    "StoreBackend",
     "attend_cached",
     "attend_dense",
     "attend_packed",

@@ -191,9 +191,9 @@ def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
 
     found["lengths"] = said(lambda: shared.plan(batch(5, 6 + rank)))
     found["sequences"] = said(lambda: shared.plan(batch(*[5] * (1 + rank))))
-    found["one refuses"] = said(lambda: shared.plan(
-        Batch.from_lens([1], [5], table[:1], size_of if rank else 7)
-    ))  # fmt: skip
+    found["one refuses"] = said(
+        lambda: shared.plan(Batch.from_lens([1], [5], table[:1], size_of if rank else 7))
+    )
     # Nobody is left behind by any of those: the next step runs.
     layer, cache = ContextAttention(shared, Attention(group)), shared.allocate_cache(4)
     query, key, value = attention_inputs(SPEC, 1, torch.Generator().manual_seed(1))

@@ -236,6 +236,7 @@ class Made:
             for part, whole in ((cache.key, self.whole.key), (cache.value, self.whole.value))
         )
         found["again"] = torch.equal(out, again[0])
+        found["explained"] = plan.explain()
         return found
 
     def by_heads(self) -> dict[str, Any]:

@@ -139,6 +139,10 @@ def judge(size: int, name: str) -> None:
         assert rank["out"] <= 1 and rank["lse"] <= 1, (SEED, ranks)
         assert rank.get("stored", True), "another rank's blocks, or not this one's"
         assert rank.get("again", True), "another run gave other bits"
+    told = [rank.get("explained", "query tokens") for rank in ranks]
+    assert any("query tokens" in each for each in told), (
+        "a rank may have no token of a step, not all"
+    )
     if "own" not in name and "to_all" not in name and "ring" not in name:
         assert len({rank["bits"] for rank in ranks}) == 1, "the ranks' outputs differ in bits"
 

@@ -222,8 +222,10 @@ def test_no_room_changes_nothing() -> None:
 def test_partial_results_combine() -> None:
     """Over two parts of the keys, the second of which one query doesn't see."""
     q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
-    parts = [flash_attn_3.flash_attn_func(q, k[:, at], v[:, at], return_attn_probs=True)
-             for at in (slice(0, 6), slice(6, 9))]  # fmt: skip
+    parts = [
+        flash_attn_3.flash_attn_func(q, k[:, at], v[:, at], return_attn_probs=True)
+        for at in (slice(0, 6), slice(6, 9))
+    ]
     outs = torch.stack([out for out, _ in parts])
     lses = torch.stack([lse.transpose(1, 2) for _, lse in parts])
     lses[1, 0, 2], outs[1, 0, 2] = -torch.inf, 0.0

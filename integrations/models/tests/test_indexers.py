@@ -132,6 +132,7 @@ def test_qwen4s_choice_of_groups(budget: int) -> None:
     # The first three tokens see no group; the last one's keys are all groups'.
     query = torch.stack([torch.zeros(16, 32)] * 3 + [pair[0] for pair in products.inputs])
     wanted = [[{i // 4 for i in row.nonzero().flatten().tolist()}] for row in seen]
-    spec = IndexerSpec(num_heads=16, head_size=32, budget=budget // 4, fold="sum",
-                       tokens_per_entry=4, tail=True)  # fmt: skip
+    spec = IndexerSpec(
+        num_heads=16, head_size=32, budget=budget // 4, fold="sum", tokens_per_entry=4, tail=True
+    )
     check(choices(spec, query, products.inputs[-1][1].T, None), wanted)

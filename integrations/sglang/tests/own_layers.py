@@ -38,7 +38,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Return a module that has every name; what is derived from has to be a class."""
         return MagicMock(
             name=spec.name, __spec__=spec, __path__=[], __version__="99.0", Object=type("O", (), {})
-        )  # fmt: skip
+        )
 
     def exec_module(self, module: Any) -> None:
         """There is nothing to run."""

@@ -88,9 +88,11 @@ class Served:
         self.req_to_token[self.rows, :width] = slots.int()
         self.pool = Pool(2, size, size, sliding)
         self.runner = SimpleNamespace(
-            use_mla_backend=False, page_size=PAGE, token_to_kv_pool=self.pool,
+            use_mla_backend=False,
+            page_size=PAGE,
+            token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
-        )  # fmt: skip
+        )
         self.backend = ServedAttention(self.runner, deterministic)
         self.lens = [0, 0]
         self.keys: list[Tensor] = [torch.empty(0, 2, size)] * 2
@@ -124,8 +126,9 @@ class Served:
             k, v = (torch.randn(total, 2, layer.qk_head_dim) for _ in range(2))
         else:
             q, k, v = (x if x is tokens[0] else x.unflatten(1, (2, -1)) for x in tokens)
-        for row, (a, b) in enumerate(zip(k.split([*counts, padding]), v.split([*counts, padding]),
-                                         strict=True)):  # fmt: skip
+        for row, (a, b) in enumerate(
+            zip(k.split([*counts, padding]), v.split([*counts, padding]), strict=True)
+        ):
             if row < 2:
                 self.keys[row] = torch.cat([self.keys[row], a])
                 self.values[row] = torch.cat([self.values[row], b])
@@ -314,9 +317,11 @@ def test_the_plugin_registers_itself(host: dict[str, Any]) -> None:
     assert host["choices"] == ["triton", "polyattn"]
     assert host["deterministic"] == ["polyattn"] * 2
     runner = SimpleNamespace(
-        use_mla_backend=False, page_size=1, token_to_kv_pool=Pool(2, 16, 16, False),
+        use_mla_backend=False,
+        page_size=1,
+        token_to_kv_pool=Pool(2, 16, 16, False),
         req_to_token_pool=SimpleNamespace(req_to_token=None),
-    )  # fmt: skip
+    )
     backend = host["registered"]["polyattn"](runner)
     assert isinstance(backend, host["base"])
     assert isinstance(backend, ServedAttention) and backend.deterministic

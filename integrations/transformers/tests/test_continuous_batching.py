@@ -47,11 +47,12 @@ def test_tokens_equal_generate(name: str) -> None:
             for p in prompts
         ]
     manager = polyattn_transformers.continuous_batching_manager(
-        model, options,
+        model,
+        options,
         continuous_batching_config=ContinuousBatchingConfig(
             **PAGES, num_blocks=64, max_batch_tokens=16
         ),
-    )  # fmt: skip
+    )
     manager.start()
     try:
         names = [manager.add_request(p, max_new_tokens=12) for p in prompts]

@@ -74,9 +74,11 @@ class BoundCall:
             if of_key is not None and of_value is not None:
                 copied = heads * size, size
                 strides = PackedStrides(
-                    copied if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
+                    copied if of_query is None else of_query[1][:2],
+                    of_key[1][:2],
+                    of_value[1][:2],
                     of_key[0][0],
-                )  # fmt: skip
+                )
                 self.addressed = only.backend.addressed(only.plan, strides)
 
     def __call__(

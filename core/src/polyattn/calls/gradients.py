@@ -37,8 +37,8 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
         query, key, value = ctx.saved_tensors
-        found = gradients(ctx.spec, query, key, value, d_out, ctx.sequences, ctx.slopes)
-        return *found, None, None, None, None
+        grads = gradients(ctx.spec, query, key, value, d_out, ctx.sequences, ctx.slopes)
+        return *grads, None, None, None, None
 
 
 @torch.no_grad()

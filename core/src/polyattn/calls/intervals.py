@@ -74,7 +74,7 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
     if not keys:
         return np.zeros((rows, queries), int), np.zeros((rows, queries), int)
     step = max(1, AT_A_TIME // max(1, rows * keys))
-    found = []
+    intervals = []
     for at in range(0, queries, step):
         seen = mask[:, at : at + step]
         if seen.dtype != torch.bool:
@@ -88,9 +88,9 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
         count = bits.sum(-1, dtype=torch.int64)
         first = bits.argmax(-1)
         last = keys - bits.flip(-1).argmax(-1)
-        found.append(torch.stack([first * (count > 0), last * (count > 0), count]))
+        intervals.append(torch.stack([first * (count > 0), last * (count > 0), count]))
     low, high, count_ = (
-        torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+        torch.cat(intervals, dim=2).cpu().numpy() if intervals else np.zeros((3, rows, 0), int)
     )
     gaps = high - low != count_
     if gaps.any():
@@ -104,7 +104,7 @@ def _parts(low: np.ndarray, high: np.ndarray) -> list[Part]:
     runs = [(row, *run) for row in range(len(low)) for run in _runs(low[row], high[row])]
     kinds: list[Kind] = list(dict.fromkeys(kind for *_, kind in runs if kind))
     kinds.sort(key=lambda kind: kind[1] is None)
-    found: dict[Kind, Part] = {}
+    parts: dict[Kind, Part] = {}
     queries = low.shape[1]
     chosen: dict[Kind, list[np.ndarray]] = {}
     # A run that fits several kinds joins one that is asked for anyway.
@@ -113,15 +113,15 @@ def _parts(low: np.ndarray, high: np.ndarray) -> list[Part]:
             causal = [k for k in kinds if k[0] or count == 1]
             fits = [k for k in causal if k[1] is None or k[1] >= stop - start]
             kind = fits[0] if fits else (True, None, None)
-        part = found.setdefault(kind, Part(kind))
+        part = parts.setdefault(kind, Part(kind))
         part.query_lens.append(int(count))
         part.key_lens.append(int(stop - start))
         part.firsts.append((row, int(start)))
         chosen.setdefault(kind, []).append(np.arange(count) + row * queries + first)
-    if len(found) > 1:
-        for kind, part in found.items():
+    if len(parts) > 1:
+        for kind, part in parts.items():
             part.rows = torch.from_numpy(np.concatenate(chosen[kind]))
-    return list(found.values())
+    return list(parts.values())
 
 
 Run = tuple[int, int, int, int, Kind | None]
@@ -139,25 +139,25 @@ def _runs(low: np.ndarray, high: np.ndarray) -> list[Run]:
     for kind, (a, b) in enumerate([(0, 1), (1, 1), (0, 0), (1, 0)]):
         step[(down == a) & (up == b)] = kind
     cuts = [0, *(np.flatnonzero(step == OTHER) + 1), len(low)]
-    found: list[Run] = []
+    runs: list[Run] = []
     for first, after in pairwise(cuts):
         band = None
         if (step[first : after - 1] == SHRINK).any():
             band = _band(low, high, first, after)
         if band is None:
-            found += _causal_runs(low, high, step, first, after)
+            runs += _causal_runs(low, high, step, first, after)
         else:
             at, count = band[:2]
-            found += [(q, 1, int(low[q]), int(high[q]), None) for q in range(first, at)]
-            found.append(band)
-            found += [(q, 1, int(low[q]), int(high[q]), None) for q in range(at + count, after)]
-    return found
+            runs += [(q, 1, int(low[q]), int(high[q]), None) for q in range(first, at)]
+            runs.append(band)
+            runs += [(q, 1, int(low[q]), int(high[q]), None) for q in range(at + count, after)]
+    return runs
 
 
 def _causal_runs(
     low: np.ndarray, high: np.ndarray, step: np.ndarray, first: int, after: int
 ) -> list[Run]:
-    found: list[Run] = []
+    runs: list[Run] = []
     at = first
     while at < after:
         last = at
@@ -169,9 +169,9 @@ def _causal_runs(
             if last + 1 < after and step[last] == SLIDE:
                 last = _end(step, last, after, SLIDE)
                 kind = (True, int(high[last] - low[last]), None)
-        found.append((at, last + 1 - at, int(low[at]), int(high[last]), kind))
+        runs.append((at, last + 1 - at, int(low[at]), int(high[last]), kind))
         at = last + 1
-    return found
+    return runs
 
 
 def _end(step: np.ndarray, at: int, after: int, kind: int) -> int:

@@ -461,11 +461,11 @@ def check(
     indexer, only platform, kind and dtypes count (for a store also the keys' form and scales, and what
     it excludes; for an indexer its own spec), because what the layer computes doesn't concern it.
     """
-    found: list[Rejection] = []
+    rejections: list[Rejection] = []
 
     def need(ok: bool, field: str, wanted: object, supported: object, remedy: str = "") -> None:
         if not ok:
-            found.append(Rejection(field, str(wanted), _words(supported), remedy))
+            rejections.append(Rejection(field, str(wanted), _words(supported), remedy))
 
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
@@ -473,10 +473,10 @@ def check(
     remedy = caps.remedies.get(spec.dtype, "cast the model")
     need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
-        return tuple(found)
+        return tuple(rejections)
     if phase == "index":
         _check_indexer(caps, spec, device, need)
-        return tuple(found)
+        return tuple(rejections)
     if spec.cached:
         _check_cache(caps, spec, device, need)
     _check_sizes(caps, spec, need)
@@ -485,7 +485,7 @@ def check(
     else:
         _check_features(caps, spec.features & STORED, need)
     _check_excludes(caps, spec, device, phase, need)
-    return tuple(found)
+    return tuple(rejections)
 
 
 def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:

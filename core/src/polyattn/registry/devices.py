@@ -67,10 +67,10 @@ def profiles(registry: Registry) -> dict[str, Device]:
 
 def torch_device_types(registry: Registry) -> set[str]:
     """Return the types of torch device that some platform's plugin speaks for."""
-    found = {"cpu"}
+    types = {"cpu"}
     for platform in registry.platforms.values():
-        found |= {platform.name, *platform.device_types}
-    return found
+        types |= {platform.name, *platform.device_types}
+    return types
 
 
 def _current(facts: tuple[Any, ...], settings: Settings) -> str:

@@ -151,13 +151,13 @@ class _Found:
 
 
 def _build(settings: Settings) -> Registry:
-    found = [*_entry_points(), *_by_hand()]
-    _check_names(settings, [f.record.name for f in found])
+    sources = [*_entry_points(), *_by_hand()]
+    _check_names(settings, [f.record.name for f in sources])
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
-    doubles = _doubles(f.record for f in found)
+    doubles = _doubles(f.record for f in sources)
     records = []
-    for item in sorted(found, key=lambda f: (f.record.name, f.record.dist)):
+    for item in sorted(sources, key=lambda f: (f.record.name, f.record.dist)):
         record = item.record
         denied = record.name in settings.disabled_plugins
         if denied or (settings.plugins is not None and record.name not in settings.plugins):

@@ -59,15 +59,15 @@ def integrations() -> list[Integration]:
         True
 
     """
-    found = {}
+    by_name = {}
     for dist in distributions():
         for entry in dist.entry_points.select(group=GROUP):
-            if entry.name not in found:  # a second copy on sys.path is shadowed, as for import
+            if entry.name not in by_name:  # a second copy on sys.path is shadowed, as for import
                 host, problem = _host(entry.name, dist)
-                found[entry.name] = Integration(
+                by_name[entry.name] = Integration(
                     entry.name, dist.name, dist.version, host, _registered(entry), problem
                 )
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _host(name: str, dist: metadata.Distribution) -> tuple[str, str]:

@@ -202,13 +202,13 @@ def _answers(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     }
     for path, call in waiting.items():
         _probed[path] = _probe_answer(call, timeout)
-    found = [
+    answers = [
         _probed[info.probe] if problem is None and info.probe is not None else problem
         for info, problem in zip(infos, stated, strict=True)
     ]
     for path in [path for path, answer in _probed.items() if isinstance(answer, Unset)]:
         _probed.pop(path, None)
-    return found
+    return answers
 
 
 def _of_builds(answers: dict[str, str | None]) -> str | None:
@@ -248,9 +248,11 @@ def load_problem(info: BackendInfo) -> str | None:
     seconds = current().plugin_timeout
     try:
         loaded = within(
-            seconds, "POLYATTN_PLUGIN_TIMEOUT", f"the import of {info.path}",
+            seconds,
+            "POLYATTN_PLUGIN_TIMEOUT",
+            f"the import of {info.path}",
             lambda: load_object(info.path),
-        )  # fmt: skip
+        )
     except PluginError as error:
         return str(error)
     return None if isinstance(loaded, type) else f"{info.path} is {shown(loaded)}, not a class"
@@ -308,11 +310,13 @@ def rerank(
         }
         try:
             answer = within(
-                seconds, "POLYATTN_PROBE_TIMEOUT", "polyattn_rank",
+                seconds,
+                "POLYATTN_PROBE_TIMEOUT",
+                "polyattn_rank",
                 lambda plugin=plugin, arguments=arguments: ask(  # type: ignore[misc]
                     registry.manager, plugin, "polyattn_rank", **arguments
                 ),
-            )  # fmt: skip
+            )
             ranking = ranking if answer is None else _ranking(answer, ranking)
         except PluginError as error:  # a policy that fails must not stop the choice
             if isinstance(error, LatePluginError):  # to wait once is enough
@@ -320,8 +324,10 @@ def rerank(
             owner = owners[name]
             log.warning(
                 "polyattn_rank of %s is passed over: %s (until it is fixed: %s)",
-                owner.origin, error, owner.removal,
-            )  # fmt: skip
+                owner.origin,
+                error,
+                owner.removal,
+            )
     return ranking
 
 

@@ -87,9 +87,11 @@ _OPERATORS = {
 def _satisfies(version: str, needed: str) -> bool:
     clauses = [re.fullmatch(r"([<>=!]+)\s*(\S+)", part.strip()) for part in needed.split(",")]
     pairs = [(c[1], c[2]) for c in clauses if c is not None]
-    if _RELEASE.fullmatch(version) and all(
-        sign in _OPERATORS and _RELEASE.fullmatch(bound) for sign, bound in pairs
-    ) and len(pairs) == len(clauses):  # fmt: skip
+    if (
+        _RELEASE.fullmatch(version)
+        and all(sign in _OPERATORS and _RELEASE.fullmatch(bound) for sign, bound in pairs)
+        and len(pairs) == len(clauses)
+    ):
         return all(_OPERATORS[sign](_numbers(version), _numbers(bound)) for sign, bound in pairs)
     from packaging.specifiers import SpecifierSet
 

@@ -63,12 +63,14 @@ class TimingTable:
         """
         if not self.is_for(device):
             return ()
-        found = [e for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)]
-        at_level = {(e.model.backend, e.model.kind) for e in found if e.model.level}
+        entries = [
+            e for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)
+        ]
+        at_level = {(e.model.backend, e.model.kind) for e in entries if e.model.level}
         # Where a backend was measured at the layer's level, that counts.
         return tuple(
             e.model
-            for e in found
+            for e in entries
             if e.model.level or (e.model.backend, e.model.kind) not in at_level
         )
 
@@ -126,14 +128,14 @@ def timings(settings: Settings) -> Timings:
         return Timings()
     own = Path(settings.timings) if settings.timings is not None else default_path()
     key = (own, settings.plugins, settings.disabled_plugins, generation())
-    found = _read.get(key)
-    if found is None:
+    table = _read.get(key)
+    if table is None:
         if len(_read) >= MOST_SOURCES:
             _read.clear()
         there = settings.timings is not None or (own is not None and own.is_file())
         paths = _paths(own if there else None, discover(settings))
-        found = _read[key] = _read_all(paths)
-    return found
+        table = _read[key] = _read_all(paths)
+    return table
 
 
 def default_path() -> Path | None:
@@ -243,13 +245,13 @@ _CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL}
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:
     """Return what is installed in another version than the one that was measured."""
-    found = {}
+    stale = {}
     for name, version in versions.items():
         dist = installed(name) if name else None
         if dist is None:
-            found[name] = f"measured with {name} {version}, which is not installed"
+            stale[name] = f"measured with {name} {version}, which is not installed"
             continue
         here = str(dist.version)
         if here.split("+")[0] != str(version).split("+")[0]:
-            found[name] = f"measured with {name} {version}; {here} is installed"
-    return found
+            stale[name] = f"measured with {name} {version}; {here} is installed"
+    return stale

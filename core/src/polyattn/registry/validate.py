@@ -42,12 +42,12 @@ def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
         wrong = list(problems(entry))
         if wrong:
             raise PluginError("; ".join(wrong))
-    found = [_canonical(entry) for entry in answer]
-    names = [entry.name for entry in found]
+    entries = [_canonical(entry) for entry in answer]
+    names = [entry.name for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise PluginError(f"{hook}() declares {', '.join(twice)} twice; rename one")
-    return found
+    return entries
 
 
 def accepted_timings(answer: Any) -> tuple[str, ...]:

@@ -95,16 +95,16 @@ def variant_of(spec: LayerSpec) -> AttentionVariant | None:
     """Return a layer's variant. Raises `SpecError` if it is unknown or the layer can't have it."""
     if spec.variant is None:
         return None
-    found = variant_named(spec.variant)
-    if not found.softmax and (spec.learned_sinks or spec.needs_lse):
+    variant = variant_named(spec.variant)
+    if not variant.softmax and (spec.learned_sinks or spec.needs_lse):
         field = "learned_sinks" if spec.learned_sinks else "needs_lse"
         raise SpecError(
-            f"{field}=True and variant={found.name!r}, which has no softmax, don't go together; leave "
+            f"{field}=True and variant={variant.name!r}, which has no softmax, don't go together; leave "
             f"{field} out"
         )
-    if found.transforms:
-        _check_transforms(spec, found)
-    return found
+    if variant.transforms:
+        _check_transforms(spec, variant)
+    return variant
 
 
 def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:

@@ -296,14 +296,14 @@ class LayerGroup:
 
         """
         if isinstance(plan, Batch):
-            found = plan.plans.get(self)
-            if found is None:
+            step_plan = plan.plans.get(self)
+            if step_plan is None:
                 # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
                 # on the device) waited for the collector of circles.
                 step = plan.copy()
-                found = plan.plans[self] = self.plan(step)
+                step_plan = plan.plans[self] = self.plan(step)
                 plan.__dict__["host_block_table"] = step.host_block_table  # read back once for all
-            return found
+            return step_plan
         if not isinstance(plan, StepPlan):
             raise BatchError(
                 f"plan={plan!r} must be a plan of this layer's group, or a Batch: layer(query, "
@@ -367,16 +367,16 @@ class LayerGroup:
         """
         spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
-        found: BackendT | None = self._loaded.get(key)
-        if found is None:
-            found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
-            if isinstance(found, Backend):
-                found.workspaces = self.workspaces
+        backend: BackendT | None = self._loaded.get(key)
+        if backend is None:
+            backend = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+            if isinstance(backend, Backend):
+                backend.workspaces = self.workspaces
         if (key, phase) not in self._prepared:
             self._prepared.add((key, phase))
-            if isinstance(found, Backend):
-                self.builds.add(info.name, found, phase, later)
-        return found
+            if isinstance(backend, Backend):
+                self.builds.add(info.name, backend, phase, later)
+        return backend
 
     def candidate(
         self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
@@ -523,13 +523,13 @@ def load_backend(
             f"{device} is a profile to reason about; select on this machine's device to run"
         )
     try:
-        found = load_object(info.path)
-        if not (isinstance(found, type) and issubclass(found, base)):
+        cls = load_object(info.path)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
             raise PluginError(
                 f"backend {info.name}: {info.path} is no {base.__name__}; keep the class, or what the "
                 "decorator returns, under this name"
             )
-        build: Any = found
+        build: Any = cls
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
         raise

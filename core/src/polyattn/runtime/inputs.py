@@ -21,10 +21,10 @@ def bad_input(
 ) -> BatchError:
     """Return the error for a tensor of another shape, dtype or device than it must have."""
     wanted = f"({', '.join(map(str, shape))})" + (f" of {dtype}" if dtype else "")
-    found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+    actual = f"{tuple(tensor.shape)} of {tensor.dtype}"
     if device is not None:
-        wanted, found = f"{wanted} on {device}", f"{found} on {tensor.device}"
-    return BatchError(f"{name} is {found}; it must be {wanted}")
+        wanted, actual = f"{wanted} on {device}", f"{actual} on {tensor.device}"
+    return BatchError(f"{name} is {actual}; it must be {wanted}")
 
 
 def torch_device(given: Any, error: type[PolyattnError] = BatchError) -> torch.device:

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.inputs import bad_input, check_is_tensor
-from polyattn.runtime.program import Call, Frame, Op, Rows
+from polyattn.runtime.program import Frame, Op, Rows
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,7 @@ class Merged(Op):
     ):
         self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
         self.counts = None if counts is None else list(counts)
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return tuple(call for _, op in self.parts for call in op.calls)
+        self.inner = [op for _, op in self.parts]
 
     def run(self, frame: Frame) -> None:
         """Run the parts one after another. Writes the merged output and LSE."""

@@ -52,10 +52,11 @@ def check_calls(step: Any) -> None:
         spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE
     ):  # whose keys are chosen by each token
         return
-    found = unevenly_called(step.batch, step.ops, None if form is None else form.block_size)
-    if found:
+    problem = unevenly_called(step.batch, step.ops, None if form is None else form.block_size)
+    if problem:
         raise PluginError(
-            f"a step was taken apart wrongly, and its answer would be wrong: {'; '.join(found)} ({spec}, "
+            f"a step was taken apart wrongly, and its answer would be wrong: {'; '.join(problem)} "
+            f"({spec}, "
             f"query lengths {shown(step.batch.query_lens)}, lengths {shown(step.batch.lens)}); report it"
         )
 
@@ -72,11 +73,11 @@ def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
     if reads is None:
         return False
     spec = reads.spec or backend.spec_of(batch)
-    found = problems(spec, with_host_table(batch), reads)
-    if found:
+    faults = problems(spec, with_host_table(batch), reads)
+    if faults:
         raise PluginError(
             f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "
-            f"{'; '.join(found)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
+            f"{'; '.join(faults)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
             f"{shown(batch.lens)}); report it, and select another backend until it is fixed"
         )
     return True

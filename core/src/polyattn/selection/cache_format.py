@@ -194,9 +194,11 @@ def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:
         )  # fmt: skip
     if spec.block_size is None:
         return Rejection(
-            "block_size", "None", "a block that holds a whole sequence, in layout contiguous",
+            "block_size",
+            "None",
+            "a block that holds a whole sequence, in layout contiguous",
             "spec.replace(block_size=N), N the longest sequence's tokens",
-        )  # fmt: skip
+        )
     return None
 
 

@@ -24,7 +24,7 @@ def times(
     `models`: measured times for this layer on this device, of any backends.
     """
     choice, predictor = step_choice(selection), Predictor(selection.spec, models)
-    found: dict[str, tuple[str, float | None]] = {}
+    by_phase: dict[str, tuple[str, float | None]] = {}
     for phase, (_, queries, lens) in STEPS.items():
         info = selection.backend(phase)
         if info is None:
@@ -32,11 +32,11 @@ def times(
         if choice is None:
             shape = shape_of_step(selection.spec, queries, lens)
             weighed = predictor.among(kind_of_step(queries, lens), [info.name])
-            found[phase] = info.name, predictor.evaluate(weighed, shape).get(info.name)
+            by_phase[phase] = info.name, predictor.evaluate(weighed, shape).get(info.name)
         else:
             call = choice.calls(queries, lens)[0]
-            found[phase] = call.name, call.times.get(call.name)
-    return found
+            by_phase[phase] = call.name, call.times.get(call.name)
+    return by_phase
 
 
 def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:

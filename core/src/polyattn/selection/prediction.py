@@ -124,12 +124,12 @@ class Predictor:
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds for a call of this shape."""
         rows, queries, keys, longest, pairs, tiles = shape
-        found = {}
+        values = {}
         for name, (launch, item, byte, chain, product, token), overlap, _, whole in candidates:
             a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
-            found[name] = launch + item * rows + token * queries + busy
-        return found
+            values[name] = launch + item * rows + token * queries + busy
+        return values
 
     @staticmethod
     def fastest(
@@ -156,14 +156,14 @@ class Predictor:
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
         _, weights, overlap, _, whole = self._weights[kind][name]
-        found = {
+        values = {
             term: weight * count
             for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)
         }
         if overlap:
-            counted = max(OVERLAPPING, key=found.__getitem__)
-            found |= {term: 0.0 for term in OVERLAPPING if term != counted}
-        return found
+            counted = max(OVERLAPPING, key=values.__getitem__)
+            values |= {term: 0.0 for term in OVERLAPPING if term != counted}
+        return values
 
 
 def kind_of_step(queries: Ints, lens: Ints) -> str:

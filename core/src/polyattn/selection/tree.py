@@ -398,7 +398,7 @@ def _named_failure(
 def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> list[str]:
     """Return the by-name-only backends that serve the phases no other does; [] if a phase is left."""
     served = {v.phase for step in trace for v in step.verdicts if v.accepted}
-    found: list[str] = []
+    lines: list[str] = []
     for phase in (p for p in phases_of(spec) if p not in served):
         able = [
             info.name
@@ -407,8 +407,8 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
         ]
         if not able:
             return []
-        found += [name for name in able if name not in found]
-    return found
+        lines += [name for name in able if name not in lines]
+    return lines
 
 
 def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:

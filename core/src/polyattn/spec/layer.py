@@ -421,9 +421,11 @@ def _check_fields(spec: LayerSpec) -> None:
     for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
         integer(name, getattr(spec, name), 1)
     for name, low, high in (
-        ("block_size", 1, LARGEST_BLOCK), ("sliding_window", 1, LARGEST_WINDOW),
-        ("chunk_size", 1, LARGEST_WINDOW), ("window_right", 0, LARGEST_WINDOW),
-    ):  # fmt: skip
+        ("block_size", 1, LARGEST_BLOCK),
+        ("sliding_window", 1, LARGEST_WINDOW),
+        ("chunk_size", 1, LARGEST_WINDOW),
+        ("window_right", 0, LARGEST_WINDOW),
+    ):
         if getattr(spec, name) is not None:
             integer(name, getattr(spec, name), low, high, "; use None for none")
     if spec.kv_source is not None:
@@ -607,9 +609,10 @@ def _check_family(spec: LayerSpec) -> None:
     """The part that makes a layer of its kind is there, and no other kind's. Raises `SpecError`."""
     kind = spec.kind
     for name, due in (
-        ("latent", kind.is_latent), ("sparse", kind is AttentionKind.SPARSE),
+        ("latent", kind.is_latent),
+        ("sparse", kind is AttentionKind.SPARSE),
         ("recurrent", kind.is_recurrent),
-    ):  # fmt: skip
+    ):
         part = getattr(spec, name)
         if due != (part is not None):
             remedy = f"leave {name} out" if part else f"give {name}={_PARTS[name].__name__}(…)"

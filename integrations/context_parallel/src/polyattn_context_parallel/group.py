@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Literal, TypeVar, cast, get_args
 
 import torch
-from polyattn import AttentionKind, Batch, KVCache, LayerGroup, Role
+from polyattn import AttentionKind, Batch, KVCache, LayerGroup, Role, StepPlan
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.host import Rows, by_phase, check_paged_batch
+from polyattn.host import Op, by_phase, check_paged_batch
 from torch import Tensor
 
-from polyattn_context_parallel.collected import CollectedStep, Layout
-from polyattn_context_parallel.decode import DecodeStep, local_state, masked, order_matters
-from polyattn_context_parallel.heads import HeadsStep
-from polyattn_context_parallel.merging import Merging
-from polyattn_context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
-from polyattn_context_parallel.ranks import ContextParallel
-from polyattn_context_parallel.ring import Ring, RingStep
-from polyattn_context_parallel.room import Room, plain_group
-from polyattn_context_parallel.shards import Blocks, Zigzag
-from polyattn_context_parallel.step import ContextStep
+from polyattn_context_parallel.heads import ByHeads
+from polyattn_context_parallel.keys import (
+    Layout,
+    anchored,
+    collected,
+    held,
+    masked,
+    order_matters,
+    plain_group,
+)
+from polyattn_context_parallel.merging import Merging, OverRanks
+from polyattn_context_parallel.ops import Attend, GatherKeys, Room, ShareQueries, StoreKeys
+from polyattn_context_parallel.ranks import ContextParallel, ParallelError
+from polyattn_context_parallel.ring import Ring, RingKernels
+from polyattn_context_parallel.shards import Blocks, Shares, Zigzag
 
 Keys = Literal["blocks", "heads", "placed"]
 Prefill = Literal["all_gather", "ring", "star"]
@@ -30,16 +36,20 @@ Queries = Literal["all", "own"]
 T = TypeVar("T")
 
 
-class ContextPlan:
+class ContextPlan(StepPlan):
     """A step of one `ContextGroup`: made once, run by each of its layers, on every rank.
 
-    `batch`: what it was made of; `tokens`: the rows that each layer is given on this rank.
+    `batch`: what it was made of; `tokens`: the rows that each layer is given on this rank;
+    `by_heads`: whether it returns this rank's heads alone.
     """
 
     def __init__(
-        self, group: ContextGroup, batch: Batch, tokens: int, parts: list[tuple[Rows, ContextStep]]
+        self, shared: ContextGroup, batch: Batch, tokens: int, by_heads: bool, ops: list[Op]
     ):
-        self.group, self.batch, self.tokens, self.parts = group, batch, tokens, parts
+        # Without its table, which is in the engine's blocks: the parts' own plans check theirs.
+        super().__init__(shared.group, Batch(batch.starts, batch.lens, device=batch.device), ops)
+        self.shared, self.batch = shared, batch
+        self.tokens, self.by_heads = tokens, by_heads
 
 
 class ContextGroup:
@@ -70,6 +80,7 @@ class ContextGroup:
     ):
         self.group, self.context, self.spec = group, context, group.spec
         self.keys, self.prefill, self.merge = keys, prefill, merge
+        self.dtype: torch.dtype = getattr(torch, self.spec.dtype)
         error: Exception | None = None
         try:
             self._check()
@@ -131,12 +142,17 @@ class ContextGroup:
             return
         self.merging = Merging(self.group, self.context, self.merge == "all_to_all")
         if self.keys == "placed":
-            self.placed = Placed(self.group)
+            self.states = plain_group(self.group)
             return
         self.states = plain_group(self.group, masked=False)
         # A window and ALiBi at once: no row of a backend's says both, so such rows are collected.
         self.decodes = not (masked(self.spec) and self.spec.alibi)
-        self.ring = Ring(self.group, self.room) if self.prefill == "ring" else None
+        self.ring = RingKernels(self.group, self.room) if self.prefill == "ring" else None
+
+    @cached_property
+    def unmasked(self) -> LayerGroup:
+        """Several new tokens over keys that all of them see."""
+        return plain_group(self.group, causal=False)
 
     @property
     def block_size(self) -> int:
@@ -146,6 +162,17 @@ class ContextGroup:
     def allocate_cache(self, num_blocks: int) -> KVCache:
         """Return this rank's part of a layer's cache of `num_blocks` blocks. Raises `CacheError`."""
         return self.group.allocate_cache(num_blocks)
+
+    def input_shapes(self, query_size: int, key: Tensor | None) -> dict[str, tuple[int, ...]]:
+        """Return the shape of a token's query, key and value: with `keys="heads"` of all ranks' heads."""
+        spec, heads, kv = self.spec, self.spec.num_heads, self.spec.num_kv_heads
+        if self.keys == "heads":
+            heads *= self.context.size
+            kv = key.shape[1] if key is not None else kv  # neighbours may have the same one
+        keys: Sequence[tuple[int, ...]] = ((kv, spec.head_size), (kv, spec.v_head_size))
+        if spec.latent is not None:
+            keys = (spec.latent.rank,), (spec.latent.rope_head_size,)
+        return {"query": (heads, query_size), "key": keys[0], "value": keys[1]}
 
     def tokens(self, batch: Batch) -> Tensor:
         """Return which of the step's tokens this rank has with `queries="own"`, int64, in order."""
@@ -167,7 +194,7 @@ class ContextGroup:
             if queries == "own":
                 anchors = self.context.numbers(batch.lens)[0]
             else:
-                check_one_stores(self.context, batch)
+                self._check_one_stores(batch)
         return self._together("the step", note, lambda: self._plan(batch, queries, anchors))
 
     def _together(self, what: str, note: str, make: Callable[[], T]) -> T:
@@ -190,7 +217,8 @@ class ContextGroup:
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
             raise BatchError(
                 "placed keys with queries='own' are Star Attention's first phase; "
-                "pass prefill='star' to ContextGroup")  # fmt: skip
+                "pass prefill='star' to ContextGroup"
+            )
         check_paged_batch(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:
@@ -207,50 +235,68 @@ class ContextGroup:
             words += ", without slots" * (batch.slot_mapping is None)
         return f"{words}, {digest}"
 
+    def _check_one_stores(self, batch: Batch) -> None:
+        """Check that one rank, and no other, keeps the new tokens. Raises `ParallelError`."""
+        brought = self.context.numbers([batch.slot_mapping is not None])
+        storing = [rank for rank, (n,) in enumerate(brought) if n]
+        if len(storing) != 1:
+            raise ParallelError(
+                f"ranks {storing} bring slot_mapping; one rank, and no other, must keep the new tokens"
+            )
+
     def _plan(self, batch: Batch, queries: str, anchors: list[int]) -> ContextPlan:
         self._check_batch(batch, queries)
-        own, context = queries == "own", self.context
-        if self.keys == "placed":
-            if own:
-                step: ContextStep = AnchoredStep(self.group, self.room, context, batch, anchors)
-            else:
-                step = PlacedStep(self.placed, context, batch, self.merging)
-            return ContextPlan(self, batch, batch.num_tokens, [(None, step)])
-        tokens = Zigzag.of(batch, context.size).counts[context.rank] if own else batch.num_tokens
+        own, tokens = queries == "own", batch.num_tokens
+        by_heads = self.merge == "all_to_all" and not own
         if self.keys == "heads":
-            by_heads = self.merge == "all_to_all" and not own
-            step = HeadsStep(self.group, context, batch, own, by_heads)
-            return ContextPlan(self, batch, tokens, [(None, step)])
-        if own:
-            if self.ring is not None:
-                step = RingStep(self.ring, context, self.blocks, batch)
+            shares = Shares(batch, self.context)
+            ops: list[Op] = [ByHeads(self.group.plan(batch), shares, own, by_heads)]
+        elif self.keys == "placed":
+            op = anchored(self.room, self.context, batch, anchors) if own else self._placed(batch)
+            ops = [*self._stores(batch.slot_mapping), op]
+        elif own and self.ring is not None:
+            ops = [Ring(self.ring, self.context, self.blocks, batch)]
+        else:
+            slots = batch.slot_mapping
+            ops = self._stores(None if slots is None else self.blocks.slots(slots))
+            if own:
+                ops.insert(0, GatherKeys(Shares(batch, self.context)))
+                ops.append(collected(self.room, self.context, self.blocks, batch))
             else:
-                step = self._collected(batch, own=True)
-            return ContextPlan(self, batch, tokens, [(None, step)])
-        return ContextPlan(self, batch, tokens, self._parts(batch))
+                ops += self._parts(batch)
+        if own and self.keys != "placed":
+            tokens = Zigzag.of(batch, self.context.size).counts[self.context.rank]
+        return ContextPlan(self, batch, tokens, by_heads, ops)
 
-    def _parts(self, batch: Batch) -> list[tuple[Rows, ContextStep]]:
+    def _stores(self, slots: Tensor | None) -> list[Op]:
+        return [] if slots is None else [StoreKeys(self.group, slots)]
+
+    def _placed(self, batch: Batch) -> Op:
+        """Every rank has all queries, each batch the rank's own keys; one brings slots for new ones."""
+        several = batch.max_query_len > 1
+        if several and self.spec.latent is not None:
+            raise BatchError(
+                "rows of several tokens over placed latents: an MLA layer takes them a token at a time, "
+                "or with keys='blocks'"
+            )
+        group = self.unmasked if several and batch.slot_mapping is None else self.states
+        mine = Batch(batch.starts, batch.lens, batch.block_table, device=batch.device)
+        return OverRanks(Attend(group.plan(mine)), self.merging)
+
+    def _parts(self, batch: Batch) -> list[Op]:
         """Take a step that every rank has whole apart: rows of one token, and longer ones."""
-        phases, parts = by_phase(batch), list[tuple[Rows, ContextStep]]()
+        phases, ops = by_phase(batch), list[Op]()
         for part in (phases.decode, phases.prefill):
             if part is None or not part.batch.num_tokens:
                 continue
-            slots = batch.slot_mapping
-            if slots is not None and part.rows is not None:
-                slots = slots[part.rows]
-            rows = part.batch.copy()
-            rows.slot_mapping = slots
             if part is phases.decode and self.decodes:
-                mine = None if slots is None else self.blocks.slots(slots)
-                local = local_state(self.states, self.room, rows, self.blocks, self.spec)
-                parts.append((part.rows, DecodeStep(local, mine, self.merging)))
+                op = held(self.states, self.room, part.batch, self.blocks, self.spec)
+                ops.append(OverRanks(op, self.merging, part.rows))
             else:
-                parts.append((part.rows, self._collected(rows, own=False)))
-        return parts
-
-    def _collected(self, batch: Batch, own: bool) -> CollectedStep:
-        by_heads = not own and self.merge == "all_to_all"
-        return CollectedStep(self.group, self.room, self.context, self.blocks, batch, own, by_heads)
+                shares, by_heads = Shares(part.batch, self.context), self.merge == "all_to_all"
+                op = collected(self.room, self.context, self.blocks, part.batch)
+                ops.append(ShareQueries(op, shares, by_heads, part.rows))
+        return ops
 
     def collected(self, cache: KVCache, batch: Batch) -> tuple[KVCache, Batch]:
         """Return the sequences' keys of all ranks, in order, as a cache and a batch over it.
@@ -258,9 +304,9 @@ class ContextGroup:
         What a check or another process wants to see. Every rank calls it; it is of use until the
         next step.
         """
-        layout = Layout.of(batch, self.blocks, [range(0)] * batch.num_seqs, new=False)
+        layout = Layout.of(self.context, batch, self.blocks, [range(0)] * batch.num_seqs, new=False)
         room = self.room.take(layout.num_blocks)
-        layout.fetch(cache, room, self.context)
+        layout.fetch(cache, room)
         return room, Batch(batch.starts, batch.lens, layout.table, device=batch.device)
 
     def __repr__(self) -> str:

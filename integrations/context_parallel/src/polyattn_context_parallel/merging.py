@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import LayerGroup
-from polyattn.host import MergeBackend
+from polyattn.host import Frame, MergeBackend, Op, Rows
 from torch import Tensor
 
 from polyattn_context_parallel.ranks import ContextParallel
@@ -20,7 +20,7 @@ ALIGNED = 16
 
 
 class Merging:
-    """One rank's state, all ranks' and their merged one; buffers are kept from step to step.
+    """What merges a group's states; buffers are kept from step to step.
 
     `by_heads`: each rank gets only its own heads, `num_heads / size` of them in order.
     """
@@ -29,53 +29,57 @@ class Merging:
         self.context, self.by_heads = context, by_heads
         self.merge = group.backend("merge", MergeBackend)
         self._kept: dict[Any, _Buffers] = {}
-        self._now: _Buffers
 
-    def take(self, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return where this rank's state goes: output (tokens, heads, width), LSE (tokens, heads).
-
-        `like`: the query, whose rows, heads, dtype and device they have.
-        """
+    def buffers(self, like: Tensor, width: int) -> _Buffers:
+        """Return buffers for states of queries `like` (tokens, heads, size), outputs of `width`."""
         key = (*like.shape[:2], width, like.dtype, like.device)
-        buffers = self._kept.get(key)
-        if buffers is None:
+        if key not in self._kept:
             self._kept.clear()  # buffers of the last shape, not of every one there ever was
             heads = like.shape[1] // (self.context.size if self.by_heads else 1)
-            buffers = self._kept[key] = _Buffers(like, width, heads, self.context.size)
-        self._now = buffers
-        return buffers.out, buffers.lse
+            self._kept[key] = _Buffers(like, width, heads, self.context.size)
+        return self._kept[key]
 
-    def merged(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Merge what `take` gave, written by now, with the other ranks'.
 
-        `sinks` (heads,) float32: learned sinks. Returns the output in the layer's dtype and the
-        LSE, float32.
-        """
-        kept, rank = self._now, self.context.rank
-        if self.by_heads:
+class OverRanks(Op):
+    """An op over each rank's keys, whose states merge: all queries are on every rank."""
+
+    def __init__(self, op: Op, merging: Merging, rows: Rows = None):
+        self.op, self.merging, self.rows, self.inner = op, merging, rows, (op,)
+
+    def run(self, frame: Frame) -> None:
+        by_heads, context = self.merging.by_heads, self.merging.context
+        kept = self.merging.buffers(frame.query, frame.out.shape[2])
+        self.op.run(frame.but(out=kept.out, lse=kept.lse))
+        if by_heads:
             kept.split_by_heads()
-            self.context.all_to_all(kept.received, kept.sent)
+            context.all_to_all(kept.received, kept.sent)
         else:
-            self.context.all_gather(kept.received, kept.sent[0])
+            context.all_gather(kept.received, kept.sent[0])
         total, total_lse = kept.total, kept.total_lse
         for index, (part, part_lse) in enumerate(kept.parts):
             if index == 0:
                 total.copy_(part)
                 total_lse.copy_(part_lse)
             else:
-                self.merge.run(total, total_lse, part, part_lse)
-        if sinks is not None:
-            heads = total.shape[1]
-            mine = sinks[rank * heads : (rank + 1) * heads] if self.by_heads else sinks
-            add_sink(total, total_lse, mine)
-        return total.to(kept.out.dtype, copy=True), total_lse.to(torch.float32, copy=True)
+                self.merging.merge.run(total, total_lse, part, part_lse)
+        sinks, heads = frame.params.sinks, total.shape[1]
+        if sinks is not None and by_heads:
+            sinks = sinks[context.rank * heads :][:heads]
+        write_merged(frame, total, total_lse, sinks)
 
 
-def add_sink(total: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Let a learned sink join the softmax, in place; beside no key at all it counts for nothing."""
-    sinks = sinks.to(lse.dtype)
-    total.mul_(torch.sigmoid(lse - sinks)[..., None])
-    torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks), out=lse)
+def write_merged(frame: Frame, total: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Write the state over all keys, which a learned sink (heads,) joins, in place, as the last.
+
+    Beside no key at all it counts for nothing.
+    """
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype)
+        total.mul_(torch.sigmoid(lse - sinks)[..., None])
+        torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks), out=lse)
+    frame.out.copy_(total)
+    if frame.lse is not None:
+        frame.lse.copy_(lse)
 
 
 class _Buffers:

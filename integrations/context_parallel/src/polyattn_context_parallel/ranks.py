@@ -43,6 +43,11 @@ def _end_later() -> None:
     atexit.register(time.sleep, LETTING_GO)
 
 
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes, uint8: what collectives take, whatever they are."""
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
 class ParallelError(PolyattnError):
     """Ranks that disagree, or one that died or did not answer; every rank raises."""
 
@@ -122,6 +127,22 @@ class ContextParallel:
         self._do(lambda: works.extend(dist.batch_isend_irecv(operations)))
         return lambda: self._do(lambda: [work.wait() for work in works])
 
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return (size, ...): every rank's tensor, all of one shape and dtype."""
+        received = own.new_empty(self.size, *own.shape)
+        if own.numel():
+            self.all_gather(received.view(torch.uint8).view(self.size, -1), raw_bytes(own))
+        return received
+
+    def exchanged(self, sent: Tensor) -> Tensor:
+        """Return (size, ...): what each rank has for this one in `sent` (size, ...)."""
+        received = torch.empty_like(sent)
+        if sent.numel():
+            self.all_to_all(
+                *(tensor.view(torch.uint8).view(self.size, -1) for tensor in (received, sent))
+            )
+        return received
+
     def longest(self, seconds: float) -> float:
         """Return the largest of the ranks' numbers, the same on all of them."""
         longest = torch.tensor([seconds], dtype=torch.float32, device=self.device)
@@ -152,9 +173,9 @@ class ContextParallel:
         sent = torch.tensor(list(digest.digest() + mark + text), dtype=torch.uint8)
         sent = sent.to(self.device)
         received = sent.new_empty(self.size, len(sent))
-        self._do(lambda: self._wait(
-            _gather(received.view(-1), sent, group=self._group, async_op=True)
-        ))  # fmt: skip
+        self._do(
+            lambda: self._wait(_gather(received.view(-1), sent, group=self._group, async_op=True))
+        )
         rows = [bytes(row) for row in received.tolist()]
         if error is not None:
             raise error

@@ -9,22 +9,21 @@ there, on every rank, at every turn. What is passed is stored by the rank whose 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup
+from polyattn import Batch, LayerGroup
 from polyattn.errors import BatchError
-from polyattn.host import MergeBackend, MergeBuffers
+from polyattn.host import Frame, MergeBackend, MergeBuffers, Op
 from torch import Tensor
 
-from polyattn_context_parallel.merging import add_sink
+from polyattn_context_parallel.keys import plain_group, side_by_side
+from polyattn_context_parallel.merging import write_merged
+from polyattn_context_parallel.ops import Attend, InRoom, Room, StoreKeys
 from polyattn_context_parallel.ranks import ContextParallel
-from polyattn_context_parallel.room import Room, plain_group, side_by_side
 from polyattn_context_parallel.shards import Blocks, Zigzag
-from polyattn_context_parallel.step import ContextStep, Found, Layer, attend, sinks_of
 
 
-class Ring:
+class RingKernels:
     """What a group's layers share: kernels for own keys and for others', and where states meet."""
 
     def __init__(self, group: LayerGroup, room: Room):
@@ -36,40 +35,35 @@ class Ring:
 
 @dataclass(frozen=True)
 class Turn:
-    """One rank's keys: how this rank attends to them, and which of them it stores.
+    """`count` keys of one rank: how this rank attends to them, and which of them it stores."""
 
-    `places` int64 (tokens,): where they lie in the room while the turn lasts.
-    """
-
-    plan: Any
-    places: Tensor
-    num_blocks: int
-    slots: Tensor | None
+    count: int
+    attend: InRoom
+    store: StoreKeys | None
 
 
-class RingStep(ContextStep):
+class Ring(Op):
     """Whole prompts, of which every rank has its own pieces."""
 
-    def __init__(self, ring: Ring, context: ContextParallel, blocks: Blocks, batch: Batch):
+    def __init__(
+        self, kernels: RingKernels, context: ContextParallel, blocks: Blocks, batch: Batch
+    ):
         for index, (length, query) in enumerate(zip(batch.lens, batch.query_lens, strict=True)):
             if length > query:
                 raise BatchError(
                     f"seq_lens[{index}]={length} exceeds its query of {query} tokens; a ring takes whole "
                     "prompts, so pass prefill='all_gather' to ContextGroup for prompts with cached tokens"
                 )
-        self.ring, self.context = ring, context
+        self.kernels, self.context = kernels, context
         self.zigzag = Zigzag.of(batch, context.size)
-        stored = None if batch.slot_mapping is None else blocks.slots(batch.slot_mapping)
-        self.turns = []
-        for turn in range(context.size):
-            source = (context.rank - turn) % context.size
-            tokens = torch.from_numpy(self.zigzag.tokens(source)).to(batch.device)
-            slots = None if stored is None else stored[tokens]
-            self.turns.append(self._turn(batch, source, blocks.block_size, slots))
+        slots = None if batch.slot_mapping is None else blocks.slots(batch.slot_mapping)
+        sources = ((context.rank - turn) % context.size for turn in range(context.size))
+        self.turns = [self._turn(batch, source, blocks.block_size, slots) for source in sources]
+        self.inner = [turn.attend for turn in self.turns]
 
-    def _turn(self, batch: Batch, source: int, size: int, slots: Tensor | None) -> Turn:
+    def _turn(self, batch: Batch, source: int, size: int, stored: Tensor | None) -> Turn:
         """Plan this rank's pieces over the keys of `source`, whose two pieces lie side by side."""
-        rank, device = self.context.rank, batch.device
+        rank, device, kernels = self.context.rank, batch.device, self.kernels
         mine, theirs = (_pairs(self.zigzag.pieces(r)) for r in (rank, source))
         keys = [a + b for a, b in theirs]
         table, num_blocks = side_by_side(keys, size, device)
@@ -82,60 +76,46 @@ class RingStep(ContextStep):
             for query, count in zip(queries, visible, strict=True):
                 starts.append(starts[-1] + query)
                 lens.append(count if query and length else 0)  # a padding row has no key
-        group = self.ring.own if source == rank else self.ring.others
+        group = kernels.own if source == rank else kernels.others
         plan = group.plan(Batch(starts, lens, table.repeat_interleave(2, 0), device=device))
         places = Batch.from_lens(keys, keys, table, size, device=device).slot_mapping
-        assert places is not None
-        return Turn(plan, places, num_blocks, slots)
+        attend = InRoom(Attend(plan), kernels.room, num_blocks, slots=places)
+        tokens = torch.from_numpy(self.zigzag.tokens(source)).to(device)
+        store = None if stored is None else StoreKeys(kernels.room.group, stored[tokens])
+        return Turn(len(tokens), attend, store)
 
-    def run(
-        self, layer: Layer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache
-    ) -> Found:
+    def run(self, frame: Frame) -> None:
+        key, value, kernels = frame.key, frame.value, self.kernels
         if key is None or value is None:
             raise BatchError("a ring passes the step's keys and values on; key is None")
-        total, total_lse, part, part_lse = self.ring.states.take(query, layer.spec.v_head_size)
-        now = self._packed(key, value)
+        total, total_lse, part, part_lse = kernels.states.take(frame.query, frame.out.shape[2])
+        # Keys, then values, in one buffer as long as the longest rank's.
+        shapes = [(self.zigzag.longest, *tensor.shape[1:]) for tensor in (key, value)]
+        sizes = [a * b * c for a, b, c in shapes]
+        now = key.new_zeros(sum(sizes))
+        for tensor, mine in zip((key, value), now.split(sizes), strict=True):
+            mine[: tensor.numel()] = tensor.flatten()
         later = torch.empty_like(now) if self.context.size > 1 else now
         for index, turn in enumerate(self.turns):
             last = index + 1 == len(self.turns)
             arrived = None if last else self.context.pass_on(later, now)
-            keys = self._unpacked(now, layer, len(turn.places))
-            room = self.ring.room.take(turn.num_blocks)
-            layer.store(*keys, room, turn.places)
-            if turn.slots is not None:
-                layer.store(*keys, cache, turn.slots)
-            attend(layer, turn.plan, query, room, part, part_lse if index else total_lse)
+            passed = [
+                tensor.view(shape)[: turn.count]
+                for tensor, shape in zip(now.split(sizes), shapes, strict=True)
+            ]
+            turned = frame.but(key=passed[0], value=passed[1])
+            if turn.store is not None:
+                turn.store.run(turned)
+            turned.out, turned.lse = part, part_lse if index else total_lse
+            turn.attend.run(turned)
             if index:
-                self.ring.merge.run(total, total_lse, part, part_lse)
+                kernels.merge.run(total, total_lse, part, part_lse)
             else:
                 total.copy_(part)
             if arrived is not None:
                 arrived()
                 now, later = later, now
-        sinks = sinks_of(layer)
-        if sinks is not None:
-            add_sink(total, total_lse, sinks)
-        return total.to(query.dtype, copy=True), total_lse.to(torch.float32, copy=True)
-
-    def _packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """Return keys, then values, in one buffer as long as the longest rank's."""
-        rows = self.zigzag.longest
-        sizes = [rows * tensor.shape[1] * tensor.shape[2] for tensor in (key, value)]
-        packed = key.new_zeros(sum(sizes))
-        for tensor, part in zip((key, value), packed.split(sizes), strict=True):
-            part[: tensor.numel()] = tensor.flatten()
-        return packed
-
-    def _unpacked(self, packed: Tensor, layer: Layer, count: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the `count` tokens that a rank really has."""
-        spec, rows = layer.spec, self.zigzag.longest
-        shapes = [(rows, spec.num_kv_heads, size) for size in (spec.head_size, spec.v_head_size)]
-        sizes = [a * b * c for a, b, c in shapes]
-        key, value = (
-            part.view(shape)[:count]
-            for part, shape in zip(packed.split(sizes), shapes, strict=True)
-        )
-        return key, value
+        write_merged(frame, total, total_lse, frame.params.sinks)
 
 
 def _pairs(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int]]:

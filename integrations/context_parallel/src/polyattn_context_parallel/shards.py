@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from polyattn import Batch
 from torch import Tensor
 
+from polyattn_context_parallel.ranks import ContextParallel
+
 Numbers = NDArray[np.int64]
 
 
@@ -99,3 +101,59 @@ class Zigzag:
             tokens = self.tokens(rank)
             positions[tokens] = rank * self.longest + np.arange(len(tokens))
         return positions
+
+
+def own_heads(count: int, rank: int, size: int) -> slice:
+    """Return the heads that a rank has of `count`; neighbours have the same where there are fewer."""
+    if count >= size:
+        return slice(rank * (count // size), (rank + 1) * (count // size))
+    first = rank * count // size
+    return slice(first, first + 1)
+
+
+class Shares:
+    """How tensors of a step, (tokens, heads, ...), come together and are shared out, by rows and heads.
+
+    `mine` int64: the tokens that this rank has where each has its own.
+    """
+
+    def __init__(self, batch: Batch, context: ContextParallel):
+        self.context, zigzag = context, Zigzag.of(batch, context.size)
+        self.longest = zigzag.longest
+        tokens = [torch.from_numpy(zigzag.tokens(rank)) for rank in range(context.size)]
+        # Where each rank's tokens lie in the step; what pads its part is some token.
+        parts = torch.zeros(context.size, self.longest, dtype=torch.int64)
+        for part, own in zip(parts, tokens, strict=True):
+            part[: len(own)] = own
+        self.mine, self.parts = tokens[context.rank].to(batch.device), parts.to(batch.device)
+        self.places = torch.from_numpy(zigzag.places()).to(batch.device)
+
+    def all_tokens(self, own: Tensor) -> Tensor:
+        """Return all of the step's rows, of which each rank has its own."""
+        return self.context.gathered(self._padded(own)).flatten(0, 1)[self.places]
+
+    def own_heads(self, whole: Tensor) -> Tensor:
+        """Return this rank's heads of a tensor with all of them."""
+        heads = own_heads(whole.shape[1], self.context.rank, self.context.size)
+        return whole[:, heads].contiguous()
+
+    def all_heads(self, own: Tensor) -> Tensor:
+        """Return all heads of a tensor of which each rank has its own."""
+        return self.context.gathered(own).transpose(0, 1).flatten(1, 2)
+
+    def to_heads(self, own: Tensor) -> Tensor:
+        """Give own tokens of all heads, take all tokens of own heads."""
+        size, padded = self.context.size, self._padded(own)
+        cuts = [own_heads(own.shape[1], rank, size) for rank in range(size)]
+        sent = torch.stack([padded[:, cut] for cut in cuts])
+        return self.context.exchanged(sent).flatten(0, 1)[self.places]
+
+    def to_tokens(self, own: Tensor) -> Tensor:
+        """Give all tokens of own heads, take own tokens of all heads."""
+        received = self.context.exchanged(own[self.parts])
+        return received[:, : len(self.mine)].transpose(0, 1).flatten(1, 2)
+
+    def _padded(self, own: Tensor) -> Tensor:
+        padded = own.new_zeros(self.longest, *own.shape[1:])
+        padded[: len(own)] = own
+        return padded

@@ -109,9 +109,11 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Merge (splits, batch, seqlen, heads, size) with LSEs (splits, batch, seqlen, heads)."""
     parts = zip(out_partial.to(lse_partial.dtype), lse_partial, strict=True)
     merged = merge_states([AttentionState(part, lse) for part, lse in parts])

@@ -213,20 +213,20 @@ def plain_dtype(name: str, dtype: Any) -> torch.dtype | None:
     """Return a dtype that an argument names, torch's or a word."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
+    result = getattr(torch, str(dtype), None)
+    if not isinstance(result, torch.dtype):
         raise PolyattnError(f"{name}={dtype!r} is no dtype of torch")
-    return found
+    return result
 
 
 def product(*scales: float | Tensor | None) -> float:
     """Return the product of scales, None for 1. Raises `PolyattnError` for scales of several heads."""
-    found = 1.0
+    total = 1.0
     for scale in scales:
         if isinstance(scale, Tensor) and scale.numel() > 1:
             refuse("scales of each head aren't served; pass one number", scale=scale)
-        found *= 1.0 if scale is None else float(scale)
-    return found
+        total *= 1.0 if scale is None else float(scale)
+    return total
 
 
 def result(

@@ -116,9 +116,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> Result:  # fmt: skip
         """Attend for (tokens, heads, size). Returns the output, or (output, LSE (tokens, heads))."""
         refuse(
-            args=args or None, kv_cache_sf=kv_cache_sf,
+            args=args or None,
+            kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )  # fmt: skip
+        )
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
         return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 

@@ -91,9 +91,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ) -> None:  # fmt: skip
         """Plan a step."""
         refuse(
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
-        )  # fmt: skip
+        )
         counts, query_lens = differences(paged_kv_indptr), differences(qo_indptr)
         lens = paged_lens(counts, paged_kv_last_page_len, page_size)
         scores = Scores(
@@ -116,9 +117,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ) -> Result:  # fmt: skip
         """Attend for (tokens, heads, size). Returns the output, or (output, LSE (tokens, heads))."""
         refuse(
-            args=args or None, kv_cache_sf=kv_cache_sf, uses_spcompress=uses_spcompress,
+            args=args or None,
+            kv_cache_sf=kv_cache_sf,
+            uses_spcompress=uses_spcompress,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        )  # fmt: skip
+        )
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
         return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 

@@ -50,9 +50,10 @@ def _by_type(full: Mapping[str, Any], sliding: Mapping[str, Any]) -> dict[str, M
 
 
 LAGUNA = Decoder(
-    listed=True, window=needed_window,
+    listed=True,
+    window=needed_window,
     rope=rope_by_type(_by_type(_default(500000.0, 0.5), _default(10000.0, 1.0))),
-)  # fmt: skip
+)
 
 
 def laguna(cfg: Config) -> Towers:
@@ -120,9 +121,11 @@ def beam_types(cfg: Config, count: int) -> list[str]:
 
 
 BEAM = Decoder(
-    types=beam_types, listed=True, window=needed_window,
+    types=beam_types,
+    listed=True,
+    window=needed_window,
     rope=rope_by_type({SLIDING: _default(10000.0), FULL: None}, None),
-)  # fmt: skip
+)
 
 
 def beam(cfg: Config) -> Towers:

@@ -20,18 +20,22 @@ def neox_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """GPT-NeoX's own names: `rotary_pct` and `rotary_emb_base`."""
     cfg.only("partial_rotary_factor", cfg.number("rotary_pct", 0.25))
     return read_rope(
-        cfg, size, partial=cfg.number("rotary_pct", 0.25),
+        cfg,
+        size,
+        partial=cfg.number("rotary_pct", 0.25),
         theta=cfg.number("rotary_emb_base", 10000.0),
-    )  # fmt: skip
+    )
 
 
 def neox_japanese_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """GPT-NeoX's names, of which whole heads are rotated by default."""
     cfg.only("partial_rotary_factor", cfg.number("rotary_pct", 1.0))
     return read_rope(
-        cfg, size, partial=cfg.number("rotary_pct", 1.0),
+        cfg,
+        size,
+        partial=cfg.number("rotary_pct", 1.0),
         theta=cfg.number("rotary_emb_base", 10000.0),
-    )  # fmt: skip
+    )
 
 
 def dbrx(cfg: Config) -> Towers:

@@ -173,8 +173,9 @@ def dots3(cfg: Config) -> Towers:
         if kind == SLIDING:
             near = SparseSpec(
                 budget=cfg.integer("sliding_window") or cfg.integer("sliding_window_size") or 512,
-                value_in_key=True, newest=True,
-            )  # fmt: skip
+                value_in_key=True,
+                newest=True,
+            )
             layers.append(absorbed(
                 part, near, heads=part.need("num_attention_heads"), rank=part.need("kv_lora_rank"),
                 nope=part.need("qk_nope_head_dim"), rope=rope,

@@ -102,12 +102,12 @@ def weights_quantized(config: Config) -> bool:
     another method it is said by the method itself.
     """
     for place in WHERE:
-        found = config.values.get(place)
-        if found in PLAIN:
+        value = config.values.get(place)
+        if value in PLAIN:
             continue
-        if not isinstance(found, Mapping) or found.get("quant_method") not in CACHE_ALONE:
+        if not isinstance(value, Mapping) or value.get("quant_method") not in CACHE_ALONE:
             return True
-        parts = (found, found.get("quantization") or {})
+        parts = (value, value.get("quantization") or {})
         if any(part.get(name) not in PLAIN for part in parts for name in OF_WEIGHTS):
             return True
     return False

@@ -139,9 +139,11 @@ def widened(cfg: Config, *names: str) -> int:
 def _mamba(cfg: Config) -> Towers:
     channels = cfg.integer("intermediate_size") or widened(cfg, "expand")
     for name, value in (
-        ("d_inner", channels), ("d_model", cfg.need("hidden_size")), ("ssm_cfg", {}),
+        ("d_inner", channels),
+        ("d_model", cfg.need("hidden_size")),
+        ("ssm_cfg", {}),
         ("n_layer", cfg.need("num_hidden_layers")),
-    ):  # fmt: skip
+    ):
         cfg.only(name, value)
     layer = mamba1(cfg, channels, cfg.need("state_size"), cfg.need("conv_kernel"))
     return {"text": [(layer,)] * cfg.need("num_hidden_layers")}

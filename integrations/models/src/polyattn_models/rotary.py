@@ -32,9 +32,10 @@ def parameters(cfg: Config, layer_type: str, default: Mapping[str, Any] | None) 
     for name in value:
         if name not in KNOWN:
             raise cfg.error(
-                f"rope_parameters.{name}", value[name],
+                f"rope_parameters.{name}",
+                value[name],
                 f"isn't understood; known: {', '.join(sorted(KNOWN))}",
-            )  # fmt: skip
+            )
     return dict(value)
 
 

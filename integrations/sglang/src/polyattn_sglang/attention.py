@@ -168,8 +168,10 @@ class ServedAttention:
 def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
     refuse(f"layer {layer.layer_id}: use another --attention-backend for this model", **kwargs)
     if layer.is_cross_attention or layer.attn_type.value not in ("decoder", "encoder_only"):
-        raise PolyattnError(f"layer {layer.layer_id}: attention of type {layer.attn_type.value} (cross: "
-                            f"{layer.is_cross_attention}) isn't served")  # fmt: skip
+        raise PolyattnError(
+            f"layer {layer.layer_id}: attention of type {layer.attn_type.value} (cross: "
+            f"{layer.is_cross_attention}) isn't served"
+        )
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise PolyattnError(
             f"logit_capping_method={layer.logit_capping_method!r}; 'tanh' is served"

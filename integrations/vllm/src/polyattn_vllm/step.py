@@ -143,9 +143,11 @@ class Builder(AttentionMetadataBuilder[Step]):
             ) from error
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         """Plan a step by the host's lengths; kernels read the device's."""
         if len(self.layers) < len(self.layer_names):
             self._attach()
@@ -176,10 +178,12 @@ class Builder(AttentionMetadataBuilder[Step]):
         captured: dict[LayerGroup, StepPlan],
     ) -> Step:  # fmt: skip
         refuse(
-            REMEDY, causal_of_each_request=isinstance(common.causal, Tensor),
-            mm_req_doc_ranges=common.mm_req_doc_ranges, rswa_prefix_lens=common.rswa_prefix_lens,
+            REMEDY,
+            causal_of_each_request=isinstance(common.causal, Tensor),
+            mm_req_doc_ranges=common.mm_req_doc_ranges,
+            rswa_prefix_lens=common.rswa_prefix_lens,
             dcp_local_seq_lens=common.dcp_local_seq_lens,
-        )  # fmt: skip
+        )
         groups = self.groups.values()
         table = common.block_table_tensor if any(g.spec.cached for g in groups) else None
         batch = Batch.on_buffers(starts, lens, common.query_start_loc, common.seq_lens, table, None)
@@ -200,9 +204,10 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
     """
     shards = config.parallel_config.decode_context_parallel_size
     refuse(
-        REMEDY, decode_context_parallel_size=shards if shards > 1 else None,
+        REMEDY,
+        decode_context_parallel_size=shards if shards > 1 else None,
         bidirectional_spans_of_images=config.model_config.is_mm_prefix_lm or None,
-    )  # fmt: skip
+    )
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
         raise NotImplementedError(

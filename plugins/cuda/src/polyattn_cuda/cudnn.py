@@ -95,5 +95,5 @@ class CudnnAttention(AttentionBackend):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=self.spec.scale
         )
-        found = lse.reshape(query.shape[:3]).transpose(1, 2)
-        return AttentionState(out.transpose(1, 2).flatten(0, 1), found.flatten(0, 1))
+        rows = lse.reshape(query.shape[:3]).transpose(1, 2)
+        return AttentionState(out.transpose(1, 2).flatten(0, 1), rows.flatten(0, 1))

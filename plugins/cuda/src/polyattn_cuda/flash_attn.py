@@ -14,7 +14,6 @@ from polyattn.kernel import (
     Device,
     Frame,
     KVCache,
-    LayerParams,
     LayerSpec,
     Plan,
     UniformRows,
@@ -72,50 +71,36 @@ class FlashAttention2(AttentionBackend):
         return FlashPlan(batch, self.cache, short, splits)
 
     def run(self, plan: FlashPlan, frame: Frame) -> None:
-        query, key, value, cache, out = frame.query, frame.key, frame.value, frame.cache, frame.out
         if not plan.batch.num_tokens:
             return
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        if plan.short is None or cache is None:
+        query, out, rows = frame.query, frame.out, plan.short
+        inner = frame.but(query=query if query.stride(-1) == 1 else query.contiguous())
+        if rows is None or frame.cache is None:
             if plan.keys is not None:
-                key, value = plan.keys.read(key, value, None)
-            store_lse(frame.lse, self.varlen(plan, query, key, value, cache, frame.params, out))
+                inner.key, inner.value = plan.keys.read(frame.key, frame.value, None)
+            store_lse(frame.lse, self.varlen(plan, inner))
             return
-        rows = plan.short
-        whole = out.unflatten(0, rows.shape) if rows.uniform else None
-        result, found = self.split(plan, rows.spread(query), cache, frame.params, whole)
-        if whole is None or result.data_ptr() != whole.data_ptr():
+        inner.query = query = rows.spread(inner.query)
+        shape = *query.shape[:3], frame.cache.value.shape[3]
+        inner.out = out.unflatten(0, rows.shape) if rows.uniform else query.new_empty(shape)
+        result, lse = self.split(plan, inner, frame.cache)
+        if not rows.uniform or result.data_ptr() != out.data_ptr():
             out.copy_(rows.collect(result))
-        store_lse(frame.lse, rows.collect(found.transpose(1, 2)).T)
+        store_lse(frame.lse, rows.collect(lse.transpose(1, 2)).T)
 
     @abstractmethod
-    def varlen(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-    ) -> Tensor:
-        """Attend for packed queries over the cache, or over packed keys; write `out`.
+    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
+        """Attend for packed queries over the cache, or over packed keys; write the frame's output.
 
         Returns the LSE (num_heads, num_tokens).
         """
 
     @abstractmethod
-    def split(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend for (num_seqs, tokens, num_heads, head_size) over the cache.
+    def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Attend for queries (num_seqs, tokens, num_heads, head_size) over the cache.
 
-        Returns the output, `out` where it was written, and the LSE (num_seqs, num_heads, tokens).
+        Returns the output, the frame's where that was written, and the LSE (num_seqs, num_heads,
+        tokens).
         """
 
 
@@ -128,46 +113,29 @@ class VllmFlashAttention2(FlashAttention2):
         self.ops = torch.ops._vllm_fa2_C
         self.cap = spec.logit_soft_cap or 0.0
 
-    def varlen(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-    ) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
         batch, starts = plan.batch, plan.batch.query_start_loc
-        spec = self.spec_of(batch)
+        spec, key, value, cache = self.spec_of(batch), frame.key, frame.value, frame.cache
         if cache is None:
             where: tuple[Any, ...] = (batch.key_start_loc, None, None, None)
         else:
             key, value = cache.key, cache.value
             where = (torch.zeros_like(starts), batch.seq_lens, None, batch.block_table)
         result = self.ops.varlen_fwd(
-            query, key, value, out, starts, *where, params.alibi_slopes, plan.longest,
+            frame.query, key, value, frame.out, starts, *where, frame.params.alibi_slopes, plan.longest,
             batch.max_seq_len, 0.0, spec.scale, False, spec.causal, *window_sizes(spec),
             self.cap, False, 0, None,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
 
-    def split(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        out = query.new_empty(*query.shape[:3], cache.value.shape[3]) if out is None else out
         result = self.ops.fwd_kvcache(
-            query, cache.key, cache.value, None, None, batch.seq_lens, None, None, None, None,
-            batch.block_table, params.alibi_slopes, out, spec.scale, spec.causal,
+            frame.query, cache.key, cache.value, None, None, batch.seq_lens, None, None, None, None,
+            batch.block_table, frame.params.alibi_slopes, frame.out, spec.scale, spec.causal,
             *window_sizes(spec), self.cap, True, plan.splits,
         )  # fmt: skip
-        return out, result[1]
+        return frame.out, result[1]
 
 
 class UpstreamFlashAttention2(FlashAttention2):
@@ -187,47 +155,32 @@ class UpstreamFlashAttention2(FlashAttention2):
             "softcap": spec.logit_soft_cap or 0.0,
         }
 
-    def varlen(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-    ) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
         batch, table, spec = plan.batch, None, self.spec_of(plan.batch)
+        key, value, cache = frame.key, frame.value, frame.cache
         if cache is None:
             starts = batch.key_start_loc
         else:
             key, value = cache.key, cache.value
             starts, table = cumulative(batch.seq_lens), batch.block_table
-        result, found, _ = self.varlen_func(
-            query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
-            alibi_slopes=params.alibi_slopes, return_attn_probs=True, block_table=table,
+        result, lse, _ = self.varlen_func(
+            frame.query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
+            alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True, block_table=table,
             causal=spec.causal, window_size=window_sizes(spec), **self.options,
         )  # fmt: skip
-        out.copy_(result)
-        return found  # type: ignore[no-any-return]
+        frame.out.copy_(result)
+        return lse  # type: ignore[no-any-return]
 
-    def split(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        sizes = decode_window_sizes if query.shape[1] == 1 else window_sizes
-        result, found = self.kvcache_func(
-            query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
-            block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
+        sizes = decode_window_sizes if frame.query.shape[1] == 1 else window_sizes
+        result, lse = self.kvcache_func(
+            frame.query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
+            block_table=batch.block_table, alibi_slopes=frame.params.alibi_slopes,
             num_splits=plan.splits, return_softmax_lse=True, causal=spec.causal,
             window_size=sizes(spec), **self.options,
         )  # fmt: skip
-        return result, found
+        return result, lse
 
 
 class TorchFlashAttention2(FlashAttention2):
@@ -245,37 +198,22 @@ class TorchFlashAttention2(FlashAttention2):
         self.func: Callable[..., Any] = varlen_attn
         self.aux = AuxRequest(lse=True)
 
-    def varlen(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-    ) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
         batch, spec = plan.batch, self.spec_of(plan.batch)
+        key, value, cache = frame.key, frame.value, frame.cache
         if cache is None:
             starts, where = batch.key_start_loc, {}
         else:
             key, value, starts = cache.key, cache.value, None
             where = {"seqused_k": batch.seq_lens, "block_table": batch.block_table}
-        found: Tensor
-        result, found = self.func(
-            query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
+        lse: Tensor
+        result, lse = self.func(
+            frame.query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
             return_aux=self.aux, scale=spec.scale, window_size=window_sizes(spec),
             enable_gqa=spec.gqa_ratio > 1, **where,
         )  # fmt: skip
-        out.copy_(result)
-        return found
+        frame.out.copy_(result)
+        return lse
 
-    def split(
-        self,
-        plan: FlashPlan,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("torch has one function for all queries")

@@ -22,6 +22,8 @@ from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.providers import vllm_library
 from polyattn_cuda.splits import captured_splits
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A query's rope part and latent part, and likewise the cache's."""
 TILE_HEADS = 64
 """Heads of a token that one of its programs takes."""
 
@@ -58,20 +60,12 @@ class FlashAttentionMLA(LatentAdapter):
         cache = frame.cache
         assert isinstance(plan, SplitPlan) and cache is not None
         latent, rope = frame.query[..., : self.rank], frame.query[..., self.rank :]
-        rope_keys = cache.key[..., self.rank :]
-        store_lse(frame.lse, self.attend(plan, rope, latent, rope_keys, cache.value, frame.out))
+        parts = rope, latent, cache.key[..., self.rank :], cache.value
+        store_lse(frame.lse, self.attend(plan, parts, frame.out))
         blank(plan.empty, frame.out, frame.lse)
 
     @abstractmethod
-    def attend(
-        self,
-        plan: SplitPlan,
-        rope: Tensor,
-        latent: Tensor,
-        rope_keys: Tensor,
-        latents: Tensor,
-        out: Tensor,
-    ) -> Tensor:
+    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
         """Write `out` (tokens, heads, 512); returns the LSE (heads, tokens)."""
 
 
@@ -82,16 +76,8 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
         super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
 
-    def attend(
-        self,
-        plan: SplitPlan,
-        rope: Tensor,
-        latent: Tensor,
-        rope_keys: Tensor,
-        latents: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        batch = plan.batch
+    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
+        batch, (rope, latent, rope_keys, latents) = plan.batch, parts
         return torch.ops._vllm_fa3_C.fwd(  # type: ignore[no-any-return]
             rope, rope_keys, latents, None, None, latent, out, batch.query_start_loc, None, None,
             None, batch.seq_lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None,
@@ -103,23 +89,15 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
 class UpstreamFlashAttentionMLA(FlashAttentionMLA):
     """flash-attn's hopper folder."""
 
-    def attend(
-        self,
-        plan: SplitPlan,
-        rope: Tensor,
-        latent: Tensor,
-        rope_keys: Tensor,
-        latents: Tensor,
-        out: Tensor,
-    ) -> Tensor:
+    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
         from flash_attn_interface import flash_attn_with_kvcache
 
-        batch = plan.batch
-        found, lse, *_ = flash_attn_with_kvcache(
+        batch, (rope, latent, rope_keys, latents) = plan.batch, parts
+        result, lse, *_ = flash_attn_with_kvcache(
             rope, rope_keys, latents, qv=latent, cache_seqlens=batch.seq_lens,
             page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len, softmax_scale=self.spec.scale, causal=True,
             num_splits=plan.splits, return_softmax_lse=True,
         )  # fmt: skip
-        out.copy_(found)
+        out.copy_(result)
         return lse  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ from polyattn.kernel import (
     CacheFormat,
     Device,
     Frame,
-    KVCache,
     LayerSpec,
     Plan,
     store_lse,
@@ -78,27 +77,26 @@ class FlashAttention3(AttentionBackend):
         return Flash3Plan(batch, self.cache, splits, into)
 
     def run(self, plan: Flash3Plan, frame: Frame) -> None:
-        query, key, value = frame.query, frame.key, frame.value
-        cache, params = frame.cache, frame.params
+        query, cache, params, inner = frame.query, frame.cache, frame.params, frame
         if not plan.batch.num_tokens:
             return
         scales: Scales = (None, None, None)
         if cache is None:
             assert plan.keys is not None
-            key, value = plan.keys.read(key, value, None)
+            key, value = plan.keys.read(frame.key, frame.value, None)
+            inner = frame.but(key=key, value=value)
         elif cache.key.dtype.itemsize == 1:
             shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
             if query.dtype.itemsize == 1:
                 of_query = self._each(params.q_scale, shape, query.device)
             else:
-                query, of_query = self.rounded(query, shape[1], shape[0], plan.seq_of)
+                rounded, of_query = self.rounded(query, shape[1], shape[0], plan.seq_of)
+                inner = frame.but(query=rounded)
             scales = (
                 of_query, self._each(params.k_scale, shape, query.device),
                 self._each(params.v_scale, shape, query.device),
             )  # fmt: skip
-        store_lse(
-            frame.lse, self.attend(plan, query, key, value, cache, frame.out, scales, params.sinks)
-        )
+        store_lse(frame.lse, self.attend(plan, inner, scales))
 
     def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""
@@ -109,18 +107,8 @@ class FlashAttention3(AttentionBackend):
         return scale.expand(shape)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def attend(
-        self,
-        plan: Flash3Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        out: Tensor,
-        scales: Scales,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend over the cache, or over packed keys, and write `out`; returns LSE (heads, tokens)."""
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
+        """Attend over the cache or packed keys; write the output. Returns the LSE (heads, tokens)."""
 
 
 class VllmFlashAttention3(FlashAttention3):
@@ -130,24 +118,20 @@ class VllmFlashAttention3(FlashAttention3):
         super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
 
-    def attend(
-        self,
-        plan: Flash3Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        out: Tensor,
-        scales: Scales,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        batch, spec = plan.batch, self.spec_of(plan.batch)
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
+        batch, spec, cache, sinks = (
+            plan.batch,
+            self.spec_of(plan.batch),
+            frame.cache,
+            frame.params.sinks,
+        )
+        key, value = frame.key, frame.value
         key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         result = torch.ops._vllm_fa3_C.fwd(
-            query, key, value, None, None, None, out, batch.query_start_loc, key_starts, None, None,
-            lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
+            frame.query, key, value, None, None, None, frame.out, batch.query_start_loc, key_starts,
+            None, None, lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
             *scales, spec.scale, spec.causal, *window_sizes(spec), self.cap, True, None,
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, None,
         )  # fmt: skip
@@ -166,31 +150,21 @@ class UpstreamFlashAttention3(FlashAttention3):
             "softmax_scale": spec.scale, "softcap": self.cap,
         }  # fmt: skip
 
-    def attend(
-        self,
-        plan: Flash3Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        out: Tensor,
-        scales: Scales,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        batch, spec = plan.batch, self.spec_of(plan.batch)
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
+        batch, spec, cache = plan.batch, self.spec_of(plan.batch), frame.cache
         masks = {"causal": spec.causal, "window_size": window_sizes(spec)}
         if cache is None:
-            result, found = self.varlen_func(
-                query, key, value, batch.query_start_loc, batch.key_start_loc, batch.max_query_len,
-                batch.max_seq_len, return_attn_probs=True, **masks, **self.options,
+            result, lse = self.varlen_func(
+                frame.query, frame.key, frame.value, batch.query_start_loc, batch.key_start_loc,
+                batch.max_query_len, batch.max_seq_len, return_attn_probs=True, **masks, **self.options,
             )  # fmt: skip
         else:
-            result, found, *_ = self.kvcache_func(
-                query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
+            result, lse, *_ = self.kvcache_func(
+                frame.query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
                 page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
                 max_seqlen_q=batch.max_query_len, num_splits=plan.splits, return_softmax_lse=True,
                 q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
                 **masks, **self.options,
             )  # fmt: skip
-        out.copy_(result)
-        return found  # type: ignore[no-any-return]
+        frame.out.copy_(result)
+        return lse  # type: ignore[no-any-return]

@@ -59,7 +59,7 @@ class FlashAttention4(AttentionBackend):
             return
         key, value = plan.keys.read(key, value, frame.cache)
         if plan.keys.total:
-            result, found = self.func(
+            result, row_lse = self.func(
                 frame.query, key, value, cu_seqlens_q=batch.query_start_loc,
                 cu_seqlens_k=batch.key_start_loc, max_seqlen_q=batch.max_query_len,
                 max_seqlen_k=batch.max_seq_len, softmax_scale=self.spec.scale,
@@ -68,5 +68,5 @@ class FlashAttention4(AttentionBackend):
             )  # fmt: skip
             frame.out.copy_(result)
             if lse is not None:
-                store_lse(lse, found)
+                store_lse(lse, row_lse)
         blank(plan.empty, frame.out, lse)

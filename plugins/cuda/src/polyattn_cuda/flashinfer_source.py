@@ -184,12 +184,12 @@ class Declared:
     def _hiding(self, writer: _Writer) -> list[str]:
         """Return what hides scores: the masks, and the layer's window."""
         hidden = "-math::inf" if self.softmax else "0.f"
-        found = []
+        lines = []
         if self.trace.mask is not None:
-            found.append(f"s = {writer.ref(self.trace.mask, 'bool')} ? s : {hidden};")
+            lines.append(f"s = {writer.ref(self.trace.mask, 'bool')} ? s : {hidden};")
         if self.windowed:
-            found.append(f"s = k + int32_t(window_left) >= q ? s : {hidden};")
-        return found
+            lines.append(f"s = k + int32_t(window_left) >= q ? s : {hidden};")
+        return lines
 
 
 def tensor_name(name: str) -> str:
@@ -217,11 +217,11 @@ class _Writer:
 
     def _used(self) -> list[int]:
         """Return the operations behind the results, without constants, which are inlined."""
-        found = {n for n in (self.trace.score, self.trace.mask) if n is not None}
+        numbers = {n for n in (self.trace.score, self.trace.mask) if n is not None}
         for number in reversed(range(len(self.nodes))):
-            if number in found:
-                found.update(self.nodes[number].args)
-        return sorted(n for n in found if self.nodes[n].op != "constant")
+            if number in numbers:
+                numbers.update(self.nodes[number].args)
+        return sorted(n for n in numbers if self.nodes[n].op != "constant")
 
     def finite(self) -> bool:
         """Whether a finite score can't become an infinite one."""
@@ -242,14 +242,14 @@ class _Writer:
 
     def lines(self) -> list[str]:
         """Return what computes the new score."""
-        found = [
+        code = [
             f"const {self._type(i)} x{i} = {self._expression(i)};"
             for i in self.used
             if not self.once[i]
         ]
         if self.trace.score is not None:
-            found.append(f"s = {self.ref(self.trace.score, 'float')};")
-        return found
+            code.append(f"s = {self.ref(self.trace.score, 'float')};")
+        return code
 
     def ref(self, number: int, kind: str) -> str:
         """Return an operand as a `kind`."""

@@ -122,7 +122,7 @@ class StepMasks:
                 "give the step fewer tokens, or name TRITON_ATTN"
             )
         left, right = window_sizes(spec)
-        found, blind = [], []
+        masks, blind = [], []
         for number, queries, keys in zip(batch.seq_ids, batch.query_lens, batch.lens, strict=True):
             device = batch.device
             query = torch.arange(keys - queries, keys, device=device)[:, None]
@@ -139,6 +139,6 @@ class StepMasks:
                 seen = seen & (key >= query - left)
             if right >= 0:
                 seen = seen & (key <= query + right)
-            found.append(seen.flatten())
+            masks.append(seen.flatten())
             blind.append(~seen.any(1))
-        return torch.cat(found), torch.cat(blind)
+        return torch.cat(masks), torch.cat(blind)

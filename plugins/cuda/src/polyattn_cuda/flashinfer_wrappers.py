@@ -67,12 +67,12 @@ class WrapperPool:
 
     def lease(self, owner: Plan, kind: Any, pages: int = 0) -> Lease:
         """Return a wrapper of `kind` whose buffers hold `pages`, for as long as `owner` lives."""
-        found = self._take(kind, pages)
-        if found is None:
+        free = self._take(kind, pages)
+        if free is None:
             capacity = 1 << (pages - 1).bit_length() if pages else 0
-            found = Lease(self.make(kind, capacity), capacity, self.device)
-        weakref.finalize(owner, self.give_back, kind, found).atexit = False
-        return found
+            free = Lease(self.make(kind, capacity), capacity, self.device)
+        weakref.finalize(owner, self.give_back, kind, free).atexit = False
+        return free
 
     def give_back(self, kind: Any, lease: Lease) -> None:
         """Keep a wrapper for the next plan; of too many idle ones the oldest goes."""

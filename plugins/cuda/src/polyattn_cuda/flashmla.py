@@ -61,8 +61,8 @@ class FlashMLA(LatentAdapter):
     def run(self, plan: Plan, frame: Frame) -> None:
         lse = frame.lse
         assert isinstance(plan, FlashMLAPlan) and frame.cache is not None
-        found, found_lse = self.attend(plan, plan.rows.spread(frame.query), frame.cache.key)
-        frame.out.copy_(plan.rows.collect(found))
+        result, found_lse = self.attend(plan, plan.rows.spread(frame.query), frame.cache.key)
+        frame.out.copy_(plan.rows.collect(result))
         if lse is not None:
             lse.copy_(plan.rows.collect(found_lse.transpose(1, 2)))
         blank(plan.empty, frame.out, lse)
@@ -84,11 +84,11 @@ class VllmFlashMLA(FlashMLA):
 
     def attend(self, plan: FlashMLAPlan, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         schedule, splits = plan.schedule or (None, None)
-        found, lse, *plan.schedule = torch.ops._flashmla_C.dense_decode_fwd(
+        result, lse, *plan.schedule = torch.ops._flashmla_C.dense_decode_fwd(
             query, rows, self.rank, plan.batch.seq_lens, plan.batch.block_table, self.spec.scale,
             query.shape[1] > 1, schedule, splits, None,
         )  # fmt: skip
-        return found, lse
+        return result, lse
 
 
 class UpstreamFlashMLA(FlashMLA):
@@ -99,11 +99,11 @@ class UpstreamFlashMLA(FlashMLA):
 
         if plan.schedule is None:
             plan.schedule = get_mla_metadata()[0]
-        found, lse = flash_mla_with_kvcache(
+        result, lse = flash_mla_with_kvcache(
             query, rows, plan.batch.block_table, plan.batch.seq_lens, self.rank, plan.schedule,
             softmax_scale=self.spec.scale, causal=query.shape[1] > 1,
         )  # fmt: skip
-        return found, lse
+        return result, lse
 
 
 class FlashSparseMLA(SparseBackend):
@@ -115,8 +115,8 @@ class FlashSparseMLA(SparseBackend):
         cache, slots, lse = frame.cache, frame.choice, frame.lse
         assert cache is not None and slots is not None
         rows = cache.key.reshape(-1, 1, cache.key.shape[3])
-        found, found_lse = self.attend(frame.query.contiguous(), rows, slots[:, None].contiguous())
-        frame.out.copy_(found)
+        result, found_lse = self.attend(frame.query.contiguous(), rows, slots[:, None].contiguous())
+        frame.out.copy_(result)
         if lse is not None:
             lse.copy_(found_lse)
         blank((slots < 0).all(1), frame.out, lse)
@@ -140,10 +140,10 @@ class VllmFlashSparseMLA(FlashSparseMLA):
         torch.ops.load_library(str(vllm_library("_flashmla_C")))
 
     def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        found, _, lse = torch.ops._flashmla_C.sparse_prefill_fwd(
+        result, _, lse = torch.ops._flashmla_C.sparse_prefill_fwd(
             query, rows, slots, self.spec.scale, self.rank, None, None, None
         )
-        return found, lse
+        return result, lse
 
 
 class UpstreamFlashSparseMLA(FlashSparseMLA):
@@ -152,5 +152,5 @@ class UpstreamFlashSparseMLA(FlashSparseMLA):
     def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         from flash_mla import flash_mla_sparse_fwd
 
-        found, _, lse = flash_mla_sparse_fwd(query, rows, slots, self.spec.scale, self.rank)
-        return found, lse
+        result, _, lse = flash_mla_sparse_fwd(query, rows, slots, self.spec.scale, self.rank)
+        return result, lse

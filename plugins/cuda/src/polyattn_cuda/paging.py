@@ -40,8 +40,10 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, capacity: int, device: torch.device) -> Room:
         """Allocate for so many pages."""
-        found = (torch.empty(capacity, dtype=d, device=device) for d in (torch.int64, torch.int32))
-        return cls(*found)
+        buffers = (
+            torch.empty(capacity, dtype=d, device=device) for d in (torch.int64, torch.int32)
+        )
+        return cls(*buffers)
 
 
 def num_pages(batch: Batch, block_size: int) -> int:

@@ -10,8 +10,8 @@ from polyattn.plugin import find_spec, installed
 
 
 def _version(package: str) -> str | None:
-    found = installed(package)
-    return None if found is None else found.version
+    version = installed(package)
+    return None if version is None else version.version
 
 
 def _real(module: str) -> bool:

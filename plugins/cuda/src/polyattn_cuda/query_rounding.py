@@ -32,14 +32,14 @@ def largest_kernel(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     x = _load(Q, token, head, tokens, q_t, q_h, EACH, SIZE, BLOCK_E, BLOCK_D)
-    found = tl.max(tl.max(tl.abs(x), 2), 1).to(tl.int32, bitcast=True)
+    largest = tl.max(tl.max(tl.abs(x), 2), 1).to(tl.int32, bitcast=True)
     first = tl.program_id(0) * BLOCK_T
     seq = tl.load(SEQ_OF + tl.minimum(token, tokens - 1))
     one = tl.load(SEQ_OF + first)
     if one == tl.load(SEQ_OF + tl.minimum(first + BLOCK_T, tokens) - 1):
-        tl.atomic_max(FOUND + one * HEADS + head, tl.max(found, 0))
+        tl.atomic_max(FOUND + one * HEADS + head, tl.max(largest, 0))
     else:
-        tl.atomic_max(FOUND + seq * HEADS + head, found, mask=token < tokens)
+        tl.atomic_max(FOUND + seq * HEADS + head, largest, mask=token < tokens)
 
 
 @triton.jit
@@ -121,14 +121,14 @@ def by_kernels(
     grid, sizes = tiles_of(query, kv_heads)
     out = torch.empty(query.shape, dtype=dtype, device=query.device)
     scales = torch.empty(num_seqs, kv_heads, dtype=torch.float32, device=query.device)
-    found: Tensor = scales
+    result: Tensor = scales
     of = scales  # not read if every sequence has one token
     where = (query.shape[0], query.stride(0), query.stride(1))
     if seq_of is not None:
-        found, of = torch.zeros_like(scales, dtype=torch.int32), seq_of
-        largest_kernel[grid](query, of, found, *where, **sizes)
+        result, of = torch.zeros_like(scales, dtype=torch.int32), seq_of
+        largest_kernel[grid](query, of, result, *where, **sizes)
     round_kernel[grid](
-        query, of, found, out, scales, *where, LARGEST, LEAST, **sizes, SINGLE=seq_of is None
+        query, of, result, out, scales, *where, LARGEST, LEAST, **sizes, SINGLE=seq_of is None
     )
     return out, scales
 
@@ -138,13 +138,13 @@ def by_torch(
 ) -> tuple[Tensor, Tensor]:
     """`rounded_query` by torch's operators."""
     groups = query.unflatten(1, (kv_heads, -1))
-    found = groups.abs().amax((2, 3)).float()
+    largest = groups.abs().amax((2, 3)).float()
     if seq_of is not None:
-        by_seq = found.new_zeros(num_seqs, kv_heads)
-        found = by_seq.scatter_reduce_(0, seq_of[:, None].expand_as(found), found, "amax")
+        by_seq = largest.new_zeros(num_seqs, kv_heads)
+        largest = by_seq.scatter_reduce_(0, seq_of[:, None].expand_as(largest), largest, "amax")
     # By a tensor: by a number torch's operator on a GPU multiplies by the reciprocal. For half of the
     # largest values that scale is an ulp off, and another e4m3 number comes of a quotient that is a tie.
-    scale = found.clamp_min(LEAST) / found.new_full((), LARGEST)
+    scale = largest.clamp_min(LEAST) / largest.new_full((), LARGEST)
     each = scale if seq_of is None else scale[seq_of]
     rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
     return rounded, scale

@@ -44,9 +44,9 @@ class SlotPlan(Plan):
 
     def initial(self, states: Tensor) -> Tensor:
         """Return each sequence's state, zero where it starts fresh."""
-        found = states[self.slots]
+        initial = states[self.slots]
         # Not a product: an unused slot may hold NaN.
-        return torch.where(self.begun.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+        return torch.where(self.begun.view(-1, *[1] * (initial.dim() - 1)), initial, 0.0)
 
     def put(self, out: Tensor, result: Tensor) -> None:
         """Write the output of the tokens that were taken."""
@@ -246,16 +246,16 @@ class MambaSSM(SlotStates):
         shape = (spec.num_heads, spec.head_size, recurrent.state_size)
 
         def wide(name: str) -> Tensor | None:
-            found = params.get(name)
-            return None if found is None else found[:, None].expand(shape[:2])
+            result = params.get(name)
+            return None if result is None else result[:, None].expand(shape[:2])
 
-        found: Tensor = selective_state_update(
+        result: Tensor = selective_state_update(
             states, x["x"], x["dt"][..., None].expand(-1, -1, spec.head_size),
             params["A"][:, None, None].expand(shape), x["B"], x["C"], D=wide("D"),
             dt_bias=wide("dt_bias"), dt_softplus=recurrent.dt_softplus,
             state_batch_indices=slots.int(),
         )  # fmt: skip
-        return found
+        return result
 
 
 CHUNK = 256
@@ -264,13 +264,13 @@ CHUNK = 256
 
 def _runs(lens: list[int]) -> list[tuple[int, int, int]]:
     """Return (first, last, length) of neighbours of one length."""
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     for index, length in enumerate(lens):
-        if found and found[-1][2] == length:
-            found[-1] = (found[-1][0], index + 1, length)
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], index + 1, length)
         else:
-            found.append((index, index + 1, length))
-    return found
+            runs.append((index, index + 1, length))
+    return runs
 
 
 class CausalConv1d(SlotStates):

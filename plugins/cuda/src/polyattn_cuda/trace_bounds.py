@@ -41,26 +41,26 @@ ANY32, ANY64 = Bounds(-INT32, INT32 - 1), Bounds(-INT64, INT64 - 1)
 
 def bounds_of(traced: Trace) -> list[Bounds | None]:
     """Return the bounds of each node of a trace, None of those that are no integers."""
-    found: list[Bounds | None] = []
+    bounds: list[Bounds | None] = []
     for node in traced.nodes:
         if node.kind != "int":
-            found.append(None)
+            bounds.append(None)
             continue
         args = [
-            found[a] or (Bounds(0, 1) if traced.nodes[a].kind == "bool" else ANY64)
+            bounds[a] or (Bounds(0, 1) if traced.nodes[a].kind == "bool" else ANY64)
             for a in node.args
         ]
         if node.op == "place":
-            found.append(Bounds(0, PLACES[node.what] - 1))
+            bounds.append(Bounds(0, PLACES[node.what] - 1))
         elif node.op == "constant":
-            found.append(Bounds(node.what, node.what))
+            bounds.append(Bounds(node.what, node.what))
         elif node.op == "size":
-            found.append(Bounds(0, INT32 - 1))
+            bounds.append(Bounds(0, INT32 - 1))
         elif node.op == "load":
-            found.append(ANY32 if traced.inputs[node.what].dtype == "int32" else ANY64)
+            bounds.append(ANY32 if traced.inputs[node.what].dtype == "int32" else ANY64)
         else:
-            found.append(_computed(node.op, args))
-    return found
+            bounds.append(_computed(node.op, args))
+    return bounds
 
 
 def _computed(op: str, args: list[Bounds]) -> Bounds:

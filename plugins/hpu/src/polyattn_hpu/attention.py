@@ -98,19 +98,21 @@ class UnifiedAttention(AttentionBackend):
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         scoring = unified.Scoring(
             spec.scale * (params.k_scale if quantised else 1.0),
-            spec.logit_soft_cap, params.alibi_slopes, dtype,
-        )  # fmt: skip
+            spec.logit_soft_cap,
+            params.alibi_slopes,
+            dtype,
+        )
         stored: unified.Cache | None = None
         if cache is not None:
             latent = cache.value_in_key
             stored = (cache.key, cache.value.shape[3] if latent else cache.value)
-        found = unified.attend(meta, _rows(query, bucket.query), key, value, stored, scoring)
-        if found.value is None:
+        partial = unified.attend(meta, _rows(query, bucket.query), key, value, stored, scoring)
+        if partial.value is None:
             like = frame.out.new_empty(0, dtype=dtype)
-            found = unified.nothing(bucket.query, spec.num_heads, spec.v_head_size, like)
+            partial = unified.nothing(bucket.query, spec.num_heads, spec.v_head_size, like)
         if params.sinks is not None:
-            found = unified.combine(found, _sinks(params.sinks.to(dtype), found))
-        output, logsum = unified.normalize(found)
+            partial = unified.combine(partial, _sinks(params.sinks.to(dtype), partial))
+        output, logsum = unified.normalize(partial)
         frame.out.copy_(output[:tokens] * params.v_scale if quantised else output[:tokens])
         if frame.lse is not None:
             frame.lse.copy_(logsum[:tokens])

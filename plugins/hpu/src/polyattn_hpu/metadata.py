@@ -50,8 +50,8 @@ class Tokens:
         `key` (keys,), or (rows, keys) where each token has its own.
         """
         ranges = (self.kept_start, self.kept_stop, self.near_start, self.near_stop)
-        found: Tensor = _inside(key, KeyRanges(*(bound[rows][:, None] for bound in ranges)))
-        return found
+        inside: Tensor = _inside(key, KeyRanges(*(bound[rows][:, None] for bound in ranges)))
+        return inside
 
     def sees_cached(self, key: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return the same for keys in the cache."""

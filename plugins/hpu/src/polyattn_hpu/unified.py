@@ -95,17 +95,17 @@ def attend(
     block_size, num_kv_heads, size), needed where it has another.
     """
     query = query.to(scoring.dtype)
-    found = ABSENT
+    partial = ABSENT
     if meta.bucket.phase[0] == "c":
         assert key is not None and value is not None
-        found = causal(meta, query, key, value, scoring)
+        partial = causal(meta, query, key, value, scoring)
     if meta.bucket.phase[1] == "s":
         assert cache is not None
-        found = combine(found, shared(meta, query, cache, scoring))
+        partial = combine(partial, shared(meta, query, cache, scoring))
     if meta.bucket.phase[2] == "u":
         assert cache is not None
-        found = combine(found, unique(meta, query, cache, scoring))
-    return found
+        partial = combine(partial, unique(meta, query, cache, scoring))
+    return partial
 
 
 def causal(meta: Metadata, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Partial:
@@ -136,7 +136,7 @@ def shared(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Par
     """Attend over the shared blocks, a few at a time, all queries to each."""
     size = cache[0].shape[1]
     step = max(1, SHARED_PRODUCTS // (query.shape[0] * size))
-    found = ABSENT
+    partial = ABSENT
     for at in range(0, meta.bucket.shared, step):
         entries = slice(at, min(at + step, meta.bucket.shared))
         keys, values = read(cache, meta.shared_blocks[entries])
@@ -148,8 +148,8 @@ def shared(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Par
             distance = position[None] - meta.tokens.position[:, None]
         keys = keys.to(scoring.dtype).flatten(0, 1).transpose(0, 1)
         values = _flagged(values, scoring.dtype).flatten(0, 1).transpose(0, 1)
-        found = combine(found, _dense(query, keys, values, mask, distance, scoring))
-    return found
+        partial = combine(partial, _dense(query, keys, values, mask, distance, scoring))
+    return partial
 
 
 def unique(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Partial:
@@ -162,11 +162,11 @@ def unique(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Par
     if meta.bucket.contiguous:  # a bucket may reach beyond the cache's end, where nothing lies
         count = min(count, cache[0].shape[0])
     step = max(1, UNIQUE_KEYS // size)
-    found = ABSENT
+    partial = ABSENT
     for at in range(0, count, step):
         entries = slice(at, min(at + step, count))
-        found = combine(found, _unique_blocks(meta, query, cache, entries, scoring))
-    return Partial(*(t[meta.tokens.sequence] for t in found if t is not None))
+        partial = combine(partial, _unique_blocks(meta, query, cache, entries, scoring))
+    return Partial(*(t[meta.tokens.sequence] for t in partial if t is not None))
 
 
 def _unique_blocks(

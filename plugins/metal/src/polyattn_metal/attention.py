@@ -54,7 +54,7 @@ class MlxAttention(AttentionBackend):
             slopes = None if params.alibi_slopes is None else to_mlx(params.alibi_slopes)
             sizes = {query.shape[-1], value.shape[-1]}
             fused = query.device.type != "cpu" and len(sizes) == 1 and sizes <= {*FUSED}
-            found = []
+            parts = []
             for tile in plan.tiles:
                 rows = queries[
                     tile.tokens if isinstance(tile.tokens, slice) else mx.array(tile.tokens)
@@ -66,13 +66,13 @@ class MlxAttention(AttentionBackend):
                 theirs = own[..., : value.shape[-1]]
                 if values is not None:
                     theirs = gathered(values, tile.slots, cache is not None).astype(rows.dtype)
-                found.append(
+                parts.append(
                     attend(
                         self.spec, tile, rows, own, theirs, params, sinks, slopes, lse is not None
                     )
                 )
-            mx.eval(found)
-        for tile, (output, logs) in zip(plan.tiles, found, strict=True):
+            mx.eval(parts)
+        for tile, (output, logs) in zip(plan.tiles, parts, strict=True):
             tokens: Any = tile.tokens
             if not isinstance(tokens, slice):
                 tokens = torch.from_numpy(tokens).to(out.device)

@@ -82,7 +82,7 @@ def pieces(
     if not length or not count:
         return []
     first = 0 if batch.first_positions is None else batch.first_positions[index]
-    found, step = [], max(1, SCORES // (spec.num_heads * length))
+    result, step = [], max(1, SCORES // (spec.num_heads * length))
     for start in range(0, count, step):
         at = first + length - count + np.arange(start, min(start + step, count))
         bounds = key_ranges(spec, at, at, np.int64(first + length), np.minimum, np.maximum)
@@ -102,8 +102,8 @@ def pieces(
         slots = batch.key_starts[index] + places
         if table is not None:
             slots = np.stack([table[index][places // block_size], places % block_size])
-        found.append(Piece(batch.starts[index] + start, at, keys, slots, seen))
-    return found
+        result.append(Piece(batch.starts[index] + start, at, keys, slots, seen))
+    return result
 
 
 def tile(rows: list[Piece], spec: LayerSpec) -> Tile:

@@ -12,7 +12,6 @@ from polyattn.kernel import (
     Device,
     Frame,
     KVCache,
-    LayerParams,
     LayerSpec,
     Plan,
     at_least,
@@ -24,7 +23,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_rocm.keys import GivenKeys, longest_query
+from polyattn_rocm.keys import GivenKeys, keys_of, longest_query
 
 PARTITION = 256
 """Keys that one workgroup of the paged decode takes."""
@@ -71,61 +70,43 @@ class AiterAttention(AttentionBackend):
         self._workspace = at_least(self._workspace, size, self._outgrown)
 
     def run(self, plan: AiterPlan, frame: Frame) -> None:
-        cache, out = frame.cache, frame.out
+        cache = frame.cache
         if not plan.batch.num_tokens:
             return
         if plan.decode:
             assert cache is not None
-            self._decode(plan, frame.query, cache, frame.params, out)
+            self._decode(plan, frame, cache)
         else:
-            self._varlen(
-                plan, frame.query, frame.key, frame.value, cache, frame.params, out, frame.lse
-            )
-        blank(plan.empty, out, frame.lse)
+            self._varlen(plan, frame)
+        blank(plan.empty, frame.out, frame.lse)
 
-    def _varlen(
-        self,
-        plan: AiterPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def _varlen(self, plan: AiterPlan, frame: Frame) -> None:
         from aiter import flash_attn_varlen_func
 
-        spec, batch = self.spec_of(plan.batch), plan.batch
-        if plan.keys is not None:
-            key, value = plan.keys.read(key), plan.keys.read(value)
-        else:
-            assert cache is not None
-            key, value = cache.key, cache.value
-        window, slopes = window_sizes(spec), params.alibi_slopes
+        spec, batch, out = self.spec_of(plan.batch), plan.batch, frame.out
+        key, value = keys_of(plan.keys, frame)
+        window, slopes = window_sizes(spec), frame.params.alibi_slopes
         if window == (0, 0) and slopes is None:
             # AITER takes this for no window, and its assembly knows a causal mask or none (`swa` in
             # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
             slopes = torch.zeros(spec.num_heads, device=self.torch_device)
         result = flash_attn_varlen_func(
-            query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
+            frame.query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
             causal=spec.causal, window_size=window, alibi_slopes=slopes,
-            return_lse=True, block_table=None if cache is None else batch.block_table, out=out,
+            return_lse=True, block_table=None if frame.cache is None else batch.block_table, out=out,
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own
             out.copy_(result[0])
-        store_lse(lse, result[1])
+        store_lse(frame.lse, result[1])
 
-    def _decode(
-        self, plan: AiterPlan, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor
-    ) -> None:
+    def _decode(self, plan: AiterPlan, frame: Frame, cache: KVCache) -> None:
         from aiter import paged_attention_v1
 
-        spec, batch = self.spec, plan.batch
+        spec, batch, params = self.spec, plan.batch, frame.params
         quantized = cache.key.dtype.itemsize == 1
         paged_attention_v1(
-            out, self._workspace, query.contiguous(), cache.key, cache.value, spec.scale,
+            frame.out, self._workspace, frame.query.contiguous(), cache.key, cache.value, spec.scale,
             batch.block_table, None, batch.seq_lens, batch.max_seq_len, params.alibi_slopes,
             "fp8" if quantized else "auto", "NHD", spec.logit_soft_cap or 0.0,
             self._scale(params.k_scale), self._scale(params.v_scale), None, PARTITION, 1,
@@ -133,9 +114,9 @@ class AiterAttention(AttentionBackend):
         )  # fmt: skip
 
     def _scale(self, value: float) -> Tensor:
-        found = self._scales.get(value)
-        if found is None:
-            found = self._scales[value] = torch.tensor(
+        tensor = self._scales.get(value)
+        if tensor is None:
+            tensor = self._scales[value] = torch.tensor(
                 value, dtype=torch.float32, device=self.torch_device
             )
-        return found
+        return tensor

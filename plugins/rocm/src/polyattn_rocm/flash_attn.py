@@ -9,7 +9,6 @@ from polyattn.kernel import (
     Batch,
     Frame,
     KVCache,
-    LayerParams,
     Plan,
     UniformRows,
     blank,
@@ -19,9 +18,8 @@ from polyattn.kernel import (
     store_lse,
     window_sizes,
 )
-from torch import Tensor
 
-from polyattn_rocm.keys import GivenKeys, longest_query
+from polyattn_rocm.keys import GivenKeys, keys_of, longest_query
 
 SHORT = 16
 """Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
@@ -49,63 +47,40 @@ class CkFlashAttention(AttentionBackend):
         return CkPlan(batch, self.cache is not None, self.spec_of(batch).causal)
 
     def run(self, plan: CkPlan, frame: Frame) -> None:
-        cache, out, lse = frame.cache, frame.out, frame.lse
+        cache = frame.cache
         if not plan.batch.num_tokens:
             return
         if plan.short is not None and cache is not None:
-            self._short(plan, plan.short, frame.query, cache, frame.params, out, lse)
+            self._short(plan, plan.short, frame, cache)
         else:
-            self._varlen(plan, frame.query, frame.key, frame.value, cache, frame.params, out, lse)
-        blank(plan.empty, out, lse)
+            self._varlen(plan, frame)
+        blank(plan.empty, frame.out, frame.lse)
 
-    def _varlen(
-        self,
-        plan: CkPlan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def _varlen(self, plan: CkPlan, frame: Frame) -> None:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        spec, batch = self.spec_of(plan.batch), plan.batch
-        if plan.keys is not None:
-            key, value = plan.keys.read(key), plan.keys.read(value)
-        else:
-            assert cache is not None
-            key, value = cache.key, cache.value
-        result, found, _ = flash_attn_varlen_func(
-            query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
+        spec, batch, cache = self.spec_of(plan.batch), plan.batch, frame.cache
+        key, value = keys_of(plan.keys, frame)
+        result, lse, _ = flash_attn_varlen_func(
+            frame.query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, causal=spec.causal,
             window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
-            alibi_slopes=params.alibi_slopes, return_attn_probs=True,
+            alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True,
             block_table=None if cache is None else batch.block_table,
         )  # fmt: skip
-        out.copy_(result)
-        store_lse(lse, found)
+        frame.out.copy_(result)
+        store_lse(frame.lse, lse)
 
-    def _short(
-        self,
-        plan: CkPlan,
-        rows: UniformRows,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def _short(self, plan: CkPlan, rows: UniformRows, frame: Frame, cache: KVCache) -> None:
         from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 
         spec, batch = self.spec_of(plan.batch), plan.batch
         sizes = decode_window_sizes if batch.max_query_len == 1 else window_sizes
-        result, found = flash_attn_with_kvcache(
-            rows.spread(query), cache.key, cache.value, cache_seqlens=batch.seq_lens,
+        result, lse = flash_attn_with_kvcache(
+            rows.spread(frame.query), cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, softmax_scale=spec.scale, causal=spec.causal,
             window_size=sizes(spec), softcap=spec.logit_soft_cap or 0.0,
-            alibi_slopes=params.alibi_slopes, return_softmax_lse=True,
+            alibi_slopes=frame.params.alibi_slopes, return_softmax_lse=True,
         )  # fmt: skip
-        out.copy_(rows.collect(result))
-        store_lse(lse, rows.collect(found.transpose(1, 2)).T)
+        frame.out.copy_(rows.collect(result))
+        store_lse(frame.lse, rows.collect(lse.transpose(1, 2)).T)

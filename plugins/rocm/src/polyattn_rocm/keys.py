@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from polyattn.kernel import Batch
+from polyattn.kernel import Batch, Frame
 from torch import Tensor
 
 
@@ -23,6 +23,14 @@ class GivenKeys:
         """Return a tensor of keys or values, packed."""
         assert given is not None
         return given[: self.total] if self.rows is None else given[self.rows]
+
+
+def keys_of(given: GivenKeys | None, frame: Frame) -> tuple[Tensor, Tensor]:
+    """Return a call's keys and values: packed where the layer has no cache, else the cache's pages."""
+    if given is not None:
+        return given.read(frame.key), given.read(frame.value)
+    assert frame.cache is not None
+    return frame.cache.key, frame.cache.value
 
 
 def longest_query(batch: Batch) -> int:

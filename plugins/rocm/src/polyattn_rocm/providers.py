@@ -16,9 +16,9 @@ def aiter_ready() -> str | None:
 def flash_attn_ready() -> str | None:
     """Say why flash-attn can't be used, or None. flash-attn 4 has a `flash_attn` folder as well."""
     try:
-        found = find_spec("flash_attn.flash_attn_interface")
+        module = find_spec("flash_attn.flash_attn_interface")
     except ModuleNotFoundError:
-        found = None
-    if found is None or found.loader is None:  # a stand-in has none
+        module = None
+    if module is None or module.loader is None:  # a stand-in has none
         return "flash-attn is not installed; build it from github.com/ROCm/flash-attention (CK)"
     return None

@@ -132,10 +132,10 @@ class PallasAttention(AttentionBackend):
         if frame.cache is None:
             assert frame.key is not None and frame.value is not None
             given = (to_jax(frame.key), to_jax(frame.value))
-            found, logs = attend_given(plan.arrays, spec, rows, *given, **options)
+            result, logs = attend_given(plan.arrays, spec, rows, *given, **options)
         else:
-            found, logs = attend(plan.arrays, spec, rows, pages(frame.cache), **options)
-        assign(frame.out, found[:count])
+            result, logs = attend(plan.arrays, spec, rows, pages(frame.cache), **options)
+        assign(frame.out, result[:count])
         if lse is not None:
             assign(lse, logs[:count])
 
@@ -160,11 +160,11 @@ class XlaSparse(SparseBackend):
         if not count:
             return
         size = _bucket(count)
-        found, logs = attend_rows(
+        result, logs = attend_rows(
             _padded(to_jax(frame.query), size), _padded(to_jax(frame.choice), size), pages(frame.cache),
             scale=spec.scale, rank=spec.latent.rank, k_scale=frame.params.k_scale,
         )  # fmt: skip
-        assign(frame.out, found[:count])
+        assign(frame.out, result[:count])
         if frame.lse is not None:
             assign(frame.lse, logs[:count])
 
@@ -190,9 +190,9 @@ class XlaScan(RecurrentBackend):
         weights = {name: to_jax(tensor) for name, tensor in params.items()}
         own = in_jax(states) and not hasattr(states, "parent")
         run = recur[own and unshared(states)]
-        found, after = run(plan.arrays, self.spec, rows, weights, to_jax(states))
+        result, after = run(plan.arrays, self.spec, rows, weights, to_jax(states))
         assign(states, after)
-        assign(frame.out, found[:count])
+        assign(frame.out, result[:count])
 
 
 class JaxStore(StoreBackend):
@@ -219,8 +219,8 @@ class JaxMerge(MergeBackend):
     name: ClassVar[str] = "JAX_MERGE"
 
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        found, lse = merge(*map(to_jax, (total, total_lse, part, part_lse)))
-        assign(total, found)
+        result, lse = merge(*map(to_jax, (total, total_lse, part, part_lse)))
+        assign(total, result)
         assign(total_lse, lse)
 
 

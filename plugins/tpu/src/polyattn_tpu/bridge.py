@@ -44,8 +44,8 @@ def to_jax(tensor: Tensor) -> Array:
     if tensor.dtype in RAW:
         word, kind = RAW[tensor.dtype]
         plain = plain.view(word)
-    found = plain.numpy()
-    return jnp.array(found if kind is None else found.view(kind), copy=True)
+    array = plain.numpy()
+    return jnp.array(array if kind is None else array.view(kind), copy=True)
 
 
 def to_torch(array: Array, like: Tensor) -> Tensor:

@@ -115,17 +115,17 @@ def attend(
     form = form_of(spec, lse, cache.value is None, interpret)
     wide = widened(query, cache.key.shape[3])
     changes = _changes(plan, spec, cache, functions, inputs)
-    found, total = paged_attention(
+    result, total = paged_attention(
         wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form, changes
     )
-    found = found[..., : spec.v_head_size]
+    result = result[..., : spec.v_head_size]
     if sinks is not None:
         # A sink joins the denominator after the fact, but never beside no key at all.
         nothing = jnp.isneginf(total)
         share = jnp.where(nothing, 1.0, jax.nn.sigmoid(total - sinks))
-        found = (found * share[..., None]).astype(query.dtype)
+        result = (result * share[..., None]).astype(query.dtype)
         total = jnp.where(nothing, total, jnp.logaddexp(total, sinks))
-    return found, total if lse else None
+    return result, total if lse else None
 
 
 def attend_given(

@@ -349,7 +349,7 @@ def paged_attention(
         stored = [part for part in changes.parts[1:] if part is not None] + stored
         buffers = changes.buffers(blocks, rows, tiles.step)
     shapes = [(form.v_size, query.dtype), (LANES, jnp.float32)][: 1 + form.lse]
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(
             attention_kernel, form=form, tokens=tiles.step, group=group, changes=changes
         ),
@@ -383,6 +383,6 @@ def paged_attention(
     )  # fmt: skip
 
     def gathered(found: Any) -> Any:
-        return found.transpose(1, 0, 2, 3).reshape(tokens, heads, found.shape[3])
+        return results.transpose(1, 0, 2, 3).reshape(tokens, heads, results.shape[3])
 
-    return gathered(found[0]), gathered(found[1][..., :1])[..., 0] if form.lse else None
+    return gathered(results[0]), gathered(results[1][..., :1])[..., 0] if form.lse else None

@@ -41,8 +41,8 @@ def attend_latent(
     nope = w_uk.shape[1]
     inner = jnp.einsum("thn,hnr->thr", query[..., :nope], w_uk)
     taken = jnp.concatenate([inner.astype(query.dtype), query[..., nope:]], axis=-1)
-    found, lse = attend(plan, absorbed(spec), taken, cache, **options)
-    return jnp.einsum("thr,hrv->thv", found, w_uv).astype(query.dtype), lse
+    result, lse = attend(plan, absorbed(spec), taken, cache, **options)
+    return jnp.einsum("thr,hrv->thv", result, w_uv).astype(query.dtype), lse
 
 
 def plan_expanded(

@@ -227,9 +227,11 @@ def _places(step: Step, tokens: int, pages: Pages, page: int) -> Places:
     return Places(
         _filled(tokens, np.repeat(numbers, queries), 0),
         _filled(tokens, np.repeat(lens - queries, queries) + within, 0),
-        _filled(most, np.repeat(numbers, counts), 0), _filled(most, lows, 0),
-        _filled(len(pages.query_lens), first, 0), longest,
-    )  # fmt: skip
+        _filled(most, np.repeat(numbers, counts), 0),
+        _filled(most, lows, 0),
+        _filled(len(pages.query_lens), first, 0),
+        longest,
+    )
 
 
 def _tiles(step: Step, group: int, buckets: Buckets, by: str) -> tuple[Tiles, int]:
@@ -260,12 +262,14 @@ def _pages(step: Step, counts: list[int], table: Any, buckets: Buckets) -> Pages
     )
     first = np.concatenate([[0], np.cumsum(counts)])[:-1] if counts else np.zeros(0)
     return Pages(
-        _filled(places, step.query_lens, 0), _filled(places, step.seq_lens, 0),
-        _filled(places, first, 0), _filled(buckets.of_pages(len(table)), table, 0),
-    )  # fmt: skip
+        _filled(places, step.query_lens, 0),
+        _filled(places, step.seq_lens, 0),
+        _filled(places, first, 0),
+        _filled(buckets.of_pages(len(table)), table, 0),
+    )
 
 
 def _filled(size: int, values: Any, rest: int) -> Any:
-    found = np.full(size, rest, np.int32)
-    found[: len(values)] = values
-    return found
+    array = np.full(size, rest, np.int32)
+    array[: len(values)] = values
+    return array

@@ -171,9 +171,7 @@ class Changes:
             every = jnp.stack(packed(PAIR, made, (tokens, all_heads, len(at))))
             every = every.reshape(-1, tokens, kv_heads, group, places.longest, keys)
             pairs = every.transpose(0, 2, 4, 1, 3, 5)
-        return cls(
-            split, functions.softmax, rows, of_keys, pairs, places.first_step, dtypes
-        )  # fmt: skip
+        return cls(split, functions.softmax, rows, of_keys, pairs, places.first_step, dtypes)
 
     @property
     def parts(self) -> tuple[Array | None, ...]:
@@ -182,24 +180,24 @@ class Changes:
 
     def buffers(self, blocks: int, rows: int, tokens: int) -> list[Any]:
         """Return the kernel's scratch for them: of a tile's rows, and of two steps of keys."""
-        found = []
+        shapes = []
         if self.rows is not None:
-            found.append(pltpu.VMEM((blocks, rows, LANES), jnp.int32))
+            shapes.append(pltpu.VMEM((blocks, rows, LANES), jnp.int32))
         if self.keys is not None:
-            found.append(pltpu.VMEM((2, *self.keys.shape[1:]), jnp.int32))
+            shapes.append(pltpu.VMEM((2, *self.keys.shape[1:]), jnp.int32))
         if self.pairs is not None:
             count, _, _, _, group, keys = self.pairs.shape
-            found.append(pltpu.VMEM((2, count, tokens, group, keys), jnp.int32))
-        return [*found, pltpu.SemaphoreType.DMA((2, 2))]
+            shapes.append(pltpu.VMEM((2, count, tokens, group, keys), jnp.int32))
+        return [*shapes, pltpu.SemaphoreType.DMA((2, 2))]
 
     def copies(
         self, r: Any, step: Any, slot: Any, first_step: Any, token: Any, head: Any
     ) -> list[Any]:
         """Return the DMAs of what is read of a step of keys: of the keys, and of pairs. In the kernel."""
-        found = []
+        pairs = []
         if self.keys is not None:
             source = r.key_values.at[first_step + step]
-            found.append(
+            pairs.append(
                 pltpu.make_async_copy(source, r.key_buf.at[slot], r.value_sems.at[0, slot])
             )
         if self.pairs is not None:
@@ -207,8 +205,8 @@ class Changes:
             for index in range(self.pairs.shape[0]):
                 source = r.pair_values.at[index, head, step, rows]
                 target = r.pair_buf.at[slot, index]
-                found.append(pltpu.make_async_copy(source, target, r.value_sems.at[1, slot]))
-        return found
+                pairs.append(pltpu.make_async_copy(source, target, r.value_sems.at[1, slot]))
+        return pairs
 
     def values(
         self, r: Any, block: Any, each: int, slot: Any, shape: tuple[int, ...]
@@ -236,9 +234,10 @@ class Changes:
         taken = {}
         parts: Callable[[int], Array]
         for kind, parts in (
-            (ROW, lambda i: rows[:, i : i + 1]), (KEY, lambda i: keys[i : i + 1, :]),
+            (ROW, lambda i: rows[:, i : i + 1]),
+            (KEY, lambda i: keys[i : i + 1, :]),
             (PAIR, lambda i: pairs[i]),
-        ):  # fmt: skip
+        ):
             for index, number in enumerate(self.split.of(kind)):
                 value = jnp.broadcast_to(parts(index), score.shape)
                 taken[number] = _from_integers(value, self.dtypes[number])

@@ -113,7 +113,7 @@ class Split:
         return PAIR
 
     def _taken(self) -> dict[int, str]:
-        found: dict[int, str] = {}
+        axes: dict[int, str] = {}
         seen = set[int]()
         stack = [r for r in self.results if r is not None]
         while stack:
@@ -123,10 +123,10 @@ class Split:
             seen.add(number)
             kind = self._kind(number)
             if kind is not None:
-                found[number] = kind
+                axes[number] = kind
             else:
                 stack += self.maker[number].args
-        return found
+        return axes
 
     @property
     def _native(self) -> tuple[int, ...]:

@@ -61,13 +61,14 @@ class Step:
                 f"key_starts={starts[:4]}… must name one place for each of {len(lens)}"
             )
         return cls(
-            queries, lens,
+            queries,
+            lens,
             _ints("block_table", block_table, (len(lens), None)),
             _ints("slots", slots, (sum(queries),)),
             _ints("state_slots", state_slots, (len(lens),)),
             starts,
             None if numbers is None else tuple(map(int, numbers)),
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_batch(cls, batch: Any) -> Step:
@@ -107,13 +108,13 @@ class Step:
 def _ints(name: str, given: ArrayLike | None, shape: tuple[int | None, ...]) -> Ints | None:
     if given is None:
         return None
-    found = np.asarray(given)
-    fits = found.ndim == len(shape) and all(
-        n is None or n == m for n, m in zip(shape, found.shape, strict=True)
+    numbers = np.asarray(given)
+    fits = numbers.ndim == len(shape) and all(
+        n is None or n == m for n, m in zip(shape, numbers.shape, strict=True)
     )
-    if not fits or not np.issubdtype(found.dtype, np.integer):
+    if not fits or not np.issubdtype(numbers.dtype, np.integer):
         wanted = ", ".join("blocks" if n is None else str(n) for n in shape)
         raise BatchError(
-            f"{name} is {found.dtype} of shape {found.shape}; it must be integers of shape ({wanted})"
+            f"{name} is {numbers.dtype} of shape {numbers.shape}; it must be integers of shape ({wanted})"
         )
-    return found.astype(np.int32)
+    return numbers.astype(np.int32)

@@ -63,10 +63,11 @@ class Brought:
         """Return what some of the sequences bring."""
         index = torch.tensor(list(requests), dtype=torch.int64)
         return replace(
-            self, lengths=[self.lengths[i] for i in requests],
+            self,
+            lengths=[self.lengths[i] for i in requests],
             bits=[self.bits[i] for i in requests] if self.bits else [],
             inputs={n: t.index_select(self.dims[n], index) for n, t in self.inputs.items()},
-        )  # fmt: skip
+        )
 
     def mask(self) -> StepMask | None:
         """Return the step's mask."""

@@ -49,8 +49,8 @@ def _heads(name: str, rows: Tensor, heads: int, width: int, fused: str = "") -> 
             f"{name} has rows of {rows.shape[1]} elements; {heads} heads of {width // heads} are "
             f"{width}{fused}"
         )
-    found: Tensor = rows.unflatten(1, (heads, width // heads))
-    return found
+    heads_of_rows: Tensor = rows.unflatten(1, (heads, width // heads))
+    return heads_of_rows
 
 
 def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:
             f"out has rows of {out.shape[1]} elements, {out.stride(1)} apart; {spec.num_heads} heads of "
             f"{spec.v_head_size} are {width}, side by side"
         )
-    found: Tensor = out.unflatten(1, (spec.num_heads, spec.v_head_size))
-    return found
+    view: Tensor = out.unflatten(1, (spec.num_heads, spec.v_head_size))
+    return view
 
 
 def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:

@@ -254,8 +254,8 @@ class Attention(Layer):
         if out is None or out.dim() != 2:
             return torch_compile.attention(self, query, key, value, cache, plan, out)
         view = out_in_heads(self.spec, out)
-        found = torch_compile.attention(self, query, key, value, cache, plan, view)
-        return (out, found[1]) if self._needs_lse else out
+        result = torch_compile.attention(self, query, key, value, cache, plan, view)
+        return (out, result[1]) if self._needs_lse else out
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: an encoder's, for cross-attention.

@@ -119,12 +119,12 @@ class Chooser:
         if len(calls) > 1:
             phases = by_phase(batch)
             parts = {DECODES: phases.decode, REST: phases.prefill}
-        found: list[Assignment] = []
+        assignments: list[Assignment] = []
         for call in calls:
             part = parts[call.rows]
             assert part is not None, f"{call.rows} of {batch}"
-            found.append((call.phase, self.phases[call.phase][call.name].info, part))
-        return found
+            assignments.append((call.phase, self.phases[call.phase][call.name].info, part))
+        return assignments
 
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]

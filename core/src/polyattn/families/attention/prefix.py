@@ -65,7 +65,7 @@ class PrefixDecode:
         over_all = over_context(with_lse.replace(learned_sinks=False))
         candidates = dict(selection.candidates)
         whole = group.cache_format
-        found: list[BackendInfo] = []
+        infos: list[BackendInfo] = []
         for phase, asked in (("prefill", over_all), ("decode", with_lse)):
             able = [
                 info
@@ -75,8 +75,8 @@ class PrefixDecode:
             ]
             if not able:
                 return None
-            found.append(able[0])
-        return cls(group, found[0], found[1])
+            infos.append(able[0])
+        return cls(group, infos[0], infos[1])
 
     @property
     def name(self) -> str:

@@ -165,7 +165,7 @@ def read_cache(
     """Return one sequence's keys and values, (seq_len, num_kv_heads, size), scales applied."""
     assert batch.block_table is not None
     length, size = batch.lens[index], cache.block_size
-    found = []
+    rows = []
     form = cache.format
     formats = form.rows or (None, None)
     for stored, scale, format, width in (
@@ -177,10 +177,10 @@ def read_cache(
         if format is not None:
             whole = form.head_size if cache.value_in_key else width
             values = decoded(tokens.cpu(), format, whole, torch.float64)[..., :width]
-            found.append(scaled(values.to(dtype), scale))
+            rows.append(scaled(values.to(dtype), scale))
             continue
-        found.append(exact(tokens, scale, dtype))
-    return found[0], found[1]
+        rows.append(exact(tokens, scale, dtype))
+    return rows[0], rows[1]
 
 
 def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:

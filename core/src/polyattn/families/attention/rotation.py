@@ -64,10 +64,12 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
     positions = batch.token_positions
     if batch.device.type in OWN_DOUBLES:
         return _at(spec, positions, batch.query_lens, batch.text_lens, reuse)
-    found = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens)
-    scale = None if found.query_scale is None else found.query_scale.to(batch.device)
-    found = Rotation(found.turns.to(batch.device), scale, found.pairing, found.size, found.last)
-    return found if reuse is None else reuse.refilled(found)
+    rotation = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens)
+    scale = None if rotation.query_scale is None else rotation.query_scale.to(batch.device)
+    rotation = Rotation(
+        rotation.turns.to(batch.device), scale, rotation.pairing, rotation.size, rotation.last
+    )
+    return rotation if reuse is None else reuse.refilled(rotation)
 
 
 def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
@@ -93,8 +95,10 @@ def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
         counts[start : start + length] = [whole] * length
     at = torch.from_numpy(positions)
     at = at.to(batch.device) if batch.device.type in OWN_DOUBLES else at
-    found = _at(spec, at, [1] * reach, counts)
-    return Rotation(found.turns.to(batch.device), None, found.pairing, found.size, found.last)
+    rotation = _at(spec, at, [1] * reach, counts)
+    return Rotation(
+        rotation.turns.to(batch.device), None, rotation.pairing, rotation.size, rotation.last
+    )
 
 
 def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
@@ -154,10 +158,10 @@ def _at(
     if rope.temperature:
         first = positions if positions.dim() == 1 else positions[0]
         scale = query_temperature(rope, first).to(dtype)
-    found = Rotation(
+    rotation = Rotation(
         turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None or rope.last
     )
-    return found if into is None else into.refilled(found)
+    return rotation if into is None else into.refilled(rotation)
 
 
 def _frequencies(

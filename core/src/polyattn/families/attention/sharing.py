@@ -223,7 +223,7 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
     for info in dict(group.selection.candidates).get("decode", ()):
         able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
         if able and not check(info.capabilities, spec, group.device, "decode"):
-            found = group.candidate("decode", info, AttentionBackend)
-            if found is not None:
-                return found
+            backend = group.candidate("decode", info, AttentionBackend)
+            if backend is not None:
+                return backend
     return None

@@ -37,12 +37,12 @@ def by_position(spec: LayerSpec, batch: Batch) -> list[tuple[LayerSpec, Part]]:
     kept = [max(0, spec.sink_tokens - first) for first in batch.first_positions]
     plain = batch.copy()
     plain.__dict__["key_starts"], plain.first_positions = batch.key_starts, None
-    found = []
+    parts = []
     for count in dict.fromkeys(kept):
         rows = [i for i, n in enumerate(kept) if n == count]
         part = Part(plain, None) if len(rows) == len(kept) else part_of(plain, rows)
-        found.append((spec.replace(sink_tokens=count), part))
-    return [(spec, part) for spec, part in found if part.batch.num_tokens]
+        parts.append((spec.replace(sink_tokens=count), part))
+    return [(spec, part) for spec, part in parts if part.batch.num_tokens]
 
 
 def _by_chunk(batch: Batch, firsts: list[int], chunk: int) -> Batch:

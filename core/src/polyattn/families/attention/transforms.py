@@ -44,8 +44,8 @@ class Transforms:
         heads = torch.arange(given.shape[1], device=device)[:, None]
         at = (places.seq, heads, places.place, torch.arange(given.shape[2], device=device))
         wide = given if given.dtype == torch.float64 else given.float()
-        found = torch.as_tensor(function(wide, *at, inputs=inputs))
-        return found.to(given.dtype).expand_as(given)
+        result = torch.as_tensor(function(wide, *at, inputs=inputs))
+        return result.to(given.dtype).expand_as(given)
 
 
 @lru_cache(maxsize=256)
@@ -53,8 +53,10 @@ def _transforms(spec: LayerSpec, generation: int) -> Transforms | None:
     variant = variant_of(spec)
     if variant is None or not variant.transforms:
         return None
-    found = {name: function_of(variant, f"{name}_mod") for name in NAMES}
-    return Transforms({name: function for name, function in found.items() if function is not None})
+    functions = {name: function_of(variant, f"{name}_mod") for name in NAMES}
+    return Transforms(
+        {name: function for name, function in functions.items() if function is not None}
+    )
 
 
 @dataclass(frozen=True)

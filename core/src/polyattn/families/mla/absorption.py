@@ -23,21 +23,21 @@ def _products(rows: Tensor, weights: Tensor, counts: Sequence[int] | None) -> Te
     """
     if counts is None:
         return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
-    found = rows.new_empty(*rows.shape[:2], weights.shape[2])
-    for some, into in zip(rows.split(list(counts)), found.split(list(counts)), strict=True):
+    products = rows.new_empty(*rows.shape[:2], weights.shape[2])
+    for some, into in zip(rows.split(list(counts)), products.split(list(counts)), strict=True):
         if len(some):
             into.copy_(torch.bmm(some.transpose(0, 1).clone(), weights).transpose(0, 1))
-    return found
+    return products
 
 
 def absorb(query: Tensor, w_uk: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """Return `[q_nope W_UK, q_rope]`, (tokens, heads, rank + rope), of (tokens, heads, nope + rope)."""
     nope, rank = w_uk.shape[1], w_uk.shape[2]
     rope = query.shape[2] - nope
-    found = query.new_empty(*query.shape[:2], rank + rope)
-    found[..., :rank] = _products(query[..., :nope], w_uk, counts)
-    found[..., rank:] = query[..., nope:]
-    return found
+    absorbed = query.new_empty(*query.shape[:2], rank + rope)
+    absorbed[..., :rank] = _products(query[..., :nope], w_uk, counts)
+    absorbed[..., rank:] = query[..., nope:]
+    return absorbed
 
 
 def project(latent: Tensor, w_uv: Tensor, counts: Sequence[int] | None = None) -> Tensor:

@@ -93,7 +93,7 @@ class LatentAttention(Layer):
             "w_uk": (spec.num_heads, spec.head_size - spec.latent.rope_head_size, spec.latent.rank),
             "w_uv": (spec.num_heads, spec.latent.rank, spec.v_head_size),
         }
-        found = []
+        weights = []
         for (name, shape), tensor in zip(shapes.items(), (w_uk, w_uv), strict=True):
             if tensor is None:
                 raise SpecError(f"{name} is missing; w_uk and w_uv come together, or neither")
@@ -102,8 +102,8 @@ class LatentAttention(Layer):
                 raise SpecError(
                     f"{name} is of {tensor.dtype}; it must be of {self._dtype}, the layer's"
                 )
-            found.append(Weight(name, tensor, self.group.torch_device, self._dtype))
-        return found[0], found[1]
+            weights.append(Weight(name, tensor, self.group.torch_device, self._dtype))
+        return weights[0], weights[1]
 
     @property
     def weights(self) -> Weights | None:

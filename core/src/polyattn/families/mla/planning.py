@@ -66,10 +66,7 @@ class Absorbed(Op):
     def __init__(self, call: Call, counts: Sequence[int] | None = None):
         """`counts`: tokens of each request, whose products are then calls of their own."""
         self.call, self.rows, self.counts = call, call.rows, counts
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return (self.call,)
+        self.inner = (call,)
 
     def run(self, frame: Frame) -> None:
         weights, cache, out = frame.params.weights, frame.cache, frame.out
@@ -94,10 +91,7 @@ class Expansion(Op):
 
     def __init__(self, call: Call, slots: Tensor, counts: Sequence[int] | None = None):
         self.call, self.slots, self.counts = call, slots, counts
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        return (self.call,)
+        self.inner = (call,)
 
     def run(self, frame: Frame) -> None:
         cache, params = frame.cache, frame.params

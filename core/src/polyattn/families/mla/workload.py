@@ -103,10 +103,11 @@ class LatentWorkload(ChoosingWorkload):
         queries, lens = lens_of(self.lengths)
         rows = picked_rows(queries, requests, self.device)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], query=self.query[rows],
+            lengths=[self.lengths[i] for i in requests],
+            query=self.query[rows],
             entries=self.entries[picked_rows(lens, requests, self.device)],
             choice=None if self.choice is None else self.choice[rows],
-        )  # fmt: skip
+        )
         queries, lens = lens_of(work.lengths)
         spoil_requests([(work.query, queries), (work.entries, lens)], spoilt, self.dice)
         work._lay()

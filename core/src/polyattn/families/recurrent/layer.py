@@ -89,7 +89,7 @@ class Recurrent(Layer):
                 raise SpecError(
                     f"{spec.kind.value} has no parameter {name!r}{nearest(name, form.params)}"
                 )
-        found = {}
+        weights = {}
         dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         device = self.group.torch_device
         for name, letters in form.params.items():
@@ -99,8 +99,8 @@ class Recurrent(Layer):
                 raise SpecError(f"parameter {name} of {spec.kind.value} is missing")
             tensor, shape = given[name], shape_of(spec, letters)
             check_shape(name, tensor, shape)
-            found[name] = Weight(name, tensor, device, dtype)
-        return found
+            weights[name] = Weight(name, tensor, device, dtype)
+        return weights
 
     @property
     def params(self) -> dict[str, Tensor]:

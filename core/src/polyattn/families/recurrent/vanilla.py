@@ -30,6 +30,6 @@ class VanillaScan(RecurrentBackend):
             state = frame.states[slot].to("cpu", torch.float64)
             state = state if before else torch.zeros_like(state)
             mine = {name: tensor[rows] for name, tensor in given.items()}
-            found, state = reference.scan(self.spec, mine, held, state, before)
-            frame.out[rows].copy_(found)
+            result, state = reference.scan(self.spec, mine, held, state, before)
+            frame.out[rows].copy_(result)
             frame.states[slot].copy_(state)

@@ -97,9 +97,11 @@ class RecurrentWorkload(Workload):
         """Return a batch over states of this workload."""
         targets = None if targets is None else targets.to(self.device)
         return Batch.from_lens(
-            *lens_of(lengths), state_slots=slots.to(self.device), state_targets=targets,
+            *lens_of(lengths),
+            state_slots=slots.to(self.device),
+            state_targets=targets,
             device=self.device,
-        )  # fmt: skip
+        )
 
     def _move(self, by_token: bool) -> None:
         queries, lens = lens_of(self.lengths)
@@ -125,9 +127,10 @@ class RecurrentWorkload(Workload):
         queries, _ = lens_of(self.lengths)
         rows, chosen = picked_rows(queries, requests, self.device), list(requests)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], starts=self.starts[chosen],
+            lengths=[self.lengths[i] for i in requests],
+            starts=self.starts[chosen],
             tokens=[tensor[rows] for tensor in self.tokens],
-        )  # fmt: skip
+        )
         queries, ones = lens_of(work.lengths)[0], [1] * len(chosen)
         parts = [*((tensor, queries) for tensor in work.tokens), (work.starts, ones)]
         spoil_requests(parts, spoilt, self.dice)
@@ -137,9 +140,10 @@ class RecurrentWorkload(Workload):
         ends[work.slots[: len(chosen)]] = after[[self.slots[i] for i in requests]]
         work.__dict__["expected"] = output[rows.cpu()], ends
         work.used = [
-            slot for i, slot in enumerate(work.slots[: len(chosen)])
+            slot
+            for i, slot in enumerate(work.slots[: len(chosen)])
             if slot in work.used and i not in spoilt
-        ]  # fmt: skip
+        ]
         return work
 
     @property
@@ -248,7 +252,7 @@ def recurrent_inputs(
     spec: LayerSpec, tokens: int, generator: torch.Generator, device: str | torch.device = "cpu"
 ) -> list[Tensor]:
     """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
         tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
         if name == "dt":
@@ -264,11 +268,11 @@ def recurrent_inputs(
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # what a model writes in place of what it removed: as much at most
-            tensor = -found[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
+            tensor = -inputs[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
         elif name in ("r", "k", "B", "C"):
             tensor = tensor / math.sqrt(tensor.shape[-1])
-        found.append(tensor.to(input_dtype(spec, name)).to(device))
-    return found
+        inputs.append(tensor.to(input_dtype(spec, name)).to(device))
+    return inputs
 
 
 def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -281,7 +285,7 @@ def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Ge
 
 def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, Tensor]:
     """Return a recurrent layer's parameters: A and decay negative, as every model has them."""
-    found = {}
+    params = {}
     for name, letters in form_of(spec).params.items():
         tensor = torch.randn(shape_of(spec, letters), generator=generator)
         if name == "A":
@@ -292,5 +296,5 @@ def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, T
             tensor = tensor / math.sqrt(tensor.shape[-1])
         elif name == "dt_bias" and spec.recurrent and not spec.recurrent.dt_softplus:
             tensor = tensor.abs() * 0.1
-        found[name] = tensor
-    return found
+        params[name] = tensor
+    return params

@@ -96,10 +96,10 @@ def written(values: Tensor, dtype: torch.dtype) -> Tensor:
 def packed(codes: Tensor, bits: int = 4) -> Tensor:
     """Return codes (..., size) of 4 or 2 bits as bytes, the first of each byte in its low bits."""
     each = grouped(codes.to(torch.uint8), 8 // bits)
-    found: Tensor = each[..., 0].clone()
+    result: Tensor = each[..., 0].clone()
     for at in range(1, 8 // bits):
-        found |= each[..., at] << (bits * at)
-    return found
+        result |= each[..., at] << (bits * at)
+    return result
 
 
 def divided(values: Tensor, scale: Tensor) -> Tensor:

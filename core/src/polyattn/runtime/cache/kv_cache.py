@@ -356,8 +356,8 @@ class KVCache:
             CacheError: the blocks can't be split so.
 
         """
-        found = self._blocks.get(size)
-        if found is None:
+        view = self._blocks.get(size)
+        if view is None:
             if type(size) is not int or size < 1:
                 raise CacheError(f"size={shown(size)} must be a positive integer")
             key, step = _split_blocks(self.key, size)
@@ -368,8 +368,8 @@ class KVCache:
                     f"{size}: their strides differ ({self.key.stride()}, {self.value.stride()})"
                 )
             form = replace(self.format, block_size=size) if self.key.dtype == torch.uint8 else None
-            found = self._blocks[size] = (KVCache(key, value, form), step)
-        return found
+            view = self._blocks[size] = (KVCache(key, value, form), step)
+        return view
 
     def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
         """Return a view of the cache as pages of one KV head and consecutive tokens of a block.
@@ -387,8 +387,8 @@ class KVCache:
             CacheError: the blocks can't be split so.
 
         """
-        found = self._pages.get(size)
-        if found is None:
+        view = self._pages.get(size)
+        if view is None:
             if size < 1 or self.block_size % size:
                 raise CacheError(f"size={size} doesn't divide the block size, {self.block_size}")
             (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
@@ -401,8 +401,8 @@ class KVCache:
             form = replace(
                 self.format, block_size=size, num_kv_heads=1, layout="NHD", interleaved=False
             )
-            found = self._pages[size] = (KVCache(key, value, form), steps)
-        return found
+            view = self._pages[size] = (KVCache(key, value, form), steps)
+        return view
 
     def __repr__(self) -> str:
         n, b, h, d = self.key.shape

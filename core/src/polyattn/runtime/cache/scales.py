@@ -95,14 +95,14 @@ class LayerScales:
 
 def used_scales(spec: LayerSpec) -> frozenset[str]:
     """Return the names of the scales that a layer uses."""
-    found: set[str] = set()
+    names: set[str] = set()
     if spec.stored_dtype != spec.dtype:
-        found |= {"k_scale", "v_scale"}
+        names |= {"k_scale", "v_scale"}
     if spec.qkv_dtype != "auto":
-        found |= {"q_scale", "k_scale", "v_scale"}
+        names |= {"q_scale", "k_scale", "v_scale"}
     if spec.out_dtype != "auto":
-        found.add("out_scale")
-    return frozenset(found)
+        names.add("out_scale")
+    return frozenset(names)
 
 
 def input_dtype(spec: LayerSpec) -> torch.dtype:

@@ -82,9 +82,9 @@ def _problem(
 
     def call(parts: list[Tensor]) -> Tensor:
         with torch.no_grad():
-            found = torch.as_tensor(function(*parts, inputs=given))
+            result = torch.as_tensor(function(*parts, inputs=given))
         size = torch.broadcast_shapes(*(tensor.shape for tensor in parts))
-        return found.to(device, torch.float64).expand(size)
+        return result.to(device, torch.float64).expand(size)
 
     copies = [tensor.clone() for tensor in args]
     try:

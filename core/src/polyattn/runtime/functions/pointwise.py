@@ -114,14 +114,14 @@ class Pointwise:
         variant = variant_of(spec)
         if variant is None and spec.mask is None:
             return None
-        found = None if variant is None else cls.of_variant(variant, language)
-        masks = () if found is None else found.mask_mods
-        inputs = {} if found is None else dict(found.inputs)
+        pointwise = None if variant is None else cls.of_variant(variant, language)
+        masks = () if pointwise is None else pointwise.mask_mods
+        inputs = {} if pointwise is None else dict(pointwise.inputs)
         if spec.mask is not None:
             call, taken = _STEP_MASKS[spec.mask]
             masks, inputs = (*masks, Function(call, tuple(taken))), inputs | taken
-        score = None if found is None else found.score_mod
-        return cls(score, masks, found is None or found.softmax, inputs)
+        score = None if pointwise is None else pointwise.score_mod
+        return cls(score, masks, pointwise is None or pointwise.softmax, inputs)
 
     @classmethod
     def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
@@ -171,8 +171,8 @@ class Pointwise:
         """
         seen = None
         for mask in self.mask_mods:
-            found = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()
-            seen = found if seen is None else seen & found
+            result = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()
+            seen = result if seen is None else seen & result
         return seen
 
 
@@ -201,7 +201,7 @@ def layer_inputs(
     pointwise = Pointwise.of(spec)
     declared = {} if pointwise is None else pointwise.inputs
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-    found = {}
+    weights = {}
     if given is not None and not isinstance(given, Mapping):
         raise SpecError(f"inputs={shown(given)} must map names to tensors or numbers")
     for name, value in (given or {}).items():
@@ -215,14 +215,14 @@ def layer_inputs(
             raise SpecError(
                 f"inputs[{name!r}] has shape {tuple(tensor.shape)}; it must be {declared[name]}"
             )
-        found[name] = Weight(name, tensor, device, INPUT_DTYPES[declared[name].dtype])
-    return found, tuple(name for name in declared if name not in found)
+        weights[name] = Weight(name, tensor, device, INPUT_DTYPES[declared[name].dtype])
+    return weights, tuple(name for name in declared if name not in weights)
 
 
 @lru_cache(maxsize=256)
 def _declared(variant: str | None, mask: str | None, generation: int) -> dict[str, VariantInput]:
-    found = {} if variant is None else variant_named(variant).parsed
-    return found if mask is None else found | _STEP_MASKS[mask][1]
+    declared = {} if variant is None else variant_named(variant).parsed
+    return declared if mask is None else declared | _STEP_MASKS[mask][1]
 
 
 def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
@@ -271,18 +271,18 @@ def example_inputs(
     Verification and the conformance kit use them.
     """
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
-    found = {}
+    inputs_by_name = {}
     for name, wanted in pointwise.inputs.items():
         if name.startswith("mask_") and spec.mask is not None:
             continue
         shape = [sizes.get(d, ANY) if isinstance(d, str) else d for d in wanted.dims]
         if wanted.dtype == "float32":
-            found[name] = torch.randn(shape, generator=generator)
+            inputs_by_name[name] = torch.randn(shape, generator=generator)
         else:
             low = 0 if shape else 1  # a lone integer may be a divisor
             made = torch.randint(low, 2, shape, generator=generator)
-            found[name] = made.to(INPUT_DTYPES[wanted.dtype])
-    return found
+            inputs_by_name[name] = made.to(INPUT_DTYPES[wanted.dtype])
+    return inputs_by_name
 
 
 ANY = 9

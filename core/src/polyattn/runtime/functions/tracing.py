@@ -138,14 +138,18 @@ class Trace:
         if op in _TO_FLOAT:
             return FLOAT
         kinds = {self.nodes[a].kind for a in (args[1:] if op == "where" else args)}
-        found = next(kind for kind in (FLOAT, INT, BOOL) if kind in kinds)
+        kind_of_all = next(kind for kind in (FLOAT, INT, BOOL) if kind in kinds)
         if op in _LOGIC:
-            if found == FLOAT:
+            if kind_of_all == FLOAT:
                 raise UntraceableError(f"operation {op!r} of floats")
-            return found
+            return kind_of_all
         if op in ("floor", "ceil", "to_int"):
-            return INT if op == "to_int" or found != FLOAT else FLOAT
-        return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
+            return INT if op == "to_int" or kind_of_all != FLOAT else FLOAT
+        return (
+            INT
+            if kind_of_all == BOOL and op not in ("where", "minimum", "maximum")
+            else kind_of_all
+        )
 
     def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
         """Return each input's address, then the size and stride of each of its dimensions.
@@ -176,18 +180,18 @@ class Trace:
             places: integers, a numpy array.
 
         """
-        found: list[Any] = []
+        values: list[Any] = []
         for node in self.nodes:
-            args = [found[i] for i in node.args]
+            args = [values[i] for i in node.args]
             if node.op == "place":
-                found.append(places)
+                values.append(places)
             elif node.op == "constant":
-                found.append(np.full(len(places), node.what))
+                values.append(np.full(len(places), node.what))
             elif node.op in OF_PLACES and all(a is not None for a in args):
-                found.append(OF_PLACES[node.op](*args))
+                values.append(OF_PLACES[node.op](*args))
             else:
-                found.append(None)
-        return found
+                values.append(None)
+        return values
 
     def captured(self, device: torch.device) -> dict[str, Tensor]:
         """Return the tensors that the functions close over, in their declared dtypes.
@@ -414,11 +418,11 @@ class _Reader:
         return shape if dim is None else shape[dim.value]
 
     def _clamp(self, value: Any, min: Any = None, max: Any = None) -> int:
-        found = self.number(value)
+        node = self.number(value)
         for op, bound in (("maximum", min), ("minimum", max)):
             if bound is not None:
-                found = self.trace.add(op, (found, self.number(bound)))
-        return found
+                node = self.trace.add(op, (node, self.number(bound)))
+        return node
 
     def _relu(self, value: Any) -> int:
         return self._clamp(value, min=_Number(0))
@@ -433,10 +437,10 @@ class _Reader:
             return self.trace.add("sqrt", (base,))
         if type(power) is not int or not 1 <= power <= 8:
             raise UntraceableError("operation 'pow' whose exponent is no number of 1 to 8, nor 0.5")
-        found = base
+        node = base
         for _ in range(power - 1):
-            found = self.trace.add("mul", (found, base))
-        return found
+            node = self.trace.add("mul", (node, base))
+        return node
 
     def _reciprocal(self, value: Any) -> int:
         return self.trace.add("truediv", (self.number(_Number(1.0)), self.number(value)))

@@ -24,7 +24,7 @@ def written_problem(variant: AttentionVariant, language: str) -> str | None:
             body = ast.parse(text).body
         except SyntaxError as error:
             return f"{label}, line {error.lineno}: {error.msg}"
-        defined = {found.name for found in body if isinstance(found, ast.FunctionDef)}
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     wanted = [name for name in ("score_mod", "mask_mod") if getattr(variant, name) is not None]
     missing = [name for name in wanted if name not in defined]
     return f"{label} defines no {' and no '.join(missing)}" if missing else None

@@ -147,13 +147,13 @@ def _attention(
     plan: Tensor,
     layer: int,
 ) -> None:
-    found, step = _found(layer, plan, query.shape[0])
+    module, step = _found(layer, plan, query.shape[0])
     cache = None
     if key_cache is not None and value_cache is not None:
-        form = found.group.cache_format
+        form = module.group.cache_format
         rows = form is not None and form.rows is not None
         cache = KVCache(key_cache, value_cache, form if rows else None)
-    found.run(step, query, key, value, cache, out, lse)
+    module.run(step, query, key, value, cache, out, lse)
 
 
 def _latent(
@@ -167,17 +167,17 @@ def _latent(
     plan: Tensor,
     layer: int,
 ) -> None:
-    found, step = _found(layer, plan, query.shape[0])
-    form = found.group.cache_format
+    module, step = _found(layer, plan, query.shape[0])
+    form = module.group.cache_format
     whole = KVCache(cache, cache[..., : form.widths[1]], form if form.rows else None)
-    found.run(step, query, latents, rope_key, whole, topk, out, lse)
+    module.run(step, query, latents, rope_key, whole, topk, out, lse)
 
 
 def _recurrence(
     inputs: list[Tensor], states: Tensor, out: Tensor, plan: Tensor, layer: int
 ) -> None:
-    found, step = _found(layer, plan, inputs[0].shape[0])
-    found.run(step, tuple(inputs), StateCache(states), out)
+    module, step = _found(layer, plan, inputs[0].shape[0])
+    module.run(step, tuple(inputs), StateCache(states), out)
 
 
 def _fake(*args: object) -> None:

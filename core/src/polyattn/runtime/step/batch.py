@@ -602,10 +602,12 @@ def _check_tensors(batch: Batch) -> None:
         ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
         ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
         (
-            "state_targets", batch.state_targets, torch.int64,
+            "state_targets",
+            batch.state_targets,
+            torch.int64,
             (batch.num_seqs, None) if many else (batch.num_seqs,),
         ),
-    ):  # fmt: skip
+    ):
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):

@@ -54,9 +54,11 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
     short = (page + 1) * block_size - lens[seq]  # of a sequence's last page alone it is positive
     np.subtract.at(chosen, seq, short.clip(min=0))
     found = Batch(
-        batch.starts, chosen.tolist(), table.gather(1, torch.from_numpy(columns).to(table.device)),
+        batch.starts,
+        chosen.tolist(),
+        table.gather(1, torch.from_numpy(columns).to(table.device)),
         device=batch.device,
-    )  # fmt: skip
+    )
     found.causal = batch.causal
     return found
 

@@ -25,6 +25,6 @@ class Cost:
 
 def batch_cost(spec: LayerSpec, batch: Batch) -> Cost:
     """Return what one layer of `spec` must do for `batch`. A multiply-add counts as two."""
-    found = load_object(f"polyattn.families.{spec.kind.family}.roofline:step_cost")(spec, batch)
-    assert isinstance(found, Cost)
-    return found
+    cost = load_object(f"polyattn.families.{spec.kind.family}.roofline:step_cost")(spec, batch)
+    assert isinstance(cost, Cost)
+    return cost

@@ -28,24 +28,24 @@ def integers(name: str, values: Any) -> list[int]:
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
-    found = list(values) if not isinstance(values, np.ndarray) else values.tolist()
-    for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
+    numbers = list(values) if not isinstance(values, np.ndarray) else values.tolist()
+    for index, value in enumerate(numbers if set(map(type, numbers)) - {int} else ()):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
             raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
-        found[index] = int(value)
-    return found
+        numbers[index] = int(value)
+    return numbers
 
 
 def on_host(name: str, values: list[int]) -> Integers:
     """Return integers as NumPy's int64. Raises `BatchError` if they exceed what kernels count to."""
     try:
-        found = np.array(values, np.int64)
+        numbers = np.array(values, np.int64)
     except OverflowError:
-        found = None
-    if found is None or found.max(initial=0) > LARGEST:
+        numbers = None
+    if numbers is None or numbers.max(initial=0) > LARGEST:
         raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
-    return found
+    return numbers
 
 
 def check_lengths(starts: Integers, lens: Integers) -> None:

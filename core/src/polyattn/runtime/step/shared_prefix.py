@@ -259,10 +259,10 @@ def _stops(table: NDArray[np.int32], full: Rows, rows: Rows, begins: Rows, colum
             end = at + piece.shape[1]
             # A row differs from the one before where not all of a group are alike.
             differs = piece[1:] != piece[:-1]
-            found = differs.argmax(1)
-            found[~differs[np.arange(len(found)), found]] = piece.shape[1]
-            found[first[1:] - 1] = piece.shape[1]
-            where = np.append(piece.shape[1], found)
+            stops = differs.argmax(1)
+            stops[~differs[np.arange(len(stops)), stops]] = piece.shape[1]
+            stops[first[1:] - 1] = piece.shape[1]
+            where = np.append(piece.shape[1], stops)
             stop[going] = np.minimum(at + np.minimum.reduceat(where, first), limit[going])
             left, at, width = left & (stop == end) & (limit > end), end, 4 * width
             going = np.flatnonzero(left)

@@ -372,17 +372,17 @@ def _checked(block: tuple[int, int]) -> tuple[int, int]:
 
 def _counts(**counts: Sequence[int]) -> list[list[int]]:
     """Return counts of tokens of as many sequences each. Raises `BatchError`."""
-    found = {name: integers(name, values) for name, values in counts.items()}
-    first = next(iter(found))
-    for name, values in found.items():
-        if len(values) != len(found[first]):
+    by_name = {name: integers(name, values) for name, values in counts.items()}
+    first = next(iter(by_name))
+    for name, values in by_name.items():
+        if len(values) != len(by_name[first]):
             raise BatchError(
-                f"{name} has {len(values)} entries and {first} {len(found[first])}; both have one for "
+                f"{name} has {len(values)} entries and {first} {len(by_name[first])}; both have one for "
                 "each sequence"
             )
         if min(values, default=0) < 0:
             raise BatchError(f"{name}={shown(values)} must be 0 or positive integers")
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _ended(bits: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def step_inputs(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
-    found = {}
+    tensors = {}
     if given is not None and not isinstance(given, Mapping):
         raise BatchError(f"inputs={shown(given)} must map names to tensors or numbers")
     for name, value in (given or {}).items():
@@ -414,9 +414,9 @@ def step_inputs(
         tensor = as_tensor(f"inputs[{name!r}]", value)
         if name.startswith("mask_") and mask is not None:
             raise BatchError(f"inputs[{name!r}]: that name is the step's mask's; rename it")
-        found[name] = tensor.to(device)
+        tensors[name] = tensor.to(device)
     if mask is None:
-        return found
+        return tensors
     if not isinstance(mask, StepMask):
         raise BatchError(f"mask={shown(mask)} must be a CustomMask or a BlockSparseMask")
-    return found | mask.inputs(query_lens, lens, device)
+    return tensors | mask.inputs(query_lens, lens, device)
