@@ -17,8 +17,10 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
+from polyattn.families.sparse.workload import whole_choice
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
 from polyattn.workload.base import picked_rows, spoil_requests
 from polyattn.workload.choosing import ChoosingWorkload
 from polyattn.workload.dice import Dice
@@ -39,20 +41,24 @@ class LatentWorkload(ChoosingWorkload):
 
     def __init__(
         self, layer: LatentAttention, lengths: Lengths, dice: Dice, *, shared: int = 0,
-        like: LatentWorkload | None = None,
+        like: LatentWorkload | None = None, full: KVCache | None = None,
     ):  # fmt: skip
-        """Draw a step. `shared`: the blocks that all sequences begin with; `like`: as attention's."""
+        """Draw a step. `shared`: the blocks that all sequences begin with; `like`, `full`: as attention's."""
         self.layer, self.lengths, self.dice = layer, lengths, dice
         spec, form = self.spec, self.group.cache_format
         assert form is not None
         queries, lens = lens_of(lengths)
         dtype = STORAGE_DTYPES[spec.dtype]
-        self.entries = dice.normal(sum(lens), self.part.size, dtype=dtype)
+        rows = sum(lens) if full is None else sum(queries)
+        self.entries = dice.normal(rows, self.part.size, dtype=dtype)
         for seq in self.entries.split(lens) if shared else ():
             seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
         self.choice = None
+        if full is not None:
+            self._lay_in(full)
+            return
         if self.part.topk:
             self.choice = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
         self._lay(shared, like)
@@ -94,6 +100,17 @@ class LatentWorkload(ChoosingWorkload):
         self.latent = own[:, : self.part.rank].contiguous()
         self.rope = own[:, self.part.rank :].contiguous()
         self.batch = paged(self.lengths, table, form.block_size)
+
+    def _lay_in(self, full: KVCache) -> None:
+        self.cache, (_, lens) = full, lens_of(self.lengths)
+        table, _ = self.dice.blocks(lens, full.block_size, within=full.num_blocks)
+        self.batch = paged(self.lengths, table, full.block_size)
+        self.latent, self.rope = (
+            part.contiguous()
+            for part in self.entries.tensor_split([self.part.rank], dim=1)
+        )
+        if self.part.topk:
+            self.choice = whole_choice(SparseSpec(budget=self.part.topk), 1, self.batch)[:, 0]
 
     def _put(self, cache: KVCache, entries: Tensor, slots: Tensor) -> None:
         scales = (self.layer.params.k_scale, self.layer.params.v_scale)
