@@ -2,7 +2,7 @@
 
     python benchmarks/replays.py [--count 200] [--rows TEXT] [--shrink N] [--out FILE.json]
 
-For each row of suite `sparse`: a graph of the call is replayed with other queries, choices and lengths. The
+For each decode of suite `sparse`: a graph of the call is replayed with other queries, choices and lengths. The
 same call, run eagerly after it, must give the same bits. Also counts what a replay allocates, and whether
 an eager call waits for the device, which torch's own check says. Without a GPU the call stands for its graph.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from index_step import IndexStep
 from measuring import build, captured
 from pages import about, suite
-from polyattn.errors import PolyattnError
+from polyattn.errors import PolyattnError, SelectionError
 from polyattn.families.sparse.workload import whole_choice
 from table import Row
 
@@ -27,50 +28,52 @@ def changed(work: Any, round: int) -> None:
     work.query.normal_()
     # Some sequences lose their newest tokens, others get them back.
     lens, few = work.batch.seq_lens, torch.arange(work.batch.num_seqs, device=work.device)
-    if work.batch.all_decode:
-        lens.copy_(work.longest - (few + round) % 3 * 7)
-    if getattr(work, "choice", None) is not None:
-        shape = work.choice.shape
+    lens.copy_(work.longest - (few + round) % 3 * 7)
+    if not isinstance(work, IndexStep):
         part = work.spec.sparse
-        drawn = whole_choice(part, shape[1] if len(shape) > 2 else 1, work.batch)
+        drawn = whole_choice(part, work.choice.shape[1], work.batch)
         drawn[:, :, part.budget // (1 + round % 2) :] = -1
-        work.choice.copy_(drawn.view(shape))
+        work.choice.copy_(drawn)
 
 
 def replays(row: Row, device: torch.device, count: int, shrink: int) -> dict[str, Any]:
     """Return how many of a row's replays differ from eager calls, allocate, or how many calls wait."""
-    on_gpu = device.type == "cuda"
-    work = build(row, row.contenders(device.type)[0], device, shrink)
+    on_gpu, work = device.type == "cuda", first_of(row, device, shrink)
     work.longest = work.batch.seq_lens.clone()
-    if on_gpu:
-        replay = captured(work.call)
-        into = work.out  # an indexer's newest output is the graph's
-    else:
-        replay, into = work.call, None
+    replay = captured(work.call)
+    out = work.out  # the graph's, where a call makes a new one
     tally = {"different": 0, "allocations": 0, "waits": 0}
     for round in range(count):
         changed(work, round)
         before = allocations() if on_gpu else 0
-        found = replay()
-        tally["allocations"] += (allocations() if on_gpu else 0) - before
-        given = (work.out if into is None else into).clone()
-        del found
+        replay()
+        tally["allocations"] += allocations() - before if on_gpu else 0
+        given = (out if on_gpu else work.out).clone()
         if on_gpu:
-            torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         try:
-            eager = work.call()
+            work.call()
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
             tally["waits"] += 1
-            continue
+        else:
+            tally["different"] += not torch.equal(given, work.out)
         finally:
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")
-        eager = eager if isinstance(eager, torch.Tensor) else work.out
-        tally["different"] += not torch.equal(given, eager)
     return tally
+
+
+def first_of(row: Row, device: torch.device, shrink: int) -> Any:
+    """Return the step on the first of the row's backends that is here."""
+    *others, last = row.contenders(device.type)
+    for other in others:
+        try:
+            return build(row, other, device, shrink)
+        except SelectionError:
+            continue
+    return build(row, last, device, shrink)
 
 
 def allocations() -> int:
@@ -88,7 +91,8 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
-    for row in (row for row in suite("sparse") if given.rows in row.name):
+    rows = [row for row in suite("sparse") if all(query == 1 for query, _ in row.lengths())]
+    for row in (row for row in rows if given.rows in row.name):
         try:
             found[row.name] = replays(row, device, given.count, given.shrink)
         except (PolyattnError, RuntimeError) as error:

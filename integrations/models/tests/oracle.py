@@ -236,9 +236,9 @@ def attention_differences(
     bias = call.options.get("position_bias")
     if bias is not None and (bias != bias[..., :1, :1]).any():
         out.append("module has a position bias")
-    if spec.latent and spec.latent.topk:
+    if spec.latent and spec.sparse:
         indices = call.options.get("indices")
-        if indices is None or indices.shape[-1] != min(spec.latent.topk, LENGTH):
+        if indices is None or indices.shape[-1] != min(spec.sparse.budget, LENGTH):
             out.append("topk differs")
     if joined is not None:
         out += _entry_differences(joined, call)

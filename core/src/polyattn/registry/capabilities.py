@@ -528,8 +528,8 @@ def _check_computation(
     if spec.latent:
         rank = spec.latent.rank
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
-        if spec.latent.topk:
-            need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
+        if spec.sparse is not None:
+            need(spec.sparse.most in caps.topks, "topk", spec.sparse.most, caps.topks)
     asked = spec.features
     _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:

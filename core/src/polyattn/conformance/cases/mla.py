@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from polyattn.conformance.case import Case, caches, captures
 from polyattn.conformance.cases import invariance
@@ -13,6 +12,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
 
 TOPKS = (24, 128, 2048)
 DECODES = ("decode", "padded", "many", "empty")
@@ -59,12 +59,10 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 
 def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
     """Yield other layers whose long decodes the case of a long step tests."""
-    latent = base.latent
-    assert latent is not None
     for heads in caps.gqa_ratios.examples((40, 64)):
         yield base.replace(num_heads=heads, num_kv_heads=heads)
-    for topk in caps.topks.examples(TOPKS) if latent.topk else ():
-        yield base.replace(latent=replace(latent, topk=topk))
+    for topk in caps.topks.examples(TOPKS) if base.sparse else ():
+        yield base.replace(sparse=SparseSpec(budget=topk))
     for fields in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}):
         spec = base.replace(**fields)
         if not check(caps, spec, device, "decode"):
@@ -75,7 +73,9 @@ def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
     rank = caps.latent_ranks.examples((64, 512))[0]
     small = rank < 512
     rope = 16 if small else 64
-    topk = caps.topks.examples(TOPKS)[0] if kind is AttentionKind.SPARSE_MLA else None
+    sparse = None
+    if kind is AttentionKind.SPARSE_MLA:
+        sparse = SparseSpec(budget=caps.topks.examples(TOPKS)[0])
     return LayerSpec(
         kind=kind,
         num_heads=16 if 16 in caps.gqa_ratios else 128,
@@ -83,7 +83,8 @@ def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
         v_head_size=32 if small else 128,
         dtype=next(d for d in ("bfloat16", "float16", "float32") if d in caps.dtypes),
         block_size=caps.preferred_block_size,
-        latent=LatentSpec(rank=rank, rope_head_size=rope, topk=topk),
+        latent=LatentSpec(rank=rank, rope_head_size=rope),
+        sparse=sparse,
     )
 
 
@@ -94,7 +95,7 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
     for heads in caps.gqa_ratios.examples((1, 5, 128)):
         yield f"heads {heads}", base.replace(num_heads=heads, num_kv_heads=heads)
     if base.latent and base.latent.rank < 512 and 512 in caps.latent_ranks:
-        latent = LatentSpec(rank=512, rope_head_size=64, topk=base.latent.topk)
+        latent = LatentSpec(rank=512, rope_head_size=64)
         wide = base.replace(head_size=192, v_head_size=128, latent=latent)
         yield "rank 512", wide
         for cached in caches(caps, wide):

@@ -13,14 +13,13 @@ from torch import Tensor
 from polyattn.families.attention import reference as attention_reference
 from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
+from polyattn.families.sparse.workload import drawn_choice, whole_choice
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
-from polyattn.families.sparse.workload import whole_choice
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.sparse import SparseSpec
 from polyattn.workload.base import picked_rows, spoil_requests
 from polyattn.workload.choosing import ChoosingWorkload
 from polyattn.workload.dice import Dice
@@ -32,7 +31,7 @@ class LatentWorkload(ChoosingWorkload):
     """One step of an MLA layer.
 
     - `query` (tokens, num_heads, size), `latent` (tokens, rank), `rope` (tokens, rope_head_size): what
-      the layer takes, and `choice` (tokens, k) int32 of a sparse one.
+      the layer takes, and `choice` of a sparse one.
     - `entries` (all tokens, rank + rope_head_size): every sequence's.
     """
 
@@ -59,8 +58,8 @@ class LatentWorkload(ChoosingWorkload):
         if full is not None:
             self._lay_in(full)
             return
-        if self.part.topk:
-            self.choice = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
+        if spec.sparse is not None:
+            self.choice = drawn_choice(spec, lengths, dice)
         self._lay(shared, like)
 
     @classmethod
@@ -109,8 +108,8 @@ class LatentWorkload(ChoosingWorkload):
             part.contiguous()
             for part in self.entries.tensor_split([self.part.rank], dim=1)
         )
-        if self.part.topk:
-            self.choice = whole_choice(SparseSpec(budget=self.part.topk), 1, self.batch)[:, 0]
+        if self.spec.sparse is not None:
+            self.choice = whole_choice(self.spec.sparse, 1, self.batch)
 
     def _put(self, cache: KVCache, entries: Tensor, slots: Tensor) -> None:
         scales = (self.layer.params.k_scale, self.layer.params.v_scale)
@@ -161,7 +160,7 @@ class LatentWorkload(ChoosingWorkload):
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
     def call(self) -> Any:
-        return self.layer(*self.inputs, self.plan, topk=self.choice, out=self.out)
+        return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
 
 
 WORKLOAD = LatentWorkload
@@ -175,15 +174,3 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
     w_uk = torch.randn(spec.num_heads, nope, rank, generator=generator) / math.sqrt(rank)
     w_uv = torch.randn(spec.num_heads, rank, spec.v_head_size, generator=generator)
     return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)
-
-
-def chosen_positions(lens: list[int], queries: list[int], topk: int, dice: Dice) -> Tensor:
-    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 between them."""
-    rows = []
-    for length, count in zip(lens, queries, strict=True):
-        for at in range(length - count, length):
-            row = torch.full((topk,), -1, dtype=torch.int32)
-            seen = dice.order(max(at + 1, 0))[: topk - 1 if at % 3 == 2 else topk]
-            row[dice.order(topk)[: len(seen)]] = seen.int()
-            rows.append(row)
-    return torch.stack(rows) if rows else torch.empty(0, topk, dtype=torch.int32)

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.inputs import check_tensor
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
 
 
 def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,10 +78,16 @@ def visible_entries(
     return tokens.clamp(min=0) // tokens_per_entry
 
 
-def newest(spec: LayerSpec, batch: Batch) -> Tensor:
-    """Return a choice of the newest groups that each token sees, as many as the budget."""
+def choice_of(spec: LayerSpec, given: Tensor | None, batch: Batch) -> Tensor:
+    """Return what a call chooses: what it brings, or the newest groups, as many as the budget."""
     sparse = spec.sparse
     assert sparse is not None
+    if given is not None:
+        if sparse.newest:
+            raise BatchError(
+                "choice was given, and the layer attends to the newest keys; leave it out"
+            )
+        return given
     if sparse.physical:
         raise BatchError(
             "choice is missing: physical ids have no order in which some are the newest"
@@ -91,6 +100,61 @@ def newest(spec: LayerSpec, batch: Batch) -> Tensor:
     ids = (-(-visible // group) - 1)[:, None] - back
     ids = ids.clamp(min=-1).int()[:, None]
     return ids.expand(-1, sparse.choices(spec.num_heads, spec.num_kv_heads), -1).contiguous()
+
+
+def expected_choice(
+    spec: LayerSpec, choice: Tensor, tokens: int, device: torch.device
+) -> tuple[Tensor, tuple[int, ...], torch.dtype]:
+    """Return a choice with the shape and the dtype that it must have. Raises `BatchError`."""
+    sparse = spec.sparse
+    assert sparse is not None
+    check_tensor("choice", choice, device)
+    width = choice.shape[-1] if choice.dim() == 3 else sparse.budget
+    if width > sparse.budget:
+        raise BatchError(
+            f"choice {tuple(choice.shape)} names {width} ids a token; the spec's sparse.budget is "
+            f"{sparse.budget}"
+        )
+    shape = (tokens, sparse.choices(spec.num_heads, spec.num_kv_heads), width)
+    return choice, shape, torch.int32
+
+
+def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
+    """Refuse an id twice, and places outside the cache; costs a copy to the host."""
+    ids = choice.cpu().sort(-1).values
+    twice = ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).nonzero()
+    if len(twice):
+        token, scope, at = twice[0].tolist()
+        raise BatchError(
+            f"choice[{token}, {scope}] names {int(ids[token, scope, at])} twice; it would count twice"
+        )
+    places = cache.num_blocks * cache.block_size
+    if sparse.physical and ids.numel() and int(ids.max()) >= places:
+        raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")
+
+
+def places_of(spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int) -> Tensor:
+    """Return the places in the cache of what all heads attend to, int32 (num_tokens, K), -1 for none.
+
+    `choice` int32 (num_tokens, 1, K); an id of several entries gives as many places. Never waits.
+    """
+    sparse, table = spec.sparse, batch.block_table
+    assert sparse is not None
+    each = choice[:, 0]
+    if sparse.physical:
+        return each
+    group = sparse.granularity
+    if group > 1:
+        within = torch.arange(group, device=each.device)
+        each = torch.where(each[..., None] < 0, -1, each[..., None] * group + within).flatten(1)
+    if table is None or not table.shape[1]:
+        return torch.full_like(each, -1)
+    seqs, positions, lens = token_places(batch)
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    entries, width = each.clamp(min=0).long(), table.shape[1]
+    at = seqs[:, None] * width + (entries // block_size).clamp(max=width - 1)
+    places = table.reshape(-1)[at].long() * block_size + entries % block_size
+    return places.int().masked_fill_((each < 0) | (entries >= visible[:, None]), -1)
 
 
 def pages_of(

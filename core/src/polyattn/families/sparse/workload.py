@@ -71,10 +71,11 @@ class SparseWorkload(ChoosingWorkload):
             return
         self.cache, self.key, self.value = full, self.keys, self.values
         table, _ = dice.blocks([n // m for n in lens], full.block_size, within=full.num_blocks)
-        self.batch = paged(lengths, table, full.block_size)
         if m > 1:
             self.key = self.value = None
             self.batch = Batch.from_lens(queries, lens, device=self.device).with_block_table(table)
+        else:
+            self.batch = paged(lengths, table, full.block_size)
         self.ids = self.choice = whole_choice(
             self.part, self.part.choices(spec.num_heads, spec.num_kv_heads), self.batch
         )

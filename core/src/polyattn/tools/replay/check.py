@@ -103,7 +103,7 @@ class Checker:
         query: Tensor,
         cache: KVCache,
         batch: Batch,
-        topk: Tensor | None,
+        choice: Tensor | None,
         out: Tensor,
     ) -> None:
         """As `check`, for a few heads of an MLA layer: a head's keys are made for the check."""
@@ -121,8 +121,9 @@ class Checker:
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
             visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
-            if topk is not None:
-                visible = topk[token][topk[token] >= 0].cpu().long()
+            if choice is not None:
+                ids = choice[token, 0].cpu().long()
+                visible = ids[(ids >= 0) & (ids < len(visible))]
             keys, values = reference_latent.keys_and_values(
                 rows[visible, 0], (w_uk[heads], w_uv[heads])
             )
