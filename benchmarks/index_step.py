@@ -29,7 +29,10 @@ class IndexStep:
         queries, lens = [query for query, _ in lengths], [length for _, length in lengths]
         table, blocks = dice.blocks([n // form.tokens_per_entry for n in lens], PAGE)
         self.batch = Batch.from_lens(queries, lens, device=self.device).with_block_table(table)
-        self.keys, dtype = self.indexer.allocate_cache(blocks, PAGE), STORAGE_DTYPES[self.spec.dtype]
+        self.keys, dtype = (
+            self.indexer.allocate_cache(blocks, PAGE),
+            STORAGE_DTYPES[self.spec.dtype],
+        )
         for slots in torch.arange(blocks * PAGE, device=self.device).split(DRAWN):
             self.indexer.store(
                 dice.normal(len(slots), form.head_size, dtype=dtype), self.keys, slots

@@ -75,7 +75,7 @@ def named(spec: LayerSpec, backend: str, lengths: Sequence[tuple[int, int]]) -> 
     if spec.recurrent is not None or not backend:
         return backend or None
     decodes = sum(query == 1 for query, _ in lengths)
-    if spec.latent is not None and not spec.chooses or decodes == len(lengths):
+    if (spec.latent is not None and not spec.chooses) or decodes == len(lengths):
         return f"decode={backend}"
     return backend if decodes else f"prefill={backend}"
 

@@ -9,31 +9,54 @@ from table import Bar, Contender, K, Row, model
 CHAT, LONG = [(1, 128 * K)] * 64, 1 << 20
 DSA = IndexerSpec(num_heads=64, head_size=128, budget=2048)
 MSA = IndexerSpec(
-    num_heads=4, head_size=128, budget=16, activation="none", fold="none", scale=1.0, pool=128, forced_last=1,
+    num_heads=4,
+    head_size=128,
+    budget=16,
+    activation="none",
+    fold="none",
+    scale=1.0,
+    pool=128,
+    forced_last=1,
 )
 QSA = IndexerSpec(num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True)
-V4 = IndexerSpec(num_heads=64, head_size=128, budget=512, tokens_per_entry=4, cache_dtype="fp8_scaled")
+V4 = IndexerSpec(
+    num_heads=64, head_size=128, budget=512, tokens_per_entry=4, cache_dtype="fp8_scaled"
+)
 SCALED = IndexerSpec(num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled")
 INDEX: dict[str, tuple[Contender, ...]] = {
-    "cuda": ("TRITON_INDEX", "TORCH_INDEX"), "cpu": ("NATIVE_INDEX", "TORCH_INDEX"),
+    "cuda": ("TRITON_INDEX", "TORCH_INDEX"),
+    "cpu": ("NATIVE_INDEX", "TORCH_INDEX"),
 }
 MINIMAX = LayerSpec(
-    kind="sparse", num_heads=64, num_kv_heads=4, head_size=128, block_size=128,
+    kind="sparse",
+    num_heads=64,
+    num_kv_heads=4,
+    head_size=128,
+    block_size=128,
     sparse=SparseSpec(budget=16, granularity=128, scope="kv_head"),
 )
 QWEN = LayerSpec(
-    kind="sparse", num_heads=24, num_kv_heads=2, head_size=256, sparse=SparseSpec(budget=513, granularity=4),
+    kind="sparse",
+    num_heads=24,
+    num_kv_heads=2,
+    head_size=256,
+    sparse=SparseSpec(budget=513, granularity=4),
 )
 LATENT = model("deepseek-v3.2").replace(indexer=None)
 V4_ROWS = LayerSpec(
-    kind="sparse", num_heads=64, num_kv_heads=1, head_size=512,
+    kind="sparse",
+    num_heads=64,
+    num_kv_heads=1,
+    head_size=512,
     sparse=SparseSpec(budget=512, tokens_per_entry=4, value_in_key=True),
 )
 PAGED: dict[str, tuple[Contender, ...]] = {
-    "cuda": ("TRITON_ATTN",), "cpu": ("NATIVE_ATTN", "TORCH_SDPA"),
+    "cuda": ("TRITON_ATTN",),
+    "cpu": ("NATIVE_ATTN", "TORCH_SDPA"),
 }
 CHOSEN: dict[str, tuple[Contender, ...]] = {
-    "cuda": ("TRITON_MLA_SPARSE", "FLASHMLA_SPARSE"), "cpu": ("TORCH_MLA_SPARSE",),
+    "cuda": ("TRITON_MLA_SPARSE", "FLASHMLA_SPARSE"),
+    "cpu": ("TORCH_MLA_SPARSE",),
 }
 READ, LEVEL = Bar(1.25, "machine.read"), Bar(1.25, "FLASHMLA_SPARSE")
 

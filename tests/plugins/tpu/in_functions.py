@@ -24,13 +24,13 @@ from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent import workload as recurrent
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
-from polyattn.families.sparse.pages import places_of
 from polyattn.kernel import Frame
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.spec.decompose import absorbed
 from polyattn_tpu.backends import buckets
 from polyattn_tpu.bridge import to_torch

@@ -9,7 +9,6 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
-from polyattn.families.sparse.pages import check_ids, choice_of, expected_choice
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
@@ -27,6 +26,7 @@ from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -196,7 +196,11 @@ class LatentAttention(Layer):
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
-            if self.spec.sparse is not None and choice is not None and not step.batch.lens_are_bounds:
+            if (
+                self.spec.sparse is not None
+                and choice is not None
+                and not step.batch.lens_are_bounds
+            ):
                 check_ids(self.spec.sparse, choice, cache)
         entry = value = None
         if latent is not None and rope_key is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.mla.absorption import absorb, expand_rows, project
-from polyattn.families.sparse.pages import places_of
 from polyattn.runtime.backend import (
     AttentionBackend,
     MergeBackend,
@@ -29,6 +28,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind

@@ -42,7 +42,7 @@ class LatentWorkload(ChoosingWorkload):
         self, layer: LatentAttention, lengths: Lengths, dice: Dice, *, shared: int = 0,
         like: LatentWorkload | None = None, full: KVCache | None = None,
     ):  # fmt: skip
-        """Draw a step. `shared`: the blocks that all sequences begin with; `like`, `full`: as attention's."""
+        """Draw a step. `shared`: blocks that all sequences begin with; `like`, `full`: as attention's."""
         self.layer, self.lengths, self.dice = layer, lengths, dice
         spec, form = self.spec, self.group.cache_format
         assert form is not None
@@ -105,8 +105,7 @@ class LatentWorkload(ChoosingWorkload):
         table, _ = self.dice.blocks(lens, full.block_size, within=full.num_blocks)
         self.batch = paged(self.lengths, table, full.block_size)
         self.latent, self.rope = (
-            part.contiguous()
-            for part in self.entries.tensor_split([self.part.rank], dim=1)
+            part.contiguous() for part in self.entries.tensor_split([self.part.rank], dim=1)
         )
         if self.spec.sparse is not None:
             self.choice = whole_choice(self.spec.sparse, 1, self.batch)

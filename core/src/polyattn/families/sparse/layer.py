@@ -9,7 +9,6 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
-from polyattn.families.sparse.pages import check_ids, choice_of, expected_choice
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
@@ -27,6 +26,7 @@ from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 

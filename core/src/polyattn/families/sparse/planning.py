@@ -9,11 +9,11 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import pages_of, token_places, visible_entries
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import paged, sparse_blocks
@@ -54,8 +54,9 @@ class Piece(Op):
         seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
         visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
         pages, lens = pages_of(
-            spec, choice, visible, seqs, table, cache.block_size, planner.page_size, steps
-        )
+            spec.sparse, planner.heads, choice, visible, seqs, table, cache.block_size,
+            planner.page_size, steps,
+        )  # fmt: skip
         self.table[:, : pages.shape[1]].copy_(pages)
         self.lens.copy_(lens)
         call = self.call or planner.call_of(planner.batch_of(self, lens.tolist()))
@@ -128,7 +129,10 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=form)
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
-        self.rows = group.spec.num_heads if sparse.scope == "head" else group.spec.num_kv_heads
+        self.heads = torch.arange(group.spec.num_kv_heads, device=group.torch_device)
+        if sparse.scope == "head":
+            self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
+        self.rows = len(self.heads)
         self.width = sparse.budget * (sparse.granularity // self.page_size)
 
     def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:

@@ -12,11 +12,11 @@ from torch import Tensor
 from polyattn.families.sparse import reference
 from polyattn.families.sparse.indexer import Indexer
 from polyattn.families.sparse.layer import SparseAttention
-from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places, visible_entries
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
@@ -225,7 +225,7 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
 
 
 def whole_choice(sparse: SparseSpec, choices: int, batch: Batch) -> Tensor:
-    """Return int32 (tokens, choices, budget): as many ids as there are, at random, drawn by the device."""
+    """Return int32 (tokens, choices, budget): ids at random, as many as there are."""
     _, positions, lens = token_places(batch)
     seen = visible_entries(sparse.tokens_per_entry, positions, lens)
     groups = -(-(batch.max_seq_len // sparse.tokens_per_entry) // sparse.granularity)

@@ -24,7 +24,7 @@ from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.sparse import reference as reference_sparse
-from polyattn.families.sparse.pages import newest
+from polyattn.runtime.step.chosen_pages import choice_of
 from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -149,7 +149,8 @@ class Checker:
             length = batch.lens[index] - batch.query_lens[index] + at + 1
             table = batch.block_table[index : index + 1]
             alone = Batch.from_lens([1], [length]).with_block_table(table)
-            ids = newest(layer.spec, alone) if choice is None else choice[token : token + 1]
+            own = None if choice is None else choice[token : token + 1]
+            ids = choice_of(layer.spec, own, alone)
             expected, _ = reference_sparse.forward(
                 layer.spec, query[token : token + 1], cache, alone, ids, layer.params
             )
