@@ -151,7 +151,7 @@ def _over_one_cache(
     walking: tuple[str, ...] = (
         ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
     )
-    if spec.sparse is not None:  # its pages are views of the cache, whatever its blocks are
+    if spec.kind is AttentionKind.SPARSE:  # its pages are views of the cache, whatever its blocks are
         walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
@@ -180,7 +180,7 @@ def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -
     """Whether a backend can work on the cache that was settled."""
     if phase in ("merge", "index") or (phase == "prefill" and spec.kind is AttentionKind.MLA):
         return True
-    if spec.sparse is not None and phase != "store":
+    if spec.kind is AttentionKind.SPARSE and phase != "store":
         return True
     return walks(info, shared.layout, shared.block_size) is not None
 
@@ -269,7 +269,8 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
     steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
-    if spec.sparse is not None:
+    if spec.kind is AttentionKind.SPARSE:
+        assert spec.sparse is not None
         size = sparse_blocks(spec)[1]
         each = "no" if spec.sparse.newest else "yes"
         answer = f"{each}: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
