@@ -26,8 +26,9 @@ from polyattn import (
 from polyattn.conformance.cases.index import INDEXERS, layer_for
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.families.sparse import pages, planning, reference, torch_index
+from polyattn.families.sparse import planning, reference, torch_index
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step import chosen_pages
 from polyattn.runtime.step.cost import batch_cost
 from polyattn.settings import current
 from polyattn.tools.cli.entry import run as cli
@@ -167,35 +168,34 @@ def test_on_an_accelerator_the_host_waits_for_nothing() -> None:
 
 
 def _changed(**fields: Any) -> Callable[..., Any]:
-    def lie(spec: LayerSpec, *args: Any) -> Any:
-        return HONEST(of(spec, **fields), *args)
-
-    return lie
+    return lambda sparse, *args: HONEST(replace(sparse, **fields), *args)
 
 
 def _ids(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return lambda spec, ids, *args: HONEST(spec, change(ids), *args)
+    return lambda sparse, heads, ids, *args: HONEST(sparse, heads, change(ids), *args)
 
 
 def _seen(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return lambda spec, ids, visible, *args: HONEST(spec, ids, change(visible), *args)
+    return lambda sparse, heads, ids, visible, *args: HONEST(
+        sparse, heads, ids, change(visible), *args
+    )
 
 
 def _after(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
     return lambda *args: change(*HONEST(*args))
 
 
-def _unsorted(spec: LayerSpec, ids: torch.Tensor, *args: Any) -> Any:
+def _unsorted(*args: Any) -> Any:
     """The last id of a token, not the largest, is taken for the incomplete one."""
-    table, lens = HONEST(spec, ids, *args)
+    table, lens = HONEST(*args)
     kept = (lens > 16)[:, None] & (torch.arange(table.shape[1]) < 2)
     return torch.where(kept, table.flip(1), table), lens
 
 
-HONEST = pages.pages_of
+HONEST = chosen_pages.pages_of
 LIES: dict[str, Callable[..., Any]] = {
     "granularity": _changed(granularity=8),
-    "scope of all": lambda spec, ids, *args: HONEST(spec, ids[:, :1].expand_as(ids), *args),
+    "scope of all": _ids(lambda ids: ids[:, :1].expand_as(ids)),
     "heads in turn": _ids(lambda ids: ids.flip(1)),
     "first id lost": _ids(lambda ids: ids[..., 1:]),
     "last id lost": _ids(lambda ids: ids[..., :-1]),
@@ -215,8 +215,8 @@ LIES: dict[str, Callable[..., Any]] = {
     "the other head": _after(lambda table, lens: (table ^ 1, lens)),
     "pages unsorted": _unsorted,
     "another token's": _after(lambda table, lens: (table.roll(2, 0), lens.roll(2))),
-    "the first sequence's": lambda spec, ids, seen, seqs, *args: HONEST(
-        spec, ids, seen, seqs * 0, *args
+    "the first sequence's": lambda sparse, heads, ids, seen, seqs, *args: HONEST(
+        sparse, heads, ids, seen, seqs * 0, *args
     ),
 }
 

@@ -151,7 +151,9 @@ def _over_one_cache(
     walking: tuple[str, ...] = (
         ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
     )
-    if spec.kind is AttentionKind.SPARSE:  # its pages are views of the cache, whatever its blocks are
+    if (
+        spec.kind is AttentionKind.SPARSE
+    ):  # its pages are views of the cache, whatever its blocks are
         walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
@@ -239,7 +241,8 @@ def _named(
 
 
 def _asked(spec: LayerSpec, phase: str) -> set[AttentionKind]:
-    return {question.kind for question in questions(spec, phase)}
+    ways = (frozenset[AttentionKind](), frozenset(AttentionKind))
+    return {question.kind for kinds in ways for question in questions(spec, phase, kinds=kinds)}
 
 
 def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[BackendInfo]:
@@ -303,7 +306,7 @@ def _judge(
             rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        asked = questions(spec, phase, device.is_accelerator)[0]
+        asked = questions(spec, phase, device.is_accelerator, info.capabilities.kinds)[0]
         priority = info.priority(asked, device, asked_phase(spec, phase))
         runs = facts.running(info) if device.is_real and not rejections else ""
         proof, record = info.proven(device.arch, device.platform, runs)
@@ -320,10 +323,9 @@ def _rejections(
     info: BackendInfo, spec: LayerSpec, device: Device, phase: str
 ) -> tuple[Rejection, ...]:
     """Return all that a backend's claims have against a phase of the layer, each once."""
-    asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
-    return tuple(
-        dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
-    )
+    caps, served = info.capabilities, asked_phase(spec, phase)
+    asked = questions(spec, phase, device.is_accelerator, caps.kinds)
+    return tuple(dict.fromkeys(r for q in asked for r in check(caps, q, device, served)))
 
 
 def _machine_rejections(info: BackendInfo, facts: Facts) -> tuple[Rejection, ...]:

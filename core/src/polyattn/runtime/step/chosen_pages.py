@@ -134,10 +134,13 @@ def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
         raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")
 
 
-def places_of(spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int) -> Tensor:
+def places_of(
+    spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, rows: slice = slice(None)
+) -> Tensor:
     """Return the places in the cache of what all heads attend to, int32 (num_tokens, K), -1 for none.
 
-    `choice` int32 (num_tokens, 1, K); an id of several entries gives as many places. Never waits.
+    `choice` int32 (num_tokens, 1, K), of the step's tokens in `rows`; an id of several entries gives as
+    many places. Never waits.
     """
     sparse, table = spec.sparse, batch.block_table
     assert sparse is not None
@@ -150,7 +153,7 @@ def places_of(spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int) ->
         each = torch.where(each[..., None] < 0, -1, each[..., None] * group + within).flatten(1)
     if table is None or not table.shape[1]:
         return torch.full_like(each, -1)
-    seqs, positions, lens = token_places(batch)
+    seqs, positions, lens = (part[rows] for part in token_places(batch))
     visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
     entries, width = each.clamp(min=0).long(), table.shape[1]
     at = seqs[:, None] * width + (entries // block_size).clamp(max=width - 1)
