@@ -3,9 +3,9 @@
     python benchmarks/replays.py [--count 200] [--rows TEXT] [--shrink N] [--out FILE.json]
 
 For each decode of suite `sparse`: a graph of the call is replayed with other queries, choices and
-lengths. The same call, run eagerly after it, must give the same bits. Also counts what a replay allocates,
-and whether an eager call waits for the device, which torch's own check says. Without a GPU the call stands
-for its graph.
+lengths. The same call, run eagerly after it, must give the same bits. Also counts what a replay
+allocates, and whether an eager call waits for the device, which torch's own check says. Without a GPU
+the call stands for its graph.
 """
 
 from __future__ import annotations

@@ -58,6 +58,10 @@ CHOSEN: dict[str, tuple[Contender, ...]] = {
     "cuda": ("TRITON_MLA_SPARSE", "FLASHMLA_SPARSE"),
     "cpu": ("TORCH_MLA_SPARSE",),
 }
+ROWS_OF: dict[str, tuple[Contender, ...]] = {
+    "cuda": ("TRITON_MLA_SPARSE",),
+    "cpu": ("NATIVE_ATTN", "TORCH_MLA_SPARSE"),
+}
 READ, LEVEL = Bar(1.25, "machine.read"), Bar(1.25, "FLASHMLA_SPARSE")
 
 ROWS = [
@@ -69,7 +73,7 @@ ROWS = [
     Row("MSA: decode 64 x 128k", MINIMAX, CHAT, PAGED, Bar(1.2, "machine.read"), ["machine.read"]),
     *(Row(f"MSA: decode 8 x {n // K}k", MINIMAX, [(1, n)] * 8, PAGED) for n in (32 * K, LONG)),
     Row("QSA: decode 64 x 128k", QWEN, CHAT, PAGED, None, ["machine.read"]),
-    Row("V4: entries of 512, decode 64 x 128k", V4_ROWS, CHAT, PAGED, None, ["machine.read"]),
+    Row("V4: entries of 512, decode 64 x 128k", V4_ROWS, CHAT, ROWS_OF, None, ["machine.read"]),
     Row("MLA: decode 64 x 32k", LATENT, [(1, 32 * K)] * 64, CHOSEN, LEVEL, ["machine.read"]),
     Row("MLA: prompt 4k of 16k", LATENT, [(4 * K, 16 * K)], CHOSEN, LEVEL),
 ]  # fmt: skip
