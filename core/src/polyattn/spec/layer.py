@@ -654,15 +654,14 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
         raise SpecError(
             "sparse.turns_back=True: only values in keys carry their rotation; leave it out"
         )
-    if spec.latent is not None:
-        plain = SparseSpec(
-            budget=sparse.budget, granularity=sparse.granularity, physical=sparse.physical
+    alone = SparseSpec(
+        budget=sparse.budget, granularity=sparse.granularity, physical=sparse.physical
+    )
+    if spec.latent is not None and sparse != alone:
+        raise SpecError(
+            f"sparse={sparse!r}: all heads of MLA read the same chosen tokens' latents; give budget, "
+            "granularity or physical alone"
         )
-        if sparse != plain:
-            raise SpecError(
-                f"sparse={sparse!r}: all heads of MLA read the same chosen tokens' latents; give budget, "
-                "granularity or physical alone"
-            )
     if sparse.newest and spec.indexer is not None:
         raise SpecError("sparse.newest=True: there is no choice to make; leave indexer out")
 
