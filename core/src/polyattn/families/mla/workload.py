@@ -59,7 +59,7 @@ class LatentWorkload(ChoosingWorkload):
             self._lay_in(full)
             return
         if spec.sparse is not None:
-            self.choice = drawn_choice(spec, lengths, dice)
+            self.choice = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
         self._lay(shared, like)
 
     @classmethod

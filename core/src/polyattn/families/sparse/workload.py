@@ -198,11 +198,11 @@ class SparseWorkload(ChoosingWorkload):
 WORKLOAD = SparseWorkload
 
 
-def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
+def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) -> Tensor:
     """Return int32 (tokens, scope, budget): distinct ids in any order, -1 behind them.
 
     Some are of groups that end behind the token, or lie behind it altogether; the newest group is often
-    among them. Some tokens have no id, some all that there are.
+    among them. Some tokens have no id, or `least`, some all that there are.
     """
     sparse = spec.sparse
     assert sparse is not None
@@ -212,7 +212,7 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
         for position in range(length - query, length):
             for _ in range(sparse.choices(spec.num_heads, spec.num_kv_heads)):
                 seen = max(position, 0) // group + 1
-                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(0, sparse.budget + 1)]
+                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(least, sparse.budget + 1)]
                 if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
                     ids[dice.integer(0, len(ids))] = seen - 1
                 row = torch.full((sparse.budget,), -1, dtype=torch.int32)
