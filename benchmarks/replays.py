@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,27 @@ def replays(row: Row, device: torch.device, count: int, shrink: int) -> dict[str
         replay()
         tally["allocations"] += allocations() - before if on_gpu else 0
         given = (out if on_gpu else work.out).clone()
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            work.call()
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
-                raise
-            tally["waits"] += 1
-        else:
-            tally["different"] += not torch.equal(given, work.out)
-        finally:
-            if on_gpu:
-                torch.cuda.set_sync_debug_mode("default")
+        waited = waits(work.call, on_gpu)
+        tally["waits"] += waited
+        tally["different"] += waited or not torch.equal(given, work.out)
     return tally
+
+
+def waits(call: Callable[[], object], on_gpu: bool) -> bool:
+    """Run a call; return whether torch stopped it because it would wait for the device."""
+    if not on_gpu:
+        call()
+        return False
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def first_of(row: Row, device: torch.device, shrink: int) -> Any:
