@@ -41,10 +41,11 @@ def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.arange(batch.num_tokens, device=batch.device)
     if not batch.num_tokens:
         return tokens, tokens, tokens
-    seqs = tokens
-    if not batch.all_decode:
-        ends = batch.query_start_loc[1:].long()
-        seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    if batch.all_decode:
+        lens = batch.seq_lens.long()
+        return tokens, lens - 1, lens
+    ends = batch.query_start_loc[1:].long()
+    seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
     lens = batch.seq_lens.long()[seqs]
     return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
 
@@ -183,17 +184,20 @@ def pages_of(
     # Of a token's groups only the last may be incomplete, and it has the largest id.
     order = each.masked_fill(~inside, NONE).sort(-1).values
     lens = counts.sum(-1)
-    entries = order[..., None] * group + torch.arange(0, group, size, device=ids.device)
-    entries = entries.flatten(2)
+    entries = order * group
+    if group > size:
+        within = torch.arange(0, group, size, device=ids.device)
+        entries = (entries[..., None] + within).flatten(2)
     blocks = entries // block_size
     if not sparse.physical:
         width = table.shape[1]
         at = seqs[:, None, None] * width + blocks.clamp(max=max(width - 1, 0))
         blocks = table.reshape(-1)[at].long() if width else torch.zeros_like(at)
     by_block, by_run, by_head = steps
-    pages = blocks * by_block + entries % block_size // size * by_run
-    pages = pages.masked_fill(entries >= NONE, 0)
-    pages = pages + heads[:, None] * by_head
+    pages = blocks * by_block
+    if size < block_size:
+        pages = pages + entries % block_size // size * by_run
+    pages = pages.masked_fill(entries >= NONE, 0) + heads[:, None] * by_head
     lens = lens.expand(len(ids), len(heads))
     return pages.int().flatten(0, 1), lens.int().flatten()
 
