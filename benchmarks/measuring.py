@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from index_step import IndexStep
 from polyattn import Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference as attention_reference
@@ -18,6 +19,8 @@ from polyattn.families.attention.workload import AttentionWorkload, token_error
 from polyattn.families.mla.workload import LatentWorkload
 from polyattn.families.recurrent import reference as recurrent_reference
 from polyattn.families.recurrent.workload import RecurrentWorkload
+from polyattn.families.sparse import reference as sparse_reference
+from polyattn.families.sparse.workload import SparseWorkload
 from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
 from polyattn.spec.decompose import absorbed
@@ -34,21 +37,29 @@ DRAWN = 256
 Call = Callable[[], object]
 
 
-def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Workload:
+def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Any:
     """Return a contender's step of a row."""
     lengths, spec = row.lengths(shrink), row.spec.replace(**other.changes)
-    group = LayerGroup(select(spec, device, backend=named(spec, other.backend, lengths)))
+    indexes = (other.part or row.part) == "index"
+    backend = f"index={other.backend}" if indexes and other.backend else None
+    backend = backend or named(spec, other.backend, lengths)
+    group = LayerGroup(select(spec, device, backend=backend))
     group.finish_builds()
     dice = Dice(0, group.torch_device, fast=True)
+    if indexes:
+        return IndexStep(group, lengths, dice)
     if spec.recurrent is not None:
         return _recurrent(group, lengths, dice)
-    if spec.latent is not None:
+    if spec.latent is not None and not spec.chooses:
         return workload(group, lengths, dice, checks=False, weights=False)
     form = group.cache_format
     if form is None:
         return workload(group, lengths, dice, checks=False)
-    cache = group.allocate_cache(sum(-(-n // form.block_size) for _, n in lengths) + 1)
+    cache = group.allocate_cache(sum(-(-n // form.block_size) for _, n in lengths) + 3)
     fill(cache)
+    if spec.chooses:
+        how = {} if spec.latent is None else {"weights": False}
+        return workload(group, lengths, dice, step={"full": cache}, checks=False, **how)
     levels, first = [], 0
     for count, tokens in row.levels:
         blocks = max(1, tokens // form.block_size // shrink)
@@ -64,7 +75,7 @@ def named(spec: LayerSpec, backend: str, lengths: Sequence[tuple[int, int]]) -> 
     if spec.recurrent is not None or not backend:
         return backend or None
     decodes = sum(query == 1 for query, _ in lengths)
-    if spec.latent is not None or decodes == len(lengths):
+    if (spec.latent is not None and not spec.chooses) or decodes == len(lengths):
         return f"decode={backend}"
     return backend if decodes else f"prefill={backend}"
 
@@ -89,7 +100,7 @@ def _recurrent(group: LayerGroup, lengths: Sequence[tuple[int, int]], dice: Dice
     )
 
 
-def error_of(work: Workload, call: Call) -> float:
+def error_of(work: Any, call: Call) -> float:
     """Run a call and return the error of the shortest sequence's last token, or first tokens.
 
     Against the float64 reference. `call` writes `work.out`, or returns what belongs there.
@@ -97,6 +108,9 @@ def error_of(work: Workload, call: Call) -> float:
     index = min(range(len(work.lengths)), key=lambda i: work.batch.lens[i])
     if isinstance(work, RecurrentWorkload):
         return _recurrent_error(work, call, index)
+    if isinstance(work, IndexStep):
+        call()
+        return work.error(work.batch.starts[1] - 1)
     work.out.fill_(torch.nan)
     _run(work, call)
     row = work.batch.starts[index + 1] - 1
@@ -104,8 +118,19 @@ def error_of(work: Workload, call: Call) -> float:
         spec, params = absorbed(work.spec), work.layer.params
         read = attention_reference.read_cache(spec, work.cache, work.batch, index, params)
         query = work.query[row : row + 1].cpu().double()
+        if work.choice is not None:
+            chosen = work.choice[row].flatten()
+            read = tuple(part[chosen[chosen >= 0].cpu()] for part in read)
         expected, _ = attention_reference.attend(spec, query, *read, params)
         return output_error(work.out[row : row + 1], expected)
+    if isinstance(work, SparseWorkload):
+        one = slice(row, row + 1)
+        last = Batch.from_lens([1], [work.batch.lens[index]], device=work.device)
+        last = last.with_block_table(work.batch.block_table[index : index + 1])
+        expected, _ = sparse_reference.forward(
+            work.spec, work.query[one], work.cache, last, work.choice[one], work.layer.params
+        )
+        return output_error(work.out[one], expected)
     assert isinstance(work, AttentionWorkload)
     if work.cache is not None:
         return work.token_error(index)
@@ -225,6 +250,7 @@ PARTS = {
     "unshared": Part(unshared),
     "graph": Part(lambda work: captured(work.call)),
     "own graph": Part(lambda work: captured(own_calls(work))),
+    "index": Part(lambda work: work.call),
     "store": Part(store, gives=False),
     "rotate and store": Part(rotate_and_store, gives=False),
     "host of a call": Part(lambda work: work.call, host=True),

@@ -27,6 +27,7 @@ SMALL = {
     "prefix": "8 over 4k + 128", "eight_bit": "CPU: decode 8 x 2048, e4m3",
     "graphs": "NATIVE_ATTN: decode 8 x 4096", "store": "16 x 1 token, neox, e4m3",
     "host": "a plan: one token after 16", "same_bits": "decode: 24 of azure",
+    "sparse": "MSA: decode 8 x 32k",
 }  # fmt: skip
 """A row of each suite that runs on a CPU within a second."""
 

@@ -106,7 +106,7 @@ def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"latent": torch.zeros(3, 32)}, "latent is"),
         ({"rope_key": torch.zeros(39, 9, dtype=torch.float64)}, "rope_key is"),
         ({"query": torch.zeros(39, 4, 24)}, "query is"),
-        ({"topk": torch.zeros(39, 4, dtype=torch.int32)}, "topk was given"),
+        ({"choice": torch.zeros(39, 1, 4, dtype=torch.int32)}, "choice was given"),
         ({"query": [1]}, "query=.* must be a tensor on cpu"),
         ({"latent": torch.empty(39, 32, device="meta")}, "latent is on meta, the layer on cpu"),
         ({"rope_key": torch.empty(39, 8, device="meta")}, "rope_key is on meta"),

@@ -26,12 +26,15 @@ from polyattn import (
 from polyattn.conformance.cases.index import INDEXERS, layer_for
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.families.sparse import pages, planning, reference, torch_index
+from polyattn.families.sparse import planning, reference, torch_index
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step import chosen_pages
+from polyattn.runtime.step.chosen_pages import choice_of
 from polyattn.runtime.step.cost import batch_cost
 from polyattn.settings import current
 from polyattn.tools.cli.entry import run as cli
 from polyattn.workload.base import workload
+from polyattn.workload.compare import output_error
 from polyattn.workload.pages import bits
 from polyattn.workload.verify import verify_decision
 
@@ -113,6 +116,42 @@ def test_an_id_that_comes_twice_counts_twice_or_is_refused() -> None:
         step.run()
 
 
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN"])
+def test_sinks_of_infinity(backend: str) -> None:
+    """-inf: as if there were none. inf: it takes all the weight, but of a token without keys."""
+    spec = MSA.replace(learned_sinks=True, needs_lse=True)
+    step = workload(LayerGroup(select(spec, "cpu", backend=backend)), STEP, 5)
+    step.choice[1] = -1
+    found = {}
+    for sink in (-torch.inf, torch.inf):
+        layer = SparseAttention(step.group, sinks=torch.full((spec.num_heads,), sink))
+        one = step.but(layer=layer)
+        one.run() if sink > 0 else one.check("sinks of -inf: ")
+        found[sink] = one.out.clone(), one.lse.clone()
+    plain = SparseAttention(select(spec.replace(learned_sinks=False), "cpu", backend=backend))
+    assert torch.equal(found[-torch.inf][0], step.but(layer=plain).run())
+    out, lse = found[torch.inf]
+    assert not out.any() and (lse[1] == -torch.inf).all() and (lse[0] == torch.inf).all()
+
+
+@pytest.mark.parametrize("tokens_per_entry", [1, 4])
+def test_a_window_at_its_edges(tokens_per_entry: int) -> None:
+    """The newest groups of a sequence just shorter than a window, as long, and longer."""
+    sparse = SparseSpec(budget=3, granularity=4, newest=True, tokens_per_entry=tokens_per_entry)
+    spec = MSA.replace(block_size=8, sparse=sparse)
+    group = 4 * tokens_per_entry
+    lens = [n + d for n in (tokens_per_entry, group, 3 * group, 5 * group) for d in (-1, 0, 1)]
+    step = workload(LayerGroup(select(spec, "cpu")), [(1, n) for n in lens if n], 3)
+    step.choice = choice_of(spec, None, step.batch)
+    expected, _ = reference.forward(spec, step.query, step.held, step.batch, step.choice)
+    newest = step.layer(*step.inputs, step.plan)
+    assert output_error(newest, expected) < 1e-5
+    for row, n in enumerate(n for n in lens if n):
+        seen = n // tokens_per_entry
+        ids = {i for i in step.choice[row, 0].tolist() if i >= 0}
+        assert ids == set(range(max(-(-seen // 4) - 3, 0), -(-seen // 4)))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -167,35 +206,34 @@ def test_on_an_accelerator_the_host_waits_for_nothing() -> None:
 
 
 def _changed(**fields: Any) -> Callable[..., Any]:
-    def lie(spec: LayerSpec, *args: Any) -> Any:
-        return HONEST(of(spec, **fields), *args)
-
-    return lie
+    return lambda sparse, *args: HONEST(replace(sparse, **fields), *args)
 
 
 def _ids(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return lambda spec, ids, *args: HONEST(spec, change(ids), *args)
+    return lambda sparse, heads, ids, *args: HONEST(sparse, heads, change(ids), *args)
 
 
 def _seen(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return lambda spec, ids, visible, *args: HONEST(spec, ids, change(visible), *args)
+    return lambda sparse, heads, ids, visible, *args: HONEST(
+        sparse, heads, ids, change(visible), *args
+    )
 
 
 def _after(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
     return lambda *args: change(*HONEST(*args))
 
 
-def _unsorted(spec: LayerSpec, ids: torch.Tensor, *args: Any) -> Any:
+def _unsorted(*args: Any) -> Any:
     """The last id of a token, not the largest, is taken for the incomplete one."""
-    table, lens = HONEST(spec, ids, *args)
+    table, lens = HONEST(*args)
     kept = (lens > 16)[:, None] & (torch.arange(table.shape[1]) < 2)
     return torch.where(kept, table.flip(1), table), lens
 
 
-HONEST = pages.pages_of
+HONEST = chosen_pages.pages_of
 LIES: dict[str, Callable[..., Any]] = {
     "granularity": _changed(granularity=8),
-    "scope of all": lambda spec, ids, *args: HONEST(spec, ids[:, :1].expand_as(ids), *args),
+    "scope of all": _ids(lambda ids: ids[:, :1].expand_as(ids)),
     "heads in turn": _ids(lambda ids: ids.flip(1)),
     "first id lost": _ids(lambda ids: ids[..., 1:]),
     "last id lost": _ids(lambda ids: ids[..., :-1]),
@@ -215,8 +253,8 @@ LIES: dict[str, Callable[..., Any]] = {
     "the other head": _after(lambda table, lens: (table ^ 1, lens)),
     "pages unsorted": _unsorted,
     "another token's": _after(lambda table, lens: (table.roll(2, 0), lens.roll(2))),
-    "the first sequence's": lambda spec, ids, seen, seqs, *args: HONEST(
-        spec, ids, seen, seqs * 0, *args
+    "the first sequence's": lambda sparse, heads, ids, seen, seqs, *args: HONEST(
+        sparse, heads, ids, seen, seqs * 0, *args
     ),
 }
 

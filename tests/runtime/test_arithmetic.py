@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from polyattn import Device, LayerSpec
+from polyattn import Device, LayerSpec, SparseSpec
 from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.plan_checks import check_plan
 from polyattn.runtime.reads import shows
@@ -188,7 +188,8 @@ def latents(topk: int | None) -> Any:
 
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=20, num_kv_heads=20, head_size=48,
-        v_head_size=32, dtype="bfloat16", latent=LatentSpec(rank=64, rope_head_size=16, topk=topk),
+        v_head_size=32, dtype="bfloat16", latent=LatentSpec(rank=64, rope_head_size=16),
+        sparse=SparseSpec(budget=topk) if topk else None,
     )  # fmt: skip
     form = CacheFormat(
         block_size=16, num_kv_heads=1, head_size=80, v_head_size=64, dtype="bfloat16"

@@ -15,6 +15,7 @@ from polyattn import (
     LayerSpec,
     Recurrent,
     Role,
+    SparseSpec,
     discover,
     resolve_device,
     select,
@@ -134,17 +135,18 @@ def test_mla(kind: AttentionKind, backend: str, table: torch.Tensor) -> None:
     topk = 4 if kind is AttentionKind.SPARSE_MLA else None
     spec = LayerSpec(
         kind=kind, num_heads=4, head_size=24, v_head_size=16, dtype="float32", block_size=16,
-        latent=LatentSpec(rank=32, rope_head_size=8, topk=topk),
+        latent=LatentSpec(rank=32, rope_head_size=8),
+        sparse=SparseSpec(budget=topk) if topk else None,
     )  # fmt: skip
     named = backend if topk else f"decode={backend}"
     layer = LatentAttention(
         select(spec, "cpu", backend=named), *latent_weights(spec, torch.Generator()), checks=True
     )
     cache = layer.group.allocate_cache(3)
-    chosen = torch.empty(0, 4, dtype=torch.int32) if topk else None
+    chosen = torch.empty(0, 1, 4, dtype=torch.int32) if topk else None
     for batch in paged(table):
         inputs = torch.empty(0, 4, 24), torch.empty(0, 32), torch.empty(0, 8)
-        out = layer(*inputs, cache, batch, topk=chosen)
+        out = layer(*inputs, cache, batch, choice=chosen)
         assert isinstance(out, torch.Tensor) and out.shape == (0, 4, 16)
 
 

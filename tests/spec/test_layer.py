@@ -30,7 +30,8 @@ MODELS = {
     "deepseek-v3.2": [
         (
             61,
-            "sparse_mla, 128 heads of 192/128, bfloat16, indexer 64 heads of 128 for 2048, v_head_size",
+            "sparse_mla, 128 heads of 192/128, bfloat16, choice 2048, indexer 64 heads of 128 for 2048, "
+            "v_head_size",
         )
     ],
     "falcon-7b": [(32, "attention, 71/1 heads of 64, bfloat16")],

@@ -5,7 +5,6 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
-from polyattn.families.sparse.pages import token_places, visible_entries
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
@@ -51,7 +50,7 @@ from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, Recur
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import over_chosen_pages
+from polyattn.runtime.step.chosen_pages import over_chosen_pages, token_places, visible_entries
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.step.uniform_rows import UniformRows

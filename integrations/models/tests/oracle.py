@@ -213,7 +213,7 @@ def attention_differences(
 
     `joined`: the spec of entries whose keys follow the tokens' under the same softmax.
     """
-    if spec.sparse is not None and hasattr(call.module, "kv_b_proj"):
+    if spec.kind is AttentionKind.SPARSE and hasattr(call.module, "kv_b_proj"):
         spec = expanded(spec, call)
     query, key, value = call.query[0], call.key[0], call.value[0]
     kv_heads = key.shape[0] if not spec.kind.is_latent else spec.num_kv_heads
@@ -236,9 +236,9 @@ def attention_differences(
     bias = call.options.get("position_bias")
     if bias is not None and (bias != bias[..., :1, :1]).any():
         out.append("module has a position bias")
-    if spec.latent and spec.latent.topk:
+    if spec.latent and spec.sparse:
         indices = call.options.get("indices")
-        if indices is None or indices.shape[-1] != min(spec.latent.topk, LENGTH):
+        if indices is None or indices.shape[-1] != min(spec.sparse.budget, LENGTH):
             out.append("topk differs")
     if joined is not None:
         out += _entry_differences(joined, call)
@@ -263,12 +263,12 @@ def _mask_differences(spec: LayerSpec, call: Call, queries: int, keys: int) -> l
         tokens = (config.image_size // config.patch_size) ** 2 + 1
         real = torch.arange(queries) % (-(-tokens // 8) * 8) < tokens  # a tile is padded to eights
         seen, expected = seen[real], expected[real]
-    if spec.sparse is not None:
+    if spec.kind is AttentionKind.SPARSE:
         blocks = call.options.get("block_indices")
         if blocks is not None:  # MiniMax-M3 leaves it to a kernel to build the mask
             build, rows = call.module.indexer.build_block_mask, torch.arange(queries)[None]
             seen = build(blocks, None, keys, torch.float32, blocks.device, rows)[0, 0] == 0
-    if spec.sparse is not None and not spec.sparse.newest:
+    if spec.kind is AttentionKind.SPARSE and not spec.sparse.newest:
         return _choice_differences(spec.sparse, seen, expected)
     if not torch.equal(seen, expected):
         return [f"mask: spec {expected.sum(1).tolist()}, module {seen.sum(1).tolist()}"]

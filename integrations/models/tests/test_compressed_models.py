@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -184,16 +186,32 @@ def tokens() -> Tensor:
     return torch.randint(3, 60, (1, TOKENS + DRAFTS), generator=torch.Generator().manual_seed(2))
 
 
-def run(model: Any, steps: list[tuple[int, int]], **how: Any) -> Tensor:
-    """Return the logits of accepted tokens; others stand in a step where drafts are rejected."""
+def run(
+    model: Any,
+    steps: list[tuple[int, int]],
+    began: Callable[[int], None] = lambda past: None,
+    **how: Any,
+) -> Tensor:
+    """Return the logits of accepted tokens; others stand in a step where drafts are rejected.
+
+    `began(past)` is called before a step. Caches in `how` are of states that can't be put back: where
+    drafts are rejected the accepted tokens run again, on a copy from before the step.
+    """
     found, past = [], 0
     for new, rejected in steps:
         step = tokens()[:, past : past + new]
         if rejected:
             step[:, -rejected:] = 3 + (step[:, -rejected:] + 11) % 57
         at = torch.arange(past, past + new)[None]
+        began(past)
+        before = copy.deepcopy(how) if rejected else how
         with torch.no_grad():
             out = model(step, position_ids=at, **how)
+            if rejected and how:
+                how = before
+                if new > rejected:
+                    accepted = slice(new - rejected)
+                    model(step[:, accepted], position_ids=at[:, accepted], **how)
         logits = out.logits if "logits" in out else out.last_hidden_state
         found.append(logits[:, : new - rejected])
         past += new - rejected
@@ -232,7 +250,7 @@ def test_deepseek_v4(steps: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [WHOLE, CHUNKS, SINGLE], ids=IDS[:3])
+@pytest.mark.parametrize("steps", [WHOLE, CHUNKS, SINGLE, REJECTED], ids=IDS)
 def test_glm5_next(steps: list[tuple[int, int]]) -> None:
     """Pools of 4 keys and the tail, in a layer that indexes and one that shares its choice."""
     model = stirred(build(tiny_config(
@@ -242,7 +260,7 @@ def test_glm5_next(steps: list[tuple[int, int]]) -> None:
         index_n_heads=16, index_head_dim=16,
     )))  # fmt: skip
     layers: dict[int, GlmLayer] = {}
-    past = dict.fromkeys(range(3), 0)
+    past = [0]
 
     def forward(
         module: Any, hidden_states: Tensor, prev_topk_indices: Tensor | None = None, **_: Any
@@ -250,13 +268,13 @@ def test_glm5_next(steps: list[tuple[int, int]]) -> None:
         index = module.layer_idx
         if index not in layers:
             layers[index] = GlmLayer(module)
-        out, choice = layers[index](hidden_states, past[index], prev_topk_indices)
-        past[index] += hidden_states.shape[1]
+        out, choice = layers[index](hidden_states, past[-1], prev_topk_indices)
         return out, None, choice
 
     with torch.no_grad():
         wanted = model(tokens()[:, :TOKENS]).last_hidden_state
     cache = DynamicCache(config=model.config)
     with mock.patch.object(glm.Glm5NextTextAttention, "forward", forward):
-        close(run(model, steps, past_key_values=cache, use_cache=True), wanted, steps)
+        found = run(model, steps, past.append, past_key_values=cache, use_cache=True)
+    close(found, wanted, steps)
     assert len(layers) == 2

@@ -151,9 +151,9 @@ class Ours:
         return out[None], None
 
 
-def model_of(model_type: str) -> Any:
+def model_of(model_type: str, **fields: Any) -> Any:
     """Return a tiny model of the type."""
-    return stirred(build(tiny_config(model_type, **MODELS[model_type])))
+    return stirred(build(tiny_config(model_type, **(MODELS[model_type] | fields))))
 
 
 def stirred(model: Any) -> Any:
@@ -199,9 +199,9 @@ def run(model: Any, tokens: Tensor, steps: tuple[int, ...], ours: Ours | None) -
     return [torch.cat(logits, 1), *(torch.cat(parts, 1) for parts in seen.values())]
 
 
-def compare(model_type: str, *ways: tuple[int, ...]) -> None:
+def compare(model_type: str, *ways: tuple[int, ...], **fields: Any) -> None:
     """Compare layers and logits with transformers' own, of one whole prompt."""
-    model = model_of(model_type)
+    model = model_of(model_type, **fields)
     tokens = torch.randint(3, 60, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     wanted = run(model, tokens, (TOKENS,), None)
     for steps in ways:
@@ -225,3 +225,26 @@ def test_layers_and_logits(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_single_tokens_and_rejected_drafts(model_type: str) -> None:
     compare(model_type, SINGLE, REJECTED)
+
+
+def first_of_equals(
+    scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
+    """`topk`, of equal scores the first."""
+    best, ids = scores.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((best.narrow(dim, 0, k), ids.narrow(dim, 0, k)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "heads"),
+    [(name, "index_n_heads") for name, fields in MODELS.items() if INDEX.items() <= fields.items()]
+    + [("qwen4_exp_text", "indexer_n_heads")],
+)
+def test_of_equal_scores_the_smaller_id_is_chosen(model_type: str, heads: str) -> None:
+    """With 2 heads a quarter of the scores are exactly 0; transformers' choice is made stable."""
+    with (
+        mock.patch.object(torch.Tensor, "topk", first_of_equals),
+        mock.patch.object(torch, "topk", first_of_equals),
+    ):
+        compare(model_type, (TOKENS,), CHUNKS, SINGLE, **{heads: 2})

@@ -244,6 +244,7 @@ def test_what_is_refused() -> None:
         (layer(is_cross_attention=True), {}, "isn't served"),
         (layer(logit_cap=1.0, logit_capping_method="sigmoid"), {}, "'tanh' is served"),
         (layer(), {"k_rope": torch.ones(1)}, "k_rope is given"),
+        (layer(), {"topk_indices": torch.ones(1)}, "topk_indices is given"),
         (
             layer(attn_type=SimpleNamespace(value="decoder_bidirectional")),
             {},

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from polyattn import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec
+from polyattn import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec, SparseSpec
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, RecurrentFrame
 from polyattn.plugin import Capabilities, Role
 from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
@@ -801,7 +801,7 @@ class StopsAtAHole(TorchSparseMLA):
     claimed = TORCH_MLA_SPARSE.capabilities
     shown = (
         LayerSpec(kind="sparse_mla", num_heads=4, head_size=192, v_head_size=128, dtype="float32",
-                  latent=LatentSpec(rank=512, rope_head_size=64, topk=16)),
+                  latent=LatentSpec(rank=512, rope_head_size=64), sparse=SparseSpec(budget=16)),
         [(3, 40)],
     )  # fmt: skip
 
@@ -819,7 +819,7 @@ class ChoosesAThousand(TorchSparseMLA):
     claimed = TORCH_MLA_SPARSE.capabilities
     shown = (
         LayerSpec(kind="sparse_mla", num_heads=2, head_size=192, v_head_size=128, dtype="float32",
-                  latent=LatentSpec(rank=512, rope_head_size=64, topk=2048)),
+                  latent=LatentSpec(rank=512, rope_head_size=64), sparse=SparseSpec(budget=2048)),
         [(1, 3000)],
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Batch, Device, LayerSpec
+from polyattn import Batch, Device, LayerSpec, SparseSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import (
     AttentionBackend,
@@ -171,7 +171,7 @@ SPEC = LayerSpec(
     kind="mla", num_heads=8, head_size=192, v_head_size=128, dtype="float32", needs_lse=True,
     latent=LatentSpec(rank=512, rope_head_size=64), scale=0.11,
 )  # fmt: skip
-SPARSE = SPEC.replace(kind="sparse_mla", latent=LatentSpec(rank=512, rope_head_size=64, topk=128))
+SPARSE = SPEC.replace(kind="sparse_mla", sparse=SparseSpec(budget=128))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builds import CPU, SMALL
-from polyattn import Batch, LatentSpec, LayerGroup, LayerSpec, select
+from polyattn import Batch, LatentSpec, LayerGroup, LayerSpec, SparseSpec, select
 from polyattn.calls import memo
 from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams, SparseBackend
 from polyattn.registry.discovery import discover
@@ -25,7 +25,7 @@ PLAIN = SMALL.replace(needs_lse=False)
 SPECS = {
     "FLASHINFER": PLAIN, "FLASHINFER_TRTLLM": PLAIN, "FLASHINFER_MLA": LATENT, "CUTLASS_MLA": LATENT,
     "FLASHINFER_MLA_SPARSE": LATENT.replace(
-        kind="sparse_mla", latent=LatentSpec(rank=512, rope_head_size=64, topk=4)
+        kind="sparse_mla", sparse=SparseSpec(budget=4)
     ),
 }  # fmt: skip
 BUFFERS: list[torch.Tensor] = []

@@ -30,6 +30,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.spec.decompose import absorbed
 from polyattn_tpu.backends import buckets
 from polyattn_tpu.bridge import to_torch
@@ -185,16 +186,18 @@ def over_latents(plan, dense, spec, query, entry, cache, weights, scales, chosen
 class FunctionsLatent(LatentAttention):
     """`store`, and one of the forms of MLA for the whole step."""
 
-    def run(self, step, query, latent, rope_key, cache, topk, out, lse) -> None:  # type: ignore[no-untyped-def]
+    def run(self, step, query, latent, rope_key, cache, choice, out, lse) -> None:  # type: ignore[no-untyped-def]
         if not len(query):
             return
         plan, batch, spec = self.group.pytree(step), step.batch, self.spec
-        q, rows, ropes, chosen = arrays(query, latent, rope_key, topk)
+        q, rows, ropes = arrays(query, latent, rope_key)
         entry = pt.pad(plan, np.concatenate([rows, ropes], axis=1)[:, None])
         weights = None if self.weights is None else tuple(arrays(*self.weights))
-        form, dense = "absorbed", None
-        if topk is not None:
-            form, chosen = "chosen", self._slots(batch, chosen, cache.block_size, plan.num_tokens)
+        form, dense, chosen = "absorbed", None, None
+        if choice is not None:
+            form, own = "chosen", places_of(spec, choice, batch, cache.block_size).numpy()
+            chosen = np.full((plan.num_tokens, own.shape[1]), -1, np.int32)
+            chosen[: len(own)] = own
         elif weights is None:
             form = "absorbed by the caller"
         elif batch.max_query_len > SHORT:
@@ -207,18 +210,6 @@ class FunctionsLatent(LatentAttention):
         )  # fmt: skip
         bring(made, cache)
         give(*found, out, lse)
-
-    @staticmethod
-    def _slots(batch: Batch, chosen: Any, size: int, tokens: int) -> Any:
-        chosen = np.asarray(chosen)
-        assert batch.block_table is not None
-        seq = np.repeat(np.arange(batch.num_seqs), batch.query_lens)
-        table = batch.block_table.numpy()
-        at = np.maximum(chosen, 0)
-        slots = table[seq[:, None], at // size] * size + at % size
-        found = np.full((tokens, chosen.shape[1]), -1, np.int32)
-        found[: len(slots)] = np.where(chosen < 0, -1, slots)
-        return found
 
 
 recur = jax.jit(pt.recur, static_argnames="spec", donate_argnames="states")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from polyattn import Batch, LayerSpec
+from polyattn import Batch, LayerSpec, SparseSpec
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
@@ -198,7 +198,7 @@ def test_latents(form: str, generator: torch.Generator) -> None:
     query = torch.randn(sum(queries), 4, 48, generator=generator)
     cache = pt.Cache(jnp.pad(to_jax(stored).swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, 48))))
     up = [to_jax(w) for w in weights]
-    topk = None
+    choice, spec = None, MLA
     if form == "absorbed":
         plan = pt.plan(step, MLA, buckets=SMALL)
         run = jax.jit(lambda p, q, c, a, b: pt.attend_latent(p, MLA, q, c, a, b)[0])
@@ -211,12 +211,14 @@ def test_latents(form: str, generator: torch.Generator) -> None:
         topk = torch.tensor([[29, 3, -1], [8, 0, 4], [1, -1, -1]], dtype=torch.int32)
         slots = torch.stack([rows[i][topk[i].clamp(min=0) // 8] * 8 for i in range(3)]) + topk % 8
         slots = slots.masked_fill(topk < 0, -1)
+        choice = topk[:, None]
+        spec = MLA.replace(kind="sparse_mla", sparse=SparseSpec(budget=3))
         inner = torch.einsum("thn,hnr->thr", query[..., :32], weights[0])
         taken = torch.cat([inner, query[..., 32:]], -1)
         run = jax.jit(lambda q, s, c: pt.attend_rows(q, s, c, MLA.scale, 64)[0])
         found = run(to_jax(taken), to_jax(slots.int()), cache)
         out = jnp.einsum("thr,hrv->thv", found, up[1])
-    expected, _ = reference_latent.forward(MLA, query, latents, step, weights, topk=topk)
+    expected, _ = reference_latent.forward(spec, query, latents, step, weights, choice=choice)
     assert output_error(to_torch(out)[: len(query)], expected) < 4e-5
 
 

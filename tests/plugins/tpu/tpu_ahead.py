@@ -136,7 +136,7 @@ def latent_case(
     query = jax.ShapeDtypeStruct((seqs, spec.num_heads, spec.latent.size), dtype)
     cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
     if spec.kind is AttentionKind.SPARSE_MLA:
-        rank, chosen = spec.latent.rank, jax.ShapeDtypeStruct((seqs, spec.latent.topk), jnp.int32)
+        rank, chosen = spec.latent.rank, jax.ShapeDtypeStruct((seqs, spec.sparse.most), jnp.int32)
         return lambda q, s, c: attend_rows(q, s, c, spec.scale, rank), (query, chosen, cache)
     inner = absorbed(spec)
     buckets = Buckets(tokens=seqs, seqs=seqs, pages=seqs * length // block_size)

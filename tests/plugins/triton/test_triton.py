@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from interpreting import interpreted
 from kits import conforms
-from polyattn import LayerSpec
+from polyattn import LayerSpec, SparseSpec
 from polyattn.kernel import AttentionKind, RecurrentSpec
+from polyattn.spec.decompose import over_rows
 
 triton = pytest.importorskip("triton")
 
@@ -208,7 +209,7 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
     if spec.latent:
-        few = () if spec.latent.topk else (True,)
+        few = () if spec.sparse else (True,)
         made = [compile_mla(spec, arch, split) for split in (False, True)]
         made += [compile_mla(spec, arch, True, few=True) for _ in few]
     else:
@@ -217,6 +218,26 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
             compile_scan(spec, arch, phase) for phase in ("prefill", "decode", "drafts", *parts)
         ]
     assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("size", [320, 512])
+def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
+    """DeepSeek-V4's heads of 512: a sparse layer over rows, by MLA's kernel without a rope key."""
+    from triton_ahead_families import compile_mla
+
+    sparse = SparseSpec(budget=512, tokens_per_entry=4, value_in_key=True)
+    spec = LayerSpec(
+        kind="sparse", num_heads=64, num_kv_heads=1, head_size=size, dtype="bfloat16",
+        learned_sinks=True, sparse=sparse,
+    )  # fmt: skip
+    rows = over_rows(spec)
+    assert rows is not None and rows.latent is not None and rows.latent.rope_head_size == 0
+    made = [compile_mla(rows, arch, split) for split in (False, True)]
+    kind = "cubin" if arch == "sm_90" else "hsaco"
+    assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+    assert arch != "sm_90" or all(kernel.metadata.shared <= 227 << 10 for kernel in made)
 
 
 @pytest.mark.parametrize(

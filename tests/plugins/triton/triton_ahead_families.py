@@ -55,7 +55,7 @@ def compile_mla(
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     config = mla_config(spec, arch)
     constants = mla_constants(
-        spec, config, block_size, Way(split, few), bool(spec.latent.topk), spec.needs_lse,
+        spec, config, block_size, Way(split, few), spec.sparse is not None, spec.needs_lse,
         launches_early(arch),
     )  # fmt: skip
     pointers = {"Q": element, "KV": cached, "OUT": element}

@@ -241,6 +241,7 @@ class Capabilities:
             `head_sizes` and `v_head_sizes` allow.
         gqa_ratios: query heads to a KV head; for MLA, where one latent serves all, the heads.
         latent_ranks: of MLA's latent.
+        latent_ropes: sizes of its rope key.
         topks: of sparse MLA, the most tokens that a query attends to.
         block_sizes: tokens of a cache's block.
         preferred_block_size: if neither the layer nor another backend asks for one.
@@ -294,6 +295,7 @@ class Capabilities:
     v_head_pairs: frozenset[tuple[int, int]] = frozenset()
     gqa_ratios: Sizes = ANY_SIZE
     latent_ranks: Sizes = ANY_SIZE
+    latent_ropes: Sizes = Sizes(low=0)
     topks: Sizes = ANY_SIZE
     block_sizes: Sizes = ANY_SIZE
     preferred_block_size: int = 16
@@ -528,8 +530,10 @@ def _check_computation(
     if spec.latent:
         rank = spec.latent.rank
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
-        if spec.latent.topk:
-            need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
+        rope = spec.latent.rope_head_size
+        need(rope in caps.latent_ropes, "latent_rope", rope, caps.latent_ropes)
+        if spec.sparse is not None:
+            need(spec.sparse.most in caps.topks, "topk", spec.sparse.most, caps.topks)
     asked = spec.features
     _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:

@@ -9,7 +9,7 @@ from polyattn.errors import CacheError, SpecError, flag, integer, nearest
 from polyattn.registry.capabilities import Rejection
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.decompose import sparse_blocks
-from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
+from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS, AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import RowFormat, is_rows, row_widths, rows_of
 
@@ -142,7 +142,7 @@ def share_cache(
     walks each block as several (block-table expansion), which needs layout NHD, where a block's
     tokens lie one after another.
     """
-    if spec.sparse is not None:
+    if spec.kind is AttentionKind.SPARSE:
         return _of_pages(spec, layout)
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities

@@ -151,7 +151,9 @@ def _over_one_cache(
     walking: tuple[str, ...] = (
         ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
     )
-    if spec.sparse is not None:  # its pages are views of the cache, whatever its blocks are
+    if (
+        spec.kind is AttentionKind.SPARSE
+    ):  # its pages are views of the cache, whatever its blocks are
         walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
@@ -180,7 +182,7 @@ def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -
     """Whether a backend can work on the cache that was settled."""
     if phase in ("merge", "index") or (phase == "prefill" and spec.kind is AttentionKind.MLA):
         return True
-    if spec.sparse is not None and phase != "store":
+    if spec.kind is AttentionKind.SPARSE and phase != "store":
         return True
     return walks(info, shared.layout, shared.block_size) is not None
 
@@ -239,7 +241,8 @@ def _named(
 
 
 def _asked(spec: LayerSpec, phase: str) -> set[AttentionKind]:
-    return {question.kind for question in questions(spec, phase)}
+    ways = (frozenset[AttentionKind](), frozenset(AttentionKind))
+    return {question.kind for kinds in ways for question in questions(spec, phase, kinds=kinds)}
 
 
 def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[BackendInfo]:
@@ -269,7 +272,8 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
     steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]
-    if spec.sparse is not None:
+    if spec.kind is AttentionKind.SPARSE:
+        assert spec.sparse is not None
         size = sparse_blocks(spec)[1]
         each = "no" if spec.sparse.newest else "yes"
         answer = f"{each}: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
@@ -302,7 +306,7 @@ def _judge(
             rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        asked = questions(spec, phase, device.is_accelerator)[0]
+        asked = questions(spec, phase, device.is_accelerator, info.capabilities.kinds)[0]
         priority = info.priority(asked, device, asked_phase(spec, phase))
         runs = facts.running(info) if device.is_real and not rejections else ""
         proof, record = info.proven(device.arch, device.platform, runs)
@@ -319,10 +323,9 @@ def _rejections(
     info: BackendInfo, spec: LayerSpec, device: Device, phase: str
 ) -> tuple[Rejection, ...]:
     """Return all that a backend's claims have against a phase of the layer, each once."""
-    asked, served = questions(spec, phase, device.is_accelerator), asked_phase(spec, phase)
-    return tuple(
-        dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, served))
-    )
+    caps, served = info.capabilities, asked_phase(spec, phase)
+    asked = questions(spec, phase, device.is_accelerator, caps.kinds)
+    return tuple(dict.fromkeys(r for q in asked for r in check(caps, q, device, served)))
 
 
 def _machine_rejections(info: BackendInfo, facts: Facts) -> tuple[Rejection, ...]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from polyattn.errors import SpecError
-from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
+from polyattn.spec.sparse import SparseSpec
 
 
 @cache
@@ -183,13 +185,48 @@ def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
     )
 
 
-def questions(spec: LayerSpec, phase: str, accelerator: bool = False) -> tuple[LayerSpec, ...]:
+@cache
+def over_rows(spec: LayerSpec) -> LayerSpec | None:
+    """Return the MLA layer over chosen rows that a sparse layer runs as as well, or None.
+
+    One KV head whose value is the first part of its key is MLA, absorbed. Sinks are added afterwards.
+    """
+    sparse = spec.sparse
+    assert sparse is not None
+    if not sparse.value_in_key or sparse.choices(spec.num_heads, spec.num_kv_heads) > 1:
+        return None
+    if spec.num_kv_heads > 1:
+        return None
+    return LayerSpec(
+        kind=AttentionKind.SPARSE_MLA,
+        num_heads=spec.num_heads,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        scale=spec.scale,
+        dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        logit_soft_cap=spec.logit_soft_cap,
+        needs_lse=spec.needs_lse or spec.learned_sinks,
+        graph_capture=min(spec.graph_capture, GraphCapture.SINGLE_TOKEN_DECODE),
+        deterministic=spec.deterministic,
+        batch_invariant=spec.batch_invariant,
+        latent=LatentSpec(rank=spec.v_head_size, rope_head_size=spec.head_size - spec.v_head_size),
+        sparse=SparseSpec(budget=sparse.budget, granularity=sparse.granularity),
+    )
+
+
+def questions(
+    spec: LayerSpec, phase: str, accelerator: bool = False,
+    kinds: frozenset[AttentionKind] = frozenset(),
+) -> tuple[LayerSpec, ...]:  # fmt: skip
     """Return the specs that a backend for `phase` must serve: `spec`, or the layers that it runs as.
 
-    On an `accelerator` the host can't wait for a sparse layer's choice.
+    On an `accelerator` the host can't wait for a sparse layer's choice. `kinds`: the backend's, which
+    say as what it would run one.
     """
     if spec.kind is AttentionKind.SPARSE and phase in ("prefill", "decode"):
-        return (paged(spec, accelerator),)
+        rows = over_rows(spec) if AttentionKind.SPARSE_MLA in kinds else None
+        return (rows or paged(spec, accelerator),)
     if spec.kind is AttentionKind.MLA and phase == "prefill":
         return expanded(spec), expanded_context(spec)
     if spec.dense_context:

@@ -14,7 +14,6 @@ class LatentSpec:
     Attributes:
         rank: of the latent, which is the value and the first part of the key.
         rope_head_size: of the rope key, which all heads share.
-        topk: of a sparse MLA layer, the most tokens that a query attends to; None: all.
 
     Raises:
         SpecError: a size isn't one.
@@ -27,13 +26,10 @@ class LatentSpec:
 
     rank: int
     rope_head_size: int
-    topk: int | None = None
 
     def __post_init__(self) -> None:
         integer("latent.rank", self.rank, 1)
         integer("latent.rope_head_size", self.rope_head_size, 0)
-        if self.topk is not None:
-            integer("latent.topk", self.topk, 1, hint="; use None for none")
 
     @property
     def size(self) -> int:

@@ -95,7 +95,7 @@ class LayerSpec:
         recurrent: the recurrent part of a recurrence.
         rope: the rotation of queries and keys. The layer's `rotate=` says whether the layer applies it;
             kernels do only if `rope.positions` is `"cache"`.
-        sparse: of kind `"sparse"`, the meaning of the ids that choose a token's keys.
+        sparse: of kinds `"sparse"` and `"sparse_mla"`, the meaning of the ids that choose a token's keys.
         indexer: of a sparse layer, what chooses; None: another layer's indexer, or the caller.
         variant: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
             after all of the above.
@@ -256,9 +256,7 @@ class LayerSpec:
     @property
     def chooses(self) -> bool:
         """Whether a token attends to a choice of keys, which each call brings."""
-        if self.sparse is not None:
-            return not self.sparse.newest
-        return bool(self.latent and self.latent.topk)
+        return self.sparse is not None and not self.sparse.newest
 
     @property
     def in_rows(self) -> bool:
@@ -610,15 +608,13 @@ def _check_family(spec: LayerSpec) -> None:
     kind = spec.kind
     for name, due in (
         ("latent", kind.is_latent),
-        ("sparse", kind is AttentionKind.SPARSE),
+        ("sparse", kind in (AttentionKind.SPARSE, AttentionKind.SPARSE_MLA)),
         ("recurrent", kind.is_recurrent),
     ):
         part = getattr(spec, name)
         if due != (part is not None):
             remedy = f"leave {name} out" if part else f"give {name}={_PARTS[name].__name__}(…)"
             raise SpecError(f"kind={kind.value!r} and {name}={part!r} don't go together; {remedy}")
-    if kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
-        raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.sparse is not None:
         _check_sparse(spec, spec.sparse)
     if spec.indexer is not None:
@@ -661,21 +657,26 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
         raise SpecError(
             "sparse.turns_back=True: only values in keys carry their rotation; leave it out"
         )
+    alone = SparseSpec(
+        budget=sparse.budget, granularity=sparse.granularity, physical=sparse.physical
+    )
+    if spec.latent is not None and sparse != alone:
+        raise SpecError(
+            f"sparse={sparse!r}: all heads of MLA read the same chosen tokens' latents; give budget, "
+            "granularity or physical alone"
+        )
     if sparse.newest and spec.indexer is not None:
         raise SpecError("sparse.newest=True: there is no choice to make; leave indexer out")
 
 
 def _check_indexer(spec: LayerSpec, indexer: IndexerSpec) -> None:
     """What an indexer chooses is what the layer's choice means. Raises `SpecError`."""
-    if spec.sparse is not None:
-        if spec.sparse.physical:
-            raise SpecError("sparse.physical=True: an indexer's ids are places in the sequence")
-        most, group = spec.sparse.budget, spec.sparse.granularity * spec.sparse.tokens_per_entry
-        choices = spec.sparse.choices(spec.num_heads, spec.num_kv_heads)
-    elif spec.latent is not None and spec.latent.topk:
-        most, group, choices = spec.latent.topk, 1, 1
-    else:
+    if spec.sparse is None:
         raise SpecError(f"kind={spec.kind.value!r} attends to no choice of keys; leave indexer out")
+    if spec.sparse.physical:
+        raise SpecError("sparse.physical=True: an indexer's ids are places in the sequence")
+    most, group = spec.sparse.budget, spec.sparse.granularity * spec.sparse.tokens_per_entry
+    choices = spec.sparse.choices(spec.num_heads, spec.num_kv_heads)
     own = indexer.pool * indexer.tokens_per_entry
     budget = indexer.budget if isinstance(indexer.budget, int) else 0
     for wrong, name, value, wanted in (

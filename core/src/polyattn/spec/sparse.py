@@ -157,6 +157,11 @@ class SparseSpec:
                 "use 1, or ids within the sequence"
             )
 
+    @property
+    def most(self) -> int:
+        """The most entries that a token attends to."""
+        return self.budget * self.granularity
+
     def choices(self, num_heads: int, num_kv_heads: int) -> int:
         """Return how many choices a token has: the second size of the tensor.
 

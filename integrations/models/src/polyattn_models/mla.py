@@ -37,8 +37,8 @@ def latent_attention(
         latent=LatentSpec(
             rank=cfg.need("kv_lora_rank"),
             rope_head_size=rotated,
-            topk=topk,
         ),
+        sparse=SparseSpec(budget=topk) if topk else None,
         indexer=indexer,
     )
 

@@ -225,8 +225,8 @@ class TritonMLASparse(SparseBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        assert spec.latent is not None and spec.latent.topk
-        self.kernels, self.topk = Kernels(spec, device), spec.latent.topk
+        assert spec.sparse is not None
+        self.kernels, self.topk = Kernels(spec, device), spec.sparse.most
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal each token's rows out with its chosen keys."""

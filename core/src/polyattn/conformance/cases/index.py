@@ -30,6 +30,7 @@ INDEXERS = {
     "level 1": IndexerSpec(**SIZES, budget=2, pool=8, forced_last=1),  # type: ignore[arg-type]
     "odd pool": IndexerSpec(**SIZES, budget=3, pool=5),  # type: ignore[arg-type]
     "level 2": IndexerSpec(**SIZES, budget=6, within=8),  # type: ignore[arg-type]
+    "one left": IndexerSpec(**SIZES, budget=6, within=1),  # type: ignore[arg-type]
     "8 bits": IndexerSpec(**SIZES, budget=6, cache_dtype="fp8_e4m3"),  # type: ignore[arg-type]
     "scaled": IndexerSpec(**SIZES, budget=6, cache_dtype="fp8_scaled"),  # type: ignore[arg-type]
     "size 128": IndexerSpec(num_heads=16, head_size=128, budget=64, scale=0.125),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from polyattn.conformance.case import Case, caches, captures
-from polyattn.conformance.cases import invariance
+from polyattn.conformance.cases import invariance, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
 
 TOPKS = (24, 128, 2048)
 DECODES = ("decode", "padded", "many", "empty")
@@ -54,17 +54,16 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             caps, base, kind.value, "mixed" if "mixed" in batches else "decode"
         )
         cases += refusals(caps, base, device, "decode")
-    return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
+    kept = [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
+    return kept + (sparse.rows(info, device) if AttentionKind.SPARSE_MLA in caps.kinds else [])
 
 
 def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:
     """Yield other layers whose long decodes the case of a long step tests."""
-    latent = base.latent
-    assert latent is not None
     for heads in caps.gqa_ratios.examples((40, 64)):
         yield base.replace(num_heads=heads, num_kv_heads=heads)
-    for topk in caps.topks.examples(TOPKS) if latent.topk else ():
-        yield base.replace(latent=replace(latent, topk=topk))
+    for topk in caps.topks.examples(TOPKS) if base.sparse else ():
+        yield base.replace(sparse=SparseSpec(budget=topk))
     for fields in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"block_size": 64}):
         spec = base.replace(**fields)
         if not check(caps, spec, device, "decode"):
@@ -75,7 +74,9 @@ def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
     rank = caps.latent_ranks.examples((64, 512))[0]
     small = rank < 512
     rope = 16 if small else 64
-    topk = caps.topks.examples(TOPKS)[0] if kind is AttentionKind.SPARSE_MLA else None
+    choice = None
+    if kind is AttentionKind.SPARSE_MLA:
+        choice = SparseSpec(budget=caps.topks.examples(TOPKS)[0])
     return LayerSpec(
         kind=kind,
         num_heads=16 if 16 in caps.gqa_ratios else 128,
@@ -83,7 +84,8 @@ def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
         v_head_size=32 if small else 128,
         dtype=next(d for d in ("bfloat16", "float16", "float32") if d in caps.dtypes),
         block_size=caps.preferred_block_size,
-        latent=LatentSpec(rank=rank, rope_head_size=rope, topk=topk),
+        latent=LatentSpec(rank=rank, rope_head_size=rope),
+        sparse=choice,
     )
 
 
@@ -93,8 +95,11 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
             yield f"dtype {dtype}", base.replace(dtype=dtype)
     for heads in caps.gqa_ratios.examples((1, 5, 128)):
         yield f"heads {heads}", base.replace(num_heads=heads, num_kv_heads=heads)
+    if base.latent and 0 in caps.latent_ropes:
+        bare = LatentSpec(rank=base.latent.rank, rope_head_size=0)
+        yield "no rope key", base.replace(latent=bare)
     if base.latent and base.latent.rank < 512 and 512 in caps.latent_ranks:
-        latent = LatentSpec(rank=512, rope_head_size=64, topk=base.latent.topk)
+        latent = LatentSpec(rank=512, rope_head_size=64)
         wide = base.replace(head_size=192, v_head_size=128, latent=latent)
         yield "rank 512", wide
         for cached in caches(caps, wide):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
@@ -47,9 +48,30 @@ def derive(info: BackendInfo, base: LayerSpec, device: Device) -> list[Case]:
     return [case for case in cases if serves(caps, case.spec, device)]
 
 
+def rows(info: BackendInfo, device: Device) -> list[Case]:
+    """Return the cases of layers of values in keys, which backends of chosen rows serve."""
+    caps, cases = info.capabilities, []
+    dtype = next(each for each in ("bfloat16", "float16", "float32") if each in caps.dtypes)
+    for size in caps.latent_ranks.examples((64, 320, 512)):
+        for name in ("tokens", "groups"):
+            sparse = replace(
+                CHOICES[name][0],
+                scope="all",
+                value_in_key=True,
+                tokens_per_entry=1 if size > 64 else 4,
+            )
+            spec = LayerSpec(
+                kind=AttentionKind.SPARSE, num_heads=16 if 16 in caps.gqa_ratios else 128,
+                num_kv_heads=1, head_size=size, dtype=dtype, sparse=sparse,
+                learned_sinks="lse" in caps.features, needs_lse="lse" in caps.features,
+            )  # fmt: skip
+            cases.append(Case("sparse", f"{name}, rows of {size}", spec, "choices"))
+    return [case for case in cases if serves(caps, case.spec, device)]
+
+
 def serves(caps: Capabilities, spec: LayerSpec, device: Device) -> bool:
     """Whether the claims cover a sparse layer."""
-    asked = questions(spec, "decode", device.is_accelerator)
+    asked = questions(spec, "decode", device.is_accelerator, caps.kinds)
     return not any(check(caps, question, device, "decode") for question in asked)
 
 

@@ -98,7 +98,7 @@ def latent_graph(case: Case, harness: Harness) -> None:
     names = ["query", "latent", "rope"] + (["choice"] if first.choice is not None else [])
 
     def step(plans, query, latent, rope, choice=None):  # type: ignore[no-untyped-def]
-        return layer(query, latent, rope, cache, plans[layer.group], topk=choice)
+        return layer(query, latent, rope, cache, plans[layer.group], choice=choice)
 
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})

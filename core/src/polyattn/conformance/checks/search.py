@@ -15,8 +15,7 @@ from polyattn.registry.discovery import discover
 def search(case: Case, harness: Harness) -> None:
     """Any layer that is claimed, two of them and two plans in turn, over any batch."""
     phases = discover().backend(harness.backend).capabilities.phases
-    chosen = case.spec.latent is not None and case.spec.latent.topk
-    decodes = "prefill" not in phases and (case.spec.latent is None or chosen)
+    decodes = "prefill" not in phases and (case.spec.latent is None or case.spec.chooses)
 
     def example(data: st.DataObject) -> None:
         group = drawn_group(data, harness, case.spec)

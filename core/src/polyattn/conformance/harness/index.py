@@ -37,9 +37,10 @@ class IndexHarness(Harness):
         if name == "decode":
             rows = [(1, 97), (1, 300), (1, 16), (1, 17)]
         if name == "edges":
+            most = indexer.budget * group if isinstance(indexer.budget, int) else group
             lens = [
                 n
-                for each in (1, m, group, 2 * group, 16, 32, 64)
+                for each in (1, m, group, 2 * group, most, 16, 32, 64)
                 for n in (each - 1, each, each + 1)
             ]
             rows = [(1, n) for n in lens if n > 0]
@@ -68,6 +69,7 @@ class IndexHarness(Harness):
         weights = dice.normal(tokens, indexer.num_heads) if indexer.fold == "weighted" else None
         if whole:
             keys, query = keys.round(), query.round()
+            query[::5] = 0.0  # all of a token's scores are 0
             weights = None if weights is None else weights.round()
             if indexer.cache_dtype == "fp8_scaled":
                 keys.clamp_(-3.0, 3.0)
@@ -89,6 +91,8 @@ class IndexHarness(Harness):
         if indexer.within is not None:
             within = torch.tensor([[[0, 3, 2, -1]]], device=keys.device).int().repeat(tokens, 1, 1)
             within[::2, :, 0] = 1
+            if indexer.within == 1:  # a single entry counts
+                within[:, :, 1:] = -1
         out = torch.full(
             (tokens, indexer.choices, chosen_width(indexer, batch)), 7, dtype=torch.int32
         ).to(keys.device)

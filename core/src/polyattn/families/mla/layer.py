@@ -26,8 +26,8 @@ from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
 from polyattn.selection.selection import Selection
-from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 
@@ -74,7 +74,6 @@ class LatentAttention(Layer):
     ):
         super().__init__(group, checks)
         spec = self.spec
-        self.sparse = spec.kind is AttentionKind.SPARSE_MLA
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
         self.params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
         self._dtype = STORAGE_DTYPES[spec.dtype]
@@ -120,7 +119,7 @@ class LatentAttention(Layer):
         cache: KVCache,
         plan: StepPlan | Batch | None = None,
         *,
-        topk: Tensor | None = None,
+        choice: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's latents in `cache` and attend.
@@ -135,8 +134,7 @@ class LatentAttention(Layer):
                 neither is.
             cache: the layer's cache.
             plan: as `Attention.forward` takes it.
-            topk: int32 (num_tokens, topk), of a sparse layer: positions in the token's sequence, -1 for
-                none.
+            choice: of a sparse layer, as `SparseAttention` takes it: int32 (num_tokens, 1, K).
             out: (num_tokens, num_heads, v_head_size), written and returned.
 
         Returns:
@@ -149,7 +147,7 @@ class LatentAttention(Layer):
 
         """
         if torch.compiler.is_compiling():
-            return torch_compile.latent(self, query, latent, rope_key, cache, plan, topk, out)
+            return torch_compile.latent(self, query, latent, rope_key, cache, plan, choice, out)
         step = self.group.plan_for(plan)
         assert isinstance(step, LatentStep)
         check_tensor("query", query, self.group.torch_device)
@@ -158,7 +156,7 @@ class LatentAttention(Layer):
         lse = None
         if self.spec.needs_lse:
             lse = query.new_empty(step.out_shape[:2], dtype=torch.float32)
-        self.run(step, query, latent, rope_key, cache, topk, out, lse)
+        self.run(step, query, latent, rope_key, cache, choice, out, lse)
         return out if lse is None else (out, lse)
 
     def run(
@@ -168,7 +166,7 @@ class LatentAttention(Layer):
         latent: Tensor | None,
         rope_key: Tensor | None,
         cache: KVCache,
-        topk: Tensor | None,
+        choice: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
@@ -180,7 +178,7 @@ class LatentAttention(Layer):
             latent: (num_tokens, latent rank); None if it is in the cache.
             rope_key: (num_tokens, rope size); None if it is in the cache.
             cache: the latents.
-            topk: int32 (num_tokens, topk): the rows that each token attends to; None: all.
+            choice: int32 (num_tokens, 1, K), as `forward` takes it.
             out: (num_tokens, num_heads, size).
             lse: float32 (num_tokens, num_heads), or None.
 
@@ -189,11 +187,21 @@ class LatentAttention(Layer):
             CacheError: the cache isn't of the group's form.
 
         """
-        self._check(step, query, latent, rope_key, topk, out)
+        if self.spec.sparse is not None:
+            choice = choice_of(self.spec, choice, step.batch)
+        elif choice is not None:
+            raise BatchError(f"choice was given: {self.spec} attends to every token; leave it out")
+        self._check(step, query, latent, rope_key, choice, out)
         self.group.check_cache(cache)
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
+            if (
+                self.spec.sparse is not None
+                and choice is not None
+                and not step.batch.lens_are_bounds
+            ):
+                check_ids(self.spec.sparse, choice, cache)
         entry = value = None
         if latent is not None and rope_key is not None:
             entry = torch.cat([latent, rope_key], dim=1)[:, None]
@@ -201,7 +209,7 @@ class LatentAttention(Layer):
         params = self.params
         params.weights = self.weights
         with own_precision(self.group.device_type):
-            step.run(Frame(query, entry, value, cache, params, out, lse, topk))
+            step.run(Frame(query, entry, value, cache, params, out, lse, choice))
 
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending.
@@ -251,7 +259,7 @@ class LatentAttention(Layer):
         query: Tensor,
         latent: Tensor | None,
         rope_key: Tensor | None,
-        topk: Tensor | None,
+        choice: Tensor | None,
         out: Tensor,
     ) -> None:
         spec, part, tokens = self.spec, self.spec.latent, step.batch.num_tokens
@@ -266,15 +274,9 @@ class LatentAttention(Layer):
         if latent is not None and rope_key is not None:
             expected["latent"] = (latent, (tokens, part.rank), self._dtype)
             expected["rope_key"] = (rope_key, (tokens, part.rope_head_size), self._dtype)
-        if (topk is not None) != self.sparse:
-            raise BatchError(
-                f"topk {'was given' if topk is not None else 'is missing'}: {spec} "
-                f"{'attends to chosen tokens' if self.sparse else 'attends to every token'}"
-            )
         device = self.group.torch_device
-        if topk is not None:
-            check_tensor("topk", topk, device)
-            expected["topk"] = (topk, (tokens, topk.shape[-1]), torch.int32)
+        if choice is not None:
+            expected["choice"] = expected_choice(spec, choice, tokens, device)
         for name, (tensor, shape, dtype) in expected.items():
             check_tensor(name, tensor, device)
             if tensor.shape != shape or tensor.dtype is not dtype:

@@ -28,9 +28,11 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
 ALIGNED = 16
 """Bytes: what kernels store at a time."""
@@ -41,23 +43,14 @@ APART = 4
 
 
 class ChosenRows(Op):
-    """Chosen positions as cache rows, int32 (num_tokens, topk), -1 for none.
+    """A choice as cache rows, int32 (num_tokens, K), -1 for none."""
 
-    `table` int32 (num_tokens, pages): each token's block table.
-    """
-
-    def __init__(self, table: Tensor, block_size: int):
-        self.table, self.block_size = table, block_size
+    def __init__(self, spec: LayerSpec, batch: Batch, block_size: int):
+        self.spec, self.batch, self.block_size = spec, batch, block_size
 
     def run(self, frame: Frame) -> None:
-        topk, size = frame.choice, self.block_size
-        assert topk is not None
-        if not self.table.shape[1]:
-            frame.choice = torch.full_like(topk, -1)
-            return
-        positions = topk.clamp(min=0).long()
-        blocks = self.table.long().gather(1, positions // size)
-        frame.choice = (blocks * size + positions % size).int().masked_fill_(topk < 0, -1)
+        assert frame.choice is not None
+        frame.choice = places_of(self.spec, frame.choice, self.batch, self.block_size)
 
 
 class Absorbed(Op):
@@ -167,12 +160,8 @@ class Planner(StepPlanner):
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
-        if self.sparse and batch.block_table is not None:
-            table = batch.block_table  # as it is, where a captured graph reads it
-            if not batch.all_decode:
-                counts = torch.tensor(batch.query_lens, dtype=torch.int64, device=batch.device)
-                table = torch.repeat_interleave(batch.block_table, counts, dim=0)
-            ops.insert(0, ChosenRows(table, self.group.cache_format.block_size))
+        if self.sparse:
+            ops.insert(0, ChosenRows(self.spec, batch, self.group.cache_format.block_size))
         rotation = None
         if self.spec.rope is not None:
             rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention import reference
+from polyattn.families.sparse.reference import chosen_slots
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -31,13 +32,13 @@ def forward(
     batch: Batch,
     weights: tuple[Tensor, Tensor],
     params: LayerParams | None = None,
-    topk: Tensor | None = None,
+    choice: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Run an MLA layer over a batch whose new tokens are already in `cache`.
 
-    Neither absorbed nor in chunks; for a sparse layer one query at a time, over the positions that
-    its row of `topk` names. Returns (num_tokens, num_heads, v_head_size) and the LSE.
+    Neither absorbed nor in chunks; for a sparse layer one query at a time, over what its row of
+    `choice`, as the layer takes it, names. Returns (num_tokens, num_heads, v_head_size) and the LSE.
     """
     params = params or LayerParams()
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
@@ -45,7 +46,7 @@ def forward(
     for index in range(batch.num_seqs):
         mine = slice(batch.starts[index], batch.starts[index + 1])
         rows, _ = reference.read_cache(spec, cache, batch, index, params, dtype)
-        chosen = None if topk is None else topk[mine]
+        chosen = None if choice is None else choice[mine, 0]
         output[mine], lse[mine] = attend(spec, query[mine], rows[:, 0], weights, chosen, dtype)
     return output, lse
 
@@ -55,22 +56,26 @@ def attend(
     query: Tensor,
     rows: Tensor,
     weights: tuple[Tensor, Tensor],
-    topk: Tensor | None = None,
+    choice: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, its latents (tokens, rank + rope) given in full.
+
+    `choice` int32 (queries, K): the ids of each query, which are the sequence's last tokens.
 
     Returns the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads).
     """
     plain = _plain(spec)
     key, value = keys_and_values(rows, weights, dtype)
-    if topk is None:
+    if choice is None:
         return reference.attend(plain, query, key, value, None, dtype)
     alone = plain.replace(causal=False)
     output = torch.zeros(len(query), spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((len(query), spec.num_heads), -torch.inf, dtype=dtype)
-    for token, positions in enumerate(topk.cpu().long()):
-        chosen = positions[positions >= 0]
+    first = len(rows) - len(query)
+    for token, ids in enumerate(choice.tolist()):
+        # As if the sequence were one block, at the start of the cache.
+        chosen = chosen_slots(spec, ids, first + token, len(rows), [0], max(len(rows), 1))
         output[token], lse[token] = (
             found[0]
             for found in reference.attend(

@@ -17,9 +17,9 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     latent, flops, rows = spec.latent, 0, 0
     for query, length in zip(batch.query_lens, batch.lens, strict=True):
         pairs = visible_pairs(spec, query, length)
-        if latent.topk:
-            pairs = min(pairs, query * latent.topk)
-        if query == 1 or latent.topk:
+        if spec.sparse is not None:
+            pairs = min(pairs, query * spec.sparse.most)
+        if query == 1 or spec.sparse is not None:
             flops += 2 * pairs * spec.num_heads * (latent.size + latent.rank)
         else:
             nope = spec.head_size - latent.rope_head_size

@@ -13,6 +13,7 @@ from torch import Tensor
 from polyattn.families.attention import reference as attention_reference
 from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
+from polyattn.families.sparse.workload import drawn_choice, whole_choice
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
@@ -30,7 +31,7 @@ class LatentWorkload(ChoosingWorkload):
     """One step of an MLA layer.
 
     - `query` (tokens, num_heads, size), `latent` (tokens, rank), `rope` (tokens, rope_head_size): what
-      the layer takes, and `choice` (tokens, k) int32 of a sparse one.
+      the layer takes, and `choice` of a sparse one.
     - `entries` (all tokens, rank + rope_head_size): every sequence's.
     """
 
@@ -39,22 +40,26 @@ class LatentWorkload(ChoosingWorkload):
 
     def __init__(
         self, layer: LatentAttention, lengths: Lengths, dice: Dice, *, shared: int = 0,
-        like: LatentWorkload | None = None,
+        like: LatentWorkload | None = None, full: KVCache | None = None,
     ):  # fmt: skip
-        """Draw a step. `shared`: the blocks that all sequences begin with; `like`: as attention's."""
+        """Draw a step. `shared`: blocks that all sequences begin with; `like`, `full`: as attention's."""
         self.layer, self.lengths, self.dice = layer, lengths, dice
         spec, form = self.spec, self.group.cache_format
         assert form is not None
         queries, lens = lens_of(lengths)
         dtype = STORAGE_DTYPES[spec.dtype]
-        self.entries = dice.normal(sum(lens), self.part.size, dtype=dtype)
+        rows = sum(lens) if full is None else sum(queries)
+        self.entries = dice.normal(rows, self.part.size, dtype=dtype)
         for seq in self.entries.split(lens) if shared else ():
             seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
         self.choice = None
-        if self.part.topk:
-            self.choice = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
+        if full is not None:
+            self._lay_in(full)
+            return
+        if spec.sparse is not None:
+            self.choice = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
         self._lay(shared, like)
 
     @classmethod
@@ -94,6 +99,16 @@ class LatentWorkload(ChoosingWorkload):
         self.latent = own[:, : self.part.rank].contiguous()
         self.rope = own[:, self.part.rank :].contiguous()
         self.batch = paged(self.lengths, table, form.block_size)
+
+    def _lay_in(self, full: KVCache) -> None:
+        self.cache, (_, lens) = full, lens_of(self.lengths)
+        table, _ = self.dice.blocks(lens, full.block_size, within=full.num_blocks)
+        self.batch = paged(self.lengths, table, full.block_size)
+        self.latent, self.rope = (
+            part.contiguous() for part in self.entries.tensor_split([self.part.rank], dim=1)
+        )
+        if self.spec.sparse is not None:
+            self.choice = whole_choice(self.spec.sparse, 1, self.batch)
 
     def _put(self, cache: KVCache, entries: Tensor, slots: Tensor) -> None:
         scales = (self.layer.params.k_scale, self.layer.params.v_scale)
@@ -145,7 +160,7 @@ class LatentWorkload(ChoosingWorkload):
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
     def call(self) -> Any:
-        return self.layer(*self.inputs, self.plan, topk=self.choice, out=self.out)
+        return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
 
 
 WORKLOAD = LatentWorkload
@@ -159,15 +174,3 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
     w_uk = torch.randn(spec.num_heads, nope, rank, generator=generator) / math.sqrt(rank)
     w_uv = torch.randn(spec.num_heads, rank, spec.v_head_size, generator=generator)
     return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)
-
-
-def chosen_positions(lens: list[int], queries: list[int], topk: int, dice: Dice) -> Tensor:
-    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 between them."""
-    rows = []
-    for length, count in zip(lens, queries, strict=True):
-        for at in range(length - count, length):
-            row = torch.full((topk,), -1, dtype=torch.int32)
-            seen = dice.order(max(at + 1, 0))[: topk - 1 if at % 3 == 2 else topk]
-            row[dice.order(topk)[: len(seen)]] = seen.int()
-            rows.append(row)
-    return torch.stack(rows) if rows else torch.empty(0, topk, dtype=torch.int32)

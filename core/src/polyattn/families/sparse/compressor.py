@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
-from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec

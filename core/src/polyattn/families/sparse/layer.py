@@ -9,7 +9,6 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
-from polyattn.families.sparse.pages import newest
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
@@ -27,6 +26,7 @@ from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -131,13 +131,7 @@ class SparseAttention(Layer):
         step = self.group.plan_for(plan)
         assert isinstance(step, SparseStep)
         check_tensor("query", query, self.group.torch_device)
-        assert self.spec.sparse is not None
-        if choice is not None and self.spec.sparse.newest:
-            raise BatchError(
-                "choice was given, and the layer attends to the newest keys; leave it out"
-            )
-        if choice is None:
-            choice = newest(self.spec, step.batch)
+        choice = choice_of(self.spec, choice, step.batch)
         if out is None:
             out = query.new_empty(step.out_shape)
         lse = None
@@ -185,7 +179,7 @@ class SparseAttention(Layer):
             if sparse.tokens_per_entry == 1:
                 check_on_device(step.batch, cache.num_blocks, cache.block_size)
             if not step.batch.lens_are_bounds:  # a captured step's buffers may hold ids of no row
-                self._check_ids(choice, cache)
+                check_ids(sparse, choice, cache)
         with own_precision(self.group.device_type):
             step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
         if sparse.turns_back and self._params.rotate:
@@ -256,31 +250,8 @@ class SparseAttention(Layer):
                 )
             expected["key"] = (key, (tokens, spec.num_kv_heads, spec.head_size), self._dtype)
             expected["value"] = (value, (tokens, spec.num_kv_heads, spec.v_head_size), self._dtype)
-        check_tensor("choice", choice, device)
-        width = choice.shape[-1] if choice.dim() == 3 else sparse.budget
-        if width > sparse.budget:
-            raise BatchError(
-                f"choice {tuple(choice.shape)} names {width} ids a token; the spec's sparse.budget is "
-                f"{sparse.budget}"
-            )
-        shape = (tokens, sparse.choices(spec.num_heads, spec.num_kv_heads), width)
-        expected["choice"] = (choice, shape, torch.int32)
+        expected["choice"] = expected_choice(spec, choice, tokens, device)
         for name, (tensor, form, dtype) in expected.items():
             check_tensor(name, tensor, device)
             if tensor.shape != form or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, form, dtype)
-
-    def _check_ids(self, choice: Tensor, cache: KVCache) -> None:
-        """Refuse an id twice, and places outside the cache; costs a copy to the host."""
-        sparse = self.spec.sparse
-        assert sparse is not None
-        ids = choice.cpu().sort(-1).values
-        twice = ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).nonzero()
-        if len(twice):
-            token, scope, at = twice[0].tolist()
-            raise BatchError(
-                f"choice[{token}, {scope}] names {int(ids[token, scope, at])} twice; it would count twice"
-            )
-        places = cache.num_blocks * cache.block_size
-        if sparse.physical and ids.numel() and int(ids.max()) >= places:
-            raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
-from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.backend import AttentionBackend, SparseBackend, StoreBackend
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import pages_of, places_of, token_places, visible_entries
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
-from polyattn.spec.decompose import paged, sparse_blocks
+from polyattn.spec.decompose import questions, sparse_blocks
 
 TABLE_BYTES = 64 << 20
 """What the block tables of a call's rows may take while they are made: longer steps come in pieces."""
@@ -34,7 +35,7 @@ class Piece(Op):
         planner: Planner,
         batch: Batch,
         rows: slice,
-        table: Tensor,
+        table: Tensor | None,
         lens: Tensor,
         call: Call | None = None,
     ):
@@ -46,35 +47,60 @@ class Piece(Op):
         return () if self.call is None else (self.call,)
 
     def run(self, frame: Frame) -> None:
+        spec, sinks = self.planner.group.spec, frame.params.sinks
+        out, lse = self.attended(frame)
+        out = out.view(-1, spec.num_heads, spec.v_head_size)
+        lse = None if lse is None else lse.view(-1, spec.num_heads)
+        if sinks is not None:
+            assert lse is not None
+            out, lse = with_sinks(out, lse, sinks)
+        frame.out.copy_(out)
+        if frame.lse is not None and lse is not None:
+            frame.lse.copy_(lse)
+
+    def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
+        """Return the rows' outputs and, where the layer or its sinks need them, their LSEs."""
         planner, cache, choice = self.planner, frame.cache, frame.choice
-        spec, given, table = planner.group.spec, frame.params, self.batch.block_table
-        assert cache is not None and choice is not None and table is not None
+        spec, block_table = planner.group.spec, self.batch.block_table
+        assert cache is not None and choice is not None and block_table is not None
         view, steps = cache.in_pages_of(planner.page_size)
-        assert spec.sparse is not None and isinstance(self.rows, slice)
+        assert spec.sparse is not None and self.table is not None and isinstance(self.rows, slice)
         seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
         visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
         pages, lens = pages_of(
-            spec, choice, visible, seqs, table, cache.block_size, planner.page_size, steps
-        )
+            spec.sparse, planner.heads, choice, visible, seqs, block_table, cache.block_size,
+            planner.page_size, steps,
+        )  # fmt: skip
         self.table[:, : pages.shape[1]].copy_(pages)
         self.lens.copy_(lens)
         call = self.call or planner.call_of(planner.batch_of(self, lens.tolist()))
-        rows = len(lens)
-        query = frame.query.reshape(rows, -1, spec.head_size)
-        out = frame.out.new_empty(rows, query.shape[1], spec.v_head_size)
+        return self.called(call, frame, view)
+
+    def called(
+        self, call: Call, frame: Frame, cache: KVCache, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the backend's call for the rows, over a view of the cache."""
+        spec, given = self.planner.spec, frame.params
+        query = frame.query.reshape(len(self.lens), -1, spec.head_size)
+        out = frame.out.new_empty(*query.shape[:2], spec.v_head_size)
         lse = None
-        if planner.spec.needs_lse:
+        if spec.needs_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         params = LayerParams(k_scale=given.k_scale, v_scale=given.v_scale)
-        call.run(Frame(query, None, None, view, params, out, lse))
-        result = out.view(-1, spec.num_heads, spec.v_head_size)
-        result_lse = None if lse is None else lse.view(-1, spec.num_heads)
-        if given.sinks is not None:
-            assert result_lse is not None
-            result, result_lse = with_sinks(result, result_lse, given.sinks)
-        frame.out.copy_(result)
-        if frame.lse is not None and result_lse is not None:
-            frame.lse.copy_(result_lse)
+        call.run(Frame(query, None, None, cache, params, out, lse, places))
+        return out, lse
+
+
+class RowsPiece(Piece):
+    """Some of a step's tokens, each over the cache rows that are chosen for all of its heads."""
+
+    def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
+        cache, choice = frame.cache, frame.choice
+        assert cache is not None and choice is not None and self.call is not None
+        assert isinstance(self.rows, slice)
+        spec = self.planner.group.spec
+        places = places_of(spec, choice, self.batch, cache.block_size, self.rows)
+        return self.called(self.call, frame, cache, places)
 
 
 class SparseStep(StepPlan):
@@ -116,20 +142,30 @@ class Planner(StepPlanner):
         self.group = group
         info = group.selection.backend("decode")
         assert info is not None and group.cache_format is not None and group.spec.sparse is not None
-        self.name, form = info.name, group.cache_format
-        self.spec = paged(group.spec, group.device.is_accelerator)
+        self.name, form, kinds = info.name, group.cache_format, info.capabilities.kinds
+        (self.spec,) = questions(group.spec, "decode", group.device.is_accelerator, kinds)
+        self.kind: type[Piece] = Piece if self.spec.latent is None else RowsPiece
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
         self.form = CacheFormat(
             block_size=self.page_size, num_kv_heads=1, head_size=form.head_size,
             v_head_size=form.v_head_size, dtype=form.dtype, value_in_key=form.value_in_key,
         )  # fmt: skip
-        self.backend = group.load("decode", info, AttentionBackend, self.spec, self.form)
+        self.backend: AttentionBackend | SparseBackend
+        if self.kind is Piece:
+            self.backend = group.load("decode", info, AttentionBackend, self.spec, self.form)
+        else:
+            self.backend = group.load("decode", info, SparseBackend, self.spec, form)
         self.store = group.backend("store", StoreBackend, cache=form)
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
-        self.rows = group.spec.num_heads if sparse.scope == "head" else group.spec.num_kv_heads
+        self.heads = torch.arange(group.spec.num_kv_heads, device=group.torch_device)
+        if sparse.scope == "head":
+            self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
+        self.rows = len(self.heads)
         self.width = sparse.budget * (sparse.granularity // self.page_size)
+        if self.kind is RowsPiece:
+            self.width = sparse.most
 
     def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
         """Plan one step. Raises `BatchError`."""
@@ -168,14 +204,15 @@ class Planner(StepPlanner):
                     f"the captured step has {len(earlier.lens)} rows, this one {rows}; capture a graph "
                     "for each number of tokens"
                 )
-            return Piece(self, batch, tokens, earlier.table, earlier.lens, earlier.call)
+            return self.kind(self, batch, tokens, earlier.table, earlier.lens, earlier.call)
         if before and len(before[0].lens) == rows:  # one piece after another, over the same buffers
-            return Piece(self, batch, tokens, before[0].table, before[0].lens, before[0].call)
-        device = batch.device
-        table = torch.zeros(rows, self.width, dtype=torch.int32, device=device)
+            return self.kind(self, batch, tokens, before[0].table, before[0].lens, before[0].call)
+        device, table = batch.device, None
+        if self.kind is Piece:
+            table = torch.zeros(rows, self.width, dtype=torch.int32, device=device)
         lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        piece = Piece(self, batch, tokens, table, lens)
-        if self.spec.length_bounds:
+        piece = self.kind(self, batch, tokens, table, lens)
+        if self.spec.length_bounds or self.kind is RowsPiece:
             longest = self.width * self.page_size
             piece.call = self.call_of(self.batch_of(piece, [longest] * rows))
         return piece

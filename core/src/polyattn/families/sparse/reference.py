@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyattn.families.attention.reference import exact
 from polyattn.families.sparse.index_cache import read_index_keys
-from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.program import IndexFrame, LayerParams
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec
 

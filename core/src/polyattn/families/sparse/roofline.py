@@ -17,7 +17,7 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     """
     sparse = spec.sparse
     assert sparse is not None
-    most, m = sparse.budget * sparse.granularity, sparse.tokens_per_entry
+    most, m = sparse.most, sparse.tokens_per_entry
     pairs = read = 0
     for query, length in zip(batch.query_lens, batch.lens, strict=True):
         for position in range(max(length - query, 0), length):

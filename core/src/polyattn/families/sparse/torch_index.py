@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyattn.families.sparse import reference
 from polyattn.families.sparse.index_cache import read_index_keys
-from polyattn.families.sparse.pages import NONE, token_places, visible_entries
 from polyattn.runtime.backend import IndexBackend
 from polyattn.runtime.program import IndexFrame, Plan
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import NONE, token_places, visible_entries
 from polyattn.spec.sparse import IndexerSpec
 
 SCORES = 1 << 24

@@ -12,11 +12,11 @@ from torch import Tensor
 from polyattn.families.sparse import reference
 from polyattn.families.sparse.indexer import Indexer
 from polyattn.families.sparse.layer import SparseAttention
-from polyattn.families.sparse.pages import token_places
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places, visible_entries
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
@@ -48,20 +48,37 @@ class SparseWorkload(ChoosingWorkload):
         dice: Dice,
         *,
         like: SparseWorkload | None = None,
+        full: KVCache | None = None,
     ):
-        """Draw a step. `like`: another layer's step, whose batch this one has too."""
+        """Draw a step. `like`: another layer's step, whose batch this one has too.
+
+        `full`: a cache of random numbers, anywhere in which the step lies; `keys` are the new tokens'.
+        """
         self.layer, self.lengths, self.dice = layer, lengths, dice
         spec = self.spec
         queries, lens = lens_of(lengths)
         dtype = STORAGE_DTYPES[spec.dtype]
-        entries = sum(n // self.part.tokens_per_entry for n in lens)
+        m = self.part.tokens_per_entry
+        entries = sum(queries) if full is not None else sum(n // m for n in lens)
         self.query = dice.normal(sum(queries), spec.num_heads, spec.head_size, dtype=dtype)
         self.keys = dice.normal(entries, spec.num_kv_heads, spec.head_size, dtype=dtype)
         self.values = dice.normal(entries, spec.num_kv_heads, spec.v_head_size, dtype=dtype)
         if self.part.value_in_key:
             self.values = self.keys[..., : spec.v_head_size]
-        self.ids = drawn_choice(spec, lengths, dice)
-        self._lay(like)
+        if full is None:
+            self.ids = drawn_choice(spec, lengths, dice)
+            self._lay(like)
+            return
+        self.cache, self.key, self.value = full, self.keys, self.values
+        table, _ = dice.blocks([n // m for n in lens], full.block_size, within=full.num_blocks)
+        if m > 1:
+            self.key = self.value = None
+            self.batch = Batch.from_lens(queries, lens, device=self.device).with_block_table(table)
+        else:
+            self.batch = paged(lengths, table, full.block_size)
+        self.ids = self.choice = whole_choice(
+            self.part, self.part.choices(spec.num_heads, spec.num_kv_heads), self.batch
+        )
 
     @classmethod
     def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> SparseAttention:
@@ -181,11 +198,11 @@ class SparseWorkload(ChoosingWorkload):
 WORKLOAD = SparseWorkload
 
 
-def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
+def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) -> Tensor:
     """Return int32 (tokens, scope, budget): distinct ids in any order, -1 behind them.
 
     Some are of groups that end behind the token, or lie behind it altogether; the newest group is often
-    among them. Some tokens have no id, some all that there are.
+    among them. Some tokens have no id, or `least`, some all that there are.
     """
     sparse = spec.sparse
     assert sparse is not None
@@ -195,7 +212,7 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
         for position in range(length - query, length):
             for _ in range(sparse.choices(spec.num_heads, spec.num_kv_heads)):
                 seen = max(position, 0) // group + 1
-                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(0, sparse.budget + 1)]
+                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(least, sparse.budget + 1)]
                 if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
                     ids[dice.integer(0, len(ids))] = seen - 1
                 row = torch.full((sparse.budget,), -1, dtype=torch.int32)
@@ -205,6 +222,18 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice) -> Tensor:
     if not rows:
         return torch.empty(0, *shape[1:], dtype=torch.int32, device=dice.device)
     return torch.stack(rows).view(shape).to(dice.device)
+
+
+def whole_choice(sparse: SparseSpec, choices: int, batch: Batch) -> Tensor:
+    """Return int32 (tokens, choices, budget): ids at random, as many as there are."""
+    _, positions, lens = token_places(batch)
+    seen = visible_entries(sparse.tokens_per_entry, positions, lens)
+    groups = -(-(batch.max_seq_len // sparse.tokens_per_entry) // sparse.granularity)
+    drawn = torch.rand(len(seen), choices, max(groups, sparse.budget), device=batch.device)
+    hidden = torch.arange(drawn.shape[2], device=batch.device) * sparse.granularity
+    drawn.masked_fill_(hidden >= seen[:, None, None], -1.0)
+    best, ids = drawn.topk(sparse.budget)
+    return ids.int().masked_fill(best < 0, -1)
 
 
 MOST_ENTRIES = 1 << 12

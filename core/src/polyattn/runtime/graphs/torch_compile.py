@@ -28,7 +28,7 @@ _library = torch.library.Library("polyattn", "DEF")
 _SCHEMAS = {
     "attention": "(Tensor query, Tensor? key, Tensor? value, Tensor(a!)? key_cache, "
     "Tensor(b!)? value_cache, Tensor(c!) out, Tensor(d!)? lse, Tensor plan, int layer) -> ()",
-    "latent": "(Tensor query, Tensor? latent, Tensor? rope_key, Tensor(a!) cache, Tensor? topk, "
+    "latent": "(Tensor query, Tensor? latent, Tensor? rope_key, Tensor(a!) cache, Tensor? choice, "
     "Tensor(b!) out, Tensor(c!)? lse, Tensor plan, int layer) -> ()",
     "recurrence": "(Tensor[] inputs, Tensor(a!) states, Tensor(b!) out, Tensor plan, int layer) -> ()",
 }
@@ -83,7 +83,7 @@ def latent(
     rope_key: Tensor | None,
     cache: KVCache,
     plan: StepPlan | Batch | None,
-    topk: Tensor | None,
+    choice: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What `LatentAttention.forward` becomes while it is traced."""
@@ -96,7 +96,7 @@ def latent(
     if spec.needs_lse:
         lse = query.new_empty((query.shape[0], spec.num_heads), dtype=torch.float32)
     torch.ops.polyattn.latent(
-        query, latents, rope_key, cache.key, topk, out, lse, _plan_handle(plan), layer._handle
+        query, latents, rope_key, cache.key, choice, out, lse, _plan_handle(plan), layer._handle
     )
     return out if lse is None else (out, lse)
 
@@ -161,7 +161,7 @@ def _latent(
     latents: Tensor | None,
     rope_key: Tensor | None,
     cache: Tensor,
-    topk: Tensor | None,
+    choice: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     plan: Tensor,
@@ -170,7 +170,7 @@ def _latent(
     module, step = _found(layer, plan, query.shape[0])
     form = module.group.cache_format
     whole = KVCache(cache, cache[..., : form.widths[1]], form if form.rows else None)
-    module.run(step, query, latents, rope_key, whole, topk, out, lse)
+    module.run(step, query, latents, rope_key, whole, choice, out, lse)
 
 
 def _recurrence(

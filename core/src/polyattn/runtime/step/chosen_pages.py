@@ -1,17 +1,205 @@
-"""How is a decode under a block-sparse mask planned? As a plain one over its chosen pages."""
+"""Where are the chosen keys? A choice as a block table and a length for each token and KV head.
+
+Attention doesn't depend on the order of its keys. A token that attends to some of them is therefore a
+decode over pages of its own: the chosen ones, complete pages first. Any paged kernel computes it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
+from polyattn.errors import BatchError
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.inputs import check_tensor
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.step_mask import BlockSparseMask
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import SparseSpec
 
-Ints = NDArray[np.int64]
+
+def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's sequence, its position in it, and the sequence's length.
+
+    They come from the device's lengths, which change between replays of a captured graph.
+
+    Args:
+        batch: the step.
+
+    Returns:
+        Three tensors, int64 (num_tokens,).
+
+    Raises:
+        Nothing: every step has them.
+
+    Examples:
+        >>> batch = Batch.from_lens([2, 1], [5, 9], torch.tensor([[0], [1]]).int(), 16)
+        >>> [each.tolist() for each in token_places(batch)]
+        [[0, 0, 1], [3, 4, 8], [5, 5, 9]]
+
+    """
+    tokens = torch.arange(batch.num_tokens, device=batch.device)
+    if not batch.num_tokens:
+        return tokens, tokens, tokens
+    if batch.all_decode:
+        lens = batch.seq_lens.long()
+        return tokens, lens - 1, lens
+    ends = batch.query_start_loc[1:].long()
+    seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    lens = batch.seq_lens.long()[seqs]
+    return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
+
+
+NONE = torch.iinfo(torch.int32).max
+"""Stands for an id that names nothing, so that it comes last."""
+
+
+def visible_entries(
+    tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
+) -> Tensor:
+    """Return how many of its sequence's entries each token sees.
+
+    Args:
+        tokens_per_entry: that an entry stands for.
+        positions: (num_tokens,), as `token_places` returns them.
+        lens: likewise.
+        causal: False: a token sees its whole sequence.
+
+    Returns:
+        int64 (num_tokens,).
+
+    Raises:
+        Nothing: any lengths do.
+
+    Examples:
+        >>> visible_entries(4, torch.tensor([2, 3, 8]), torch.tensor([9, 9, 9])).tolist()
+        [0, 1, 2]
+
+    """
+    tokens = torch.minimum(positions + 1, lens) if causal else lens
+    return tokens.clamp(min=0) // tokens_per_entry
+
+
+def choice_of(spec: LayerSpec, given: Tensor | None, batch: Batch) -> Tensor:
+    """Return what a call chooses: what it brings, or the newest groups, as many as the budget."""
+    sparse = spec.sparse
+    assert sparse is not None
+    if given is not None:
+        if sparse.newest:
+            raise BatchError(
+                "choice was given, and the layer attends to the newest keys; leave it out"
+            )
+        return given
+    if sparse.physical:
+        raise BatchError(
+            "choice is missing: physical ids have no order in which some are the newest"
+        )
+    _, positions, lens = token_places(batch)
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    group = sparse.granularity
+    most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0
+    back = torch.arange(max(1, min(sparse.budget, most)), device=batch.device)
+    ids = (-(-visible // group) - 1)[:, None] - back
+    ids = ids.clamp(min=-1).int()[:, None]
+    return ids.expand(-1, sparse.choices(spec.num_heads, spec.num_kv_heads), -1).contiguous()
+
+
+def expected_choice(
+    spec: LayerSpec, choice: Tensor, tokens: int, device: torch.device
+) -> tuple[Tensor, tuple[int, ...], torch.dtype]:
+    """Return a choice with the shape and the dtype that it must have. Raises `BatchError`."""
+    sparse = spec.sparse
+    assert sparse is not None
+    check_tensor("choice", choice, device)
+    width = choice.shape[-1] if choice.dim() == 3 else sparse.budget
+    if width > sparse.budget:
+        raise BatchError(
+            f"choice {tuple(choice.shape)} names {width} ids a token; the spec's sparse.budget is "
+            f"{sparse.budget}"
+        )
+    shape = (tokens, sparse.choices(spec.num_heads, spec.num_kv_heads), width)
+    return choice, shape, torch.int32
+
+
+def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
+    """Refuse an id twice, and places outside the cache; costs a copy to the host."""
+    ids = choice.cpu().sort(-1).values
+    twice = ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).nonzero()
+    if len(twice):
+        token, scope, at = twice[0].tolist()
+        raise BatchError(
+            f"choice[{token}, {scope}] names {int(ids[token, scope, at])} twice; it would count twice"
+        )
+    places = cache.num_blocks * cache.block_size
+    if sparse.physical and ids.numel() and int(ids.max()) >= places:
+        raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")
+
+
+def places_of(
+    spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, rows: slice = slice(None)
+) -> Tensor:
+    """Return the places in the cache of what all heads attend to, int32 (num_tokens, K), -1 for none.
+
+    `choice` int32 (num_tokens, 1, K), of the step's tokens in `rows`; an id of several entries gives as
+    many places. Never waits.
+    """
+    sparse, table = spec.sparse, batch.block_table
+    assert sparse is not None
+    each = choice[:, 0]
+    if sparse.physical:
+        return each
+    group = sparse.granularity
+    if group > 1:
+        within = torch.arange(group, device=each.device)
+        each = torch.where(each[..., None] < 0, -1, each[..., None] * group + within).flatten(1)
+    if table is None or not table.shape[1]:
+        return torch.full_like(each, -1)
+    seqs, positions, lens = (part[rows] for part in token_places(batch))
+    visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
+    entries, width = each.clamp(min=0).long(), table.shape[1]
+    at = seqs[:, None] * width + (entries // block_size).clamp(max=width - 1)
+    places = table.reshape(-1)[at].long() * block_size + entries % block_size
+    return places.int().masked_fill_((each < 0) | (entries >= visible[:, None]), -1)
+
+
+def pages_of(
+    sparse: SparseSpec, heads: Tensor, ids: Tensor, visible: Tensor, seqs: Tensor, table: Tensor,
+    block_size: int, size: int, steps: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the block table int32 (rows, pages) and the lengths int32 (rows,) of a choice.
+
+    A row is a token and one of `heads` int64 (n,), the KV heads in the order of rows. `ids` int32
+    (num_tokens, 1 or n, K); `visible`, `seqs` int64 (num_tokens,): how many entries a token sees, and
+    its row of `table`, whose blocks have `block_size` entries. `size`, `steps`: of the pages, as
+    `KVCache.in_pages_of` says. Never waits for the device.
+    """
+    group, each = sparse.granularity, ids.long()
+    if sparse.physical:
+        inside = each >= 0
+        counts = inside.long()
+    else:
+        first = each * group
+        inside = (each >= 0) & (first < visible[:, None, None])
+        counts = (visible[:, None, None] - first).clamp(max=group).where(inside, 0)
+    # Of a token's groups only the last may be incomplete, and it has the largest id.
+    order = each.masked_fill(~inside, NONE).sort(-1).values
+    lens = counts.sum(-1)
+    entries = order * group
+    if group > size:
+        within = torch.arange(0, group, size, device=ids.device)
+        entries = (entries[..., None] + within).flatten(2)
+    blocks = entries // block_size
+    if not sparse.physical:
+        width = table.shape[1]
+        at = seqs[:, None, None] * width + blocks.clamp(max=max(width - 1, 0))
+        blocks = table.reshape(-1)[at].long() if width else torch.zeros_like(at)
+    by_block, by_run, by_head = steps
+    pages = blocks * by_block
+    if size < block_size:
+        pages = pages + entries % block_size // size * by_run
+    pages = pages.masked_fill(entries >= NONE, 0) + heads[:, None] * by_head
+    lens = lens.expand(len(ids), len(heads))
+    return pages.int().flatten(0, 1), lens.int().flatten()
 
 
 def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
@@ -40,37 +228,38 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
     mask, table = batch.mask, batch.block_table
     if not isinstance(mask, BlockSparseMask) or table is None or mask.block[1] % block_size:
         return None
-    lens = np.asarray(batch.lens, np.int64)
-    seq, page = _pages(batch, mask, mask.block[1] // block_size)
-    there = page * block_size < lens[seq]
-    # A block that is named twice is seen once.
-    named = np.unique(np.stack([seq[there], page[there]], 1), axis=0)
-    seq, page = named[:, 0], named[:, 1]
-    counts = np.bincount(seq, minlength=len(lens))
-    column = np.arange(len(seq)) - np.repeat(counts.cumsum() - counts, counts)
-    columns = np.zeros((len(lens), max(1, counts.max(initial=0))), np.int64)
-    columns[seq, column] = page
-    chosen = counts * block_size
-    short = (page + 1) * block_size - lens[seq]  # of a sequence's last page alone it is positive
-    np.subtract.at(chosen, seq, short.clip(min=0))
+    blocks = SparseSpec(budget=1, granularity=mask.block[1])
+    lens, columns = torch.tensor(batch.lens), torch.arange(table.shape[1])[None]
+    first = torch.zeros(len(lens), dtype=torch.int64)
+    pages, chosen = pages_of(
+        blocks,
+        first[:1],
+        _named(batch, mask),
+        lens,
+        first,
+        columns,
+        block_size,
+        block_size,
+        (1, 0, 0),
+    )
     found = Batch(
         batch.starts,
         chosen.tolist(),
-        table.gather(1, torch.from_numpy(columns).to(table.device)),
+        table.gather(1, pages.long().to(table.device)),
         device=batch.device,
     )
     found.causal = batch.causal
     return found
 
 
-def _pages(batch: Batch, mask: BlockSparseMask, each: int) -> tuple[Any, Any]:
-    """Return the sequence and the page of all that the mask names; a block is `each` pages."""
-    rows = -(-np.asarray(batch.step_query_lens, np.int64) // mask.block[0])
-    row = (rows.cumsum() - rows)[batch.seq_ids]
-    indptr, indices = np.asarray(mask.indptr, np.int64), np.asarray(mask.indices, np.int64)
-    first, counts = indptr[row], indptr[row + 1] - indptr[row]
-    seq = np.repeat(np.arange(len(row)), counts)
-    at = np.arange(len(seq)) - np.repeat(counts.cumsum() - counts, counts)
-    blocks: Ints = indices[first[seq] + at]
-    pages = (blocks[:, None] * each + np.arange(each)).ravel()
-    return np.repeat(seq, each), pages
+def _named(batch: Batch, mask: BlockSparseMask) -> Tensor:
+    """Return the blocks that a mask names for decodes as their choice, int32 (num_seqs, 1, K)."""
+    rows = -(-torch.tensor(batch.step_query_lens) // mask.block[0])
+    row = (rows.cumsum(0) - rows)[torch.tensor(batch.seq_ids, dtype=torch.int64)]
+    starts, blocks = torch.tensor(mask.indptr), torch.tensor([*mask.indices, -1])
+    first, counts = starts[row], (starts[1:] - starts[:-1])[row]
+    column = torch.arange(max([1, *counts.tolist()]))
+    at = torch.where(column < counts[:, None], first[:, None] + column, len(blocks) - 1)
+    ids = blocks[at].sort(1).values
+    ids[:, 1:][ids[:, 1:] == ids[:, :-1]] = -1  # a block that is named twice is seen once
+    return ids.int()[:, None]

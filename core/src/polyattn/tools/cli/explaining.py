@@ -151,7 +151,7 @@ def _json(
             base[name] = list(sources)
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
-    if spec.sparse is not None or spec.chooses:
+    if spec.sparse is not None:
         keys, index = _context_bytes(result)
         base["context_bytes"] = {"keys": keys, "index_keys": index}
     return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
@@ -179,7 +179,7 @@ def _tree(
         tree.add(f"[red]{escape(str(found))}[/]")
         return tree
     result = found.decision
-    if spec.sparse is not None or spec.chooses:
+    if spec.sparse is not None:
         keys, index = _context_bytes(found)
         beside = f", and {index:g} of index keys" if index else ""
         tree.add(f"a layer keeps {keys:g} bytes of keys and values for a token of context{beside}")

@@ -24,7 +24,7 @@ from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.sparse import reference as reference_sparse
-from polyattn.families.sparse.pages import newest
+from polyattn.runtime.step.chosen_pages import choice_of
 from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -103,7 +103,7 @@ class Checker:
         query: Tensor,
         cache: KVCache,
         batch: Batch,
-        topk: Tensor | None,
+        choice: Tensor | None,
         out: Tensor,
     ) -> None:
         """As `check`, for a few heads of an MLA layer: a head's keys are made for the check."""
@@ -121,8 +121,9 @@ class Checker:
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
             visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
-            if topk is not None:
-                visible = topk[token][topk[token] >= 0].cpu().long()
+            if choice is not None:
+                ids = choice[token, 0].cpu().long()
+                visible = ids[(ids >= 0) & (ids < len(visible))]
             keys, values = reference_latent.keys_and_values(
                 rows[visible, 0], (w_uk[heads], w_uv[heads])
             )
@@ -148,7 +149,8 @@ class Checker:
             length = batch.lens[index] - batch.query_lens[index] + at + 1
             table = batch.block_table[index : index + 1]
             alone = Batch.from_lens([1], [length]).with_block_table(table)
-            ids = newest(layer.spec, alone) if choice is None else choice[token : token + 1]
+            own = None if choice is None else choice[token : token + 1]
+            ids = choice_of(layer.spec, own, alone)
             expected, _ = reference_sparse.forward(
                 layer.spec, query[token : token + 1], cache, alone, ids, layer.params
             )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from polyattn import Batch, LayerSpec, Role, SelectedLayers
+from polyattn import AttentionKind, Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
 from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.step.cost import Cost, batch_cost
@@ -275,7 +275,7 @@ def _cached(
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
         return options.context.runner(layers, options, num_blocks)
-    if layers.spec.sparse is not None:
+    if layers.spec.kind is AttentionKind.SPARSE:
         return SparseRunner(layers, options, num_blocks)
     runner = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
     return runner(layers, options, num_blocks)

@@ -232,8 +232,9 @@ class LatentRunner(Runner):
         latent = self.spec.latent
         assert latent is not None
         self.latent = latent
-        if latent.topk:
-            small = IndexerSpec(num_heads=1, head_size=1, budget=latent.topk)  # for another layer's
+        if self.spec.sparse is not None:
+            budget = self.spec.sparse.budget
+            small = IndexerSpec(num_heads=1, head_size=1, budget=budget)  # for another layer's
             self.index(self.spec.replace(indexer=self.spec.indexer or small), num_blocks)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,11 +251,10 @@ class LatentRunner(Runner):
             query, latent, rope = self.inputs(batch.num_tokens)
             started = self.clock()
             choice = self.chosen(index, batch)
-            topk = None if choice is None else choice[:, 0]
-            got = layer(query, latent, rope, cache, plan, topk=topk)
+            got = layer(query, latent, rope, cache, plan, choice=choice)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
-            checker.check_latent(layer, query, cache, batch, topk, out)
+            checker.check_latent(layer, query, cache, batch, choice, out)
         return seconds
 
     def paged(self) -> list[Tensor]:
