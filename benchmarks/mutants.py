@@ -6,7 +6,8 @@
 Each worker has a copy of the tree, so the checkout stays as it is. Each row of the output is one mutant:
 what was changed, and whether a test failed (`killed`), the time ran out (`hung`), or nothing noticed
 (`survived`). One that no compiler takes, or that leaves the library as it was, is `invalid` and isn't
-counted. `equivalent`, added by hand, is the argument why a survivor changes no answer.
+counted. `equivalent`, added by hand, is the argument why a survivor changes no answer; `judged`, too,
+is how a row came about that this script didn't write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TRITON = "plugins/triton/src/polyattn_triton/"
-NATIVE = "plugins/cpu/src/polyattn_cpu/native/csrc/"
+CPU_PLUGIN = "plugins/cpu/src/polyattn_cpu/"
+NATIVE = CPU_PLUGIN + "native/csrc/"
 TPU = "plugins/tpu/src/polyattn_tpu/"
 HPU = "plugins/hpu/src/polyattn_hpu/"
 TESTS = "tests/plugins/triton/"
@@ -99,6 +101,7 @@ NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
 EDGES = slow(TESTS + "test_edges.py")
 RACES = Judge(("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "race"))
 STORE_KIT = kit("NATIVE_STORE", WHOLE)
+FORMATS = "rows_ and (decode or prefill or chunked or gqa_3 or stale)"
 TARGETS = {
     "ranges": Target(
         ("core/src/polyattn/spec/key_ranges.py",), (tests("tests/spec/test_key_ranges.py"),)
@@ -139,6 +142,27 @@ TARGETS = {
         (
             tests(*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
             NATIVE_KIT, kit("NATIVE_MLA", WHOLE), STORE_KIT, RACES,
+        ),
+    ),
+    "row formats": Target(
+        sources("rows.h", "row_path.h"),
+        (
+            tests(CPU + "test_native_rows.py"), kit("NATIVE_ATTN", FORMATS),
+            slow(CPU + "test_native_rows.py"),
+        ),
+    ),
+    "index": Target(
+        sources("index.h", "choose.cpp"),
+        (
+            tests(CPU + "test_native_index.py"), kit("NATIVE_INDEX", WHOLE),
+            slow(CPU + "test_native_index.py"),
+        ),
+    ),
+    "generated rows": Target(
+        (TRITON + "functions/rows.py", CPU_PLUGIN + "native/rows.py"),
+        (
+            tests(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
+            slow(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
         ),
     ),
     "native stores": Target(
@@ -471,11 +495,11 @@ def lives(row: dict[str, Any] | None) -> bool:
 
 
 def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> list[Any]:
-    """Return the targets, what survived if `again`, then `each` new mutants of each target in turn."""
+    """Return the targets, what survived or was judged apart if `again`, then `each` new mutants of each."""
     old, new = [], []
     for name in names:
         found = [(mutant.row(text)["id"], (mutant, text)) for mutant, text in mutants(name)]
-        old += [task for key, task in found if lives(rows.get(key))]
+        old += [task for key, task in found if lives(rows.get(key)) or "judged" in rows.get(key, ())]
         new.append([task for key, task in found if key not in rows][:each])
     turns = [task for turn in zip_longest(*new) for task in turn if task]
     return [*names, *(old if again else ()), *turns]
@@ -533,7 +557,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--commit", default="", help="where there is no git")
-    parser.add_argument("--again", action="store_true", help="judge survivors again")
+    parser.add_argument("--again", action="store_true", help="judge survivors and rows with `judged` again")
     parser.add_argument("--score", action="store_true", help="print what is in the output")
     args = parser.parse_args()
     lines = args.out.read_text().splitlines() if args.out.exists() else []
