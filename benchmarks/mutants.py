@@ -176,6 +176,13 @@ TARGETS = {
         sources("pool.cpp", "pool.h"), (tests(CPU + "test_native_threads.py"), NATIVE_KIT, RACES),
     ),
     "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (EDGES, TRITON_KIT)),
+    "hopper": Target(
+        tuple(f"{TRITON}hopper/{n}.py" for n in ("prefill", "packed", "mla", "items", "copies", "rows")),
+        (
+            tests(TESTS + "test_gluon_on_host.py", TESTS + "test_hopper_items.py"),
+            slow(TESTS + "test_gluon_on_host.py"),
+        ),
+    ),
     "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),
     "shared": Target(
         kernels("prefix"),
@@ -499,7 +506,9 @@ def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> li
     old, new = [], []
     for name in names:
         found = [(mutant.row(text)["id"], (mutant, text)) for mutant, text in mutants(name)]
-        old += [task for key, task in found if lives(rows.get(key)) or "judged" in rows.get(key, ())]
+        old += [
+            task for key, task in found if lives(rows.get(key)) or "judged" in rows.get(key, ())
+        ]
         new.append([task for key, task in found if key not in rows][:each])
     turns = [task for turn in zip_longest(*new) for task in turn if task]
     return [*names, *(old if again else ()), *turns]
@@ -557,7 +566,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--commit", default="", help="where there is no git")
-    parser.add_argument("--again", action="store_true", help="judge survivors and rows with `judged` again")
+    parser.add_argument(
+        "--again", action="store_true", help="judge survivors and rows with `judged` again"
+    )
     parser.add_argument("--score", action="store_true", help="print what is in the output")
     args = parser.parse_args()
     lines = args.out.read_text().splitlines() if args.out.exists() else []
