@@ -99,17 +99,22 @@ class _Kit:
         self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.passed: list[str] = []
+        self.plans = self.plans_checked = 0
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if {"case", "run"} <= set(metafunc.fixturenames):
             metafunc.parametrize("case", self.cases, ids=[case.id for case in self.cases])
 
     @pytest.fixture
-    def run(self) -> Callable[[Case], None]:
+    def run(self, request: pytest.FixtureRequest) -> Callable[[Case], None]:
         """What runs one case of the backend under test."""
         from polyattn.conformance.checks.table import run_case
 
-        return lambda case: run_case(case, self.info.name, self.device, self.seed, self.budget)
+        def run(case: Case) -> None:
+            plans = run_case(case, self.info.name, self.device, self.seed, self.budget)
+            request.node.user_properties.append(("plans", plans))
+
+        return run
 
     @pytest.fixture
     def conformance_cases(self) -> list[Case]:
@@ -122,6 +127,9 @@ class _Kit:
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
+            for plans, checked in (n for name, n in report.user_properties if name == "plans"):
+                self.plans += plans
+                self.plans_checked += checked
 
     def pytest_report_header(self) -> str:
         return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
@@ -130,6 +138,7 @@ class _Kit:
         """The counts: refusals apart from passes, a skipped case counted as neither. What ran, where.
 
         `ids`: the cases that passed; `commit`: of the checkout that ran, "" where there is none.
+        `plans`: of the cases' steps; `plans_checked`: those that the checker of plans could read.
         """
         import torch
 
@@ -154,6 +163,8 @@ class _Kit:
             "refused": counts["refusal", "passed"],
             "failed": sum(n for (_, o), n in counts.items() if o == "failed"),
             "skipped": sum(n for (_, o), n in counts.items() if o == "skipped"),
+            "plans": self.plans,
+            "plans_checked": self.plans_checked,
             "ids": sorted(self.passed),
         }
 

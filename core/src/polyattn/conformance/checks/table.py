@@ -79,8 +79,12 @@ CHECKS: dict[str, tuple[type[Harness], Check]] = {
 """A check's name in `Case.check` and in test ids: what builds its inputs, and what asserts."""
 
 
-def run_case(case: Case, backend: str, device: Device, seed: int, budget: float = 5.0) -> None:
+def run_case(
+    case: Case, backend: str, device: Device, seed: int, budget: float = 5.0
+) -> tuple[int, int]:
     """Run one case of `backend`; an `AssertionError` says what is wrong.
+
+    Returns how many plans its steps had, and how many of them the checker of plans could read.
 
     `budget`: seconds for each search. Each case has random numbers of its own, from `seed`.
     """
@@ -90,3 +94,4 @@ def run_case(case: Case, backend: str, device: Device, seed: int, budget: float 
     load_object(discover().backend(backend).path)  # what an import changes isn't the step's
     with same_process():
         check(case, harness)
+    return sum(c.plans for c in harness.checks), sum(c.checked for c in harness.checks)
