@@ -1,11 +1,11 @@
-"""Does the checker of plans call an honest plan wrong? The kit of every backend that a CPU can run, resumable.
+"""Does the checker of plans call an honest plan wrong? Runs the kit of each backend of the CPU. Resumable.
 
     python benchmarks/false_alarms.py --out benchmarks/results/cpu/false_alarms.json
-    python benchmarks/false_alarms.py --out benchmarks/results/cpu/false_alarms.json --only NATIVE_ATTN,HPU_ATTN
+    python benchmarks/false_alarms.py --only NATIVE_ATTN,HPU_ATTN --out benchmarks/results/cpu/false_alarms.json
 
-Backends that a kernel language's interpreter runs take a part of their kits, which the output names. A row has
-the kit's counts, how many plans were made, how many of them the checker could read, and how many it called
-wrong (`alarms`). Cases fail for other reasons, too: these are told apart by what the checker says.
+Backends that a kernel language's interpreter runs take a part of their kits, which the output names. A
+row has the kit's counts, how many plans were made, how many of them the checker could read, and how
+many it called wrong (`alarms`). Cases fail for other reasons, too: these are told apart by the words.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: builds a library with both, in a
 # copy of the plugin, and runs with it the kernels' tests and the conformance kit of each native backend, by
 # each instruction set that is here. Usage: plugins/cpu/sanitize.sh [pytest's arguments]
-# PARTS and ISAS choose some; in FOLDER the build stays for the next call, and each kit's report with it.
+# PARTS and ISAS choose some, and what is built; in FOLDER the build stays for the next call, and each kit's report with it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
@@ -13,7 +13,14 @@ tar -c -C plugins/cpu/src/polyattn_cpu --exclude=kernels.lib --exclude=build.txt
     tar -x -C "$folder/site/polyattn_cpu"
 export PYTHONPATH=$folder/site${PYTHONPATH:+:$PYTHONPATH}
 CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
-    "$python" -c "from polyattn_cpu.native import build; raise SystemExit(not build.build_or_say())"
+    "$python" - ${ISAS:-} << 'END'
+import sys
+from polyattn_cpu.native import build
+chosen = {*sys.argv[1:]} | {build.BASES[name] for name in sys.argv[1:] if name in build.BASES}
+here = build.machine()
+build.ISAS[here] = {n: flags for n, flags in build.ISAS[here].items() if not chosen or n in chosen}
+raise SystemExit(not build.build_or_say())
+END
 # What they find goes to the standard error, which pytest would keep to itself and lose at their exit.
 options=(-p no:cacheprovider --capture=sys -q -n 0)
 sanitized() {
@@ -25,7 +32,7 @@ for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN NATIV
     if [ "$part" = tests ]; then
         echo "== tests"
         sanitized -m pytest "${options[@]}" tests/plugins/cpu/test_native.py \
-            tests/plugins/cpu/test_native_{bytes,index,scan,threads}.py "$@"
+            tests/plugins/cpu/test_native_{bytes,index,rows,scan,threads}.py "$@"
         continue
     fi
     for isa in $isas; do
