@@ -1,7 +1,7 @@
-"""Does the checker of plans call an honest plan wrong? Runs the kit of each backend of the CPU. Resumable.
+"""Does the checker of plans call an honest plan wrong? The kit of each backend of the CPU. Resumable.
 
     python benchmarks/false_alarms.py --out benchmarks/results/cpu/false_alarms.json
-    python benchmarks/false_alarms.py --only NATIVE_ATTN,HPU_ATTN --out benchmarks/results/cpu/false_alarms.json
+    python benchmarks/false_alarms.py --only NATIVE_ATTN,HPU_ATTN --out some.json
 
 Backends that a kernel language's interpreter runs take a part of their kits, which the output names. A
 row has the kit's counts, how many plans were made, how many of them the checker could read, and how
@@ -79,8 +79,8 @@ def judged(run: Run, jobs: int, budget: float, seconds: float) -> dict[str, obje
         environment["PYTHONPATH"] = os.pathsep.join(x for x in path if x)
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(jobs),
-                 "--pyargs", "polyattn.conformance", "--polyattn-backend", run.backend,
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
+                 "-n", str(jobs), "--pyargs", "polyattn.conformance", "--polyattn-backend", run.backend,
                  "--polyattn-seed", "0", "--polyattn-budget", str(budget),
                  "--polyattn-report", str(report), *options],
                 cwd="/", env=os.environ | environment, capture_output=True, text=True, check=False,

@@ -505,7 +505,7 @@ def lives(row: dict[str, Any] | None) -> bool:
 
 
 def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> list[Any]:
-    """Return the targets, what survived or was judged apart if `again`, then `each` new mutants of each."""
+    """Return targets, what survived or was judged apart if `again`, then `each` new mutants of each."""
     old, new = [], []
     for name in names:
         found = [(mutant.row(text)["id"], (mutant, text)) for mutant, text in mutants(name)]

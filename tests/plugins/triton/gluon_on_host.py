@@ -1,10 +1,10 @@
-"""Runs kernels of Gluon on the host, over NumPy: each access checked, each copy and barrier as the device's.
+"""Runs kernels of Gluon on the host, over NumPy: each access is checked, copies and barriers too.
 
-Gluon has no interpreter. Here the functions of its kernels run as they are, with a language of this file's in
-place of Triton's: integers that don't fit their type are an error, as is an access outside of a tensor's
-storage, a misaligned one, what is read before a wait for it, and roles of a program that wait for one another
-for ever. A group of warps is one thread of this, so how a tile's elements are dealt out to threads isn't
-looked at.
+Gluon has no interpreter. Here the functions of its kernels run as they are, with a language of this
+file in place of Triton's. These are errors: an integer that doesn't fit its type, an access outside of
+a tensor's storage, a misaligned one, a product that is used before a wait for it, and roles of a
+program that wait for one another for ever. A group of warps is one thread here: how the elements of a
+tile are dealt out to threads isn't looked at.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from ptx_on_host import run_ptx
 from polyattn_triton import launch
 from polyattn_triton.hopper import copies, items, mla, packed, prefill, rows
 from polyattn_triton.kernels import parts, softmax, tiles
+from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
 MODULES = (copies, items, mla, packed, prefill, rows, parts, softmax, tiles)
@@ -452,7 +452,7 @@ class Described:
 
 
 def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
-    """Return what stands for Gluon's and Triton's language in one program, and what modules import by name."""
+    """Return what stands for Gluon's and Triton's language, and for what modules import by name."""
 
     def over(compute: Any) -> Any:
         return lambda a, b: both(a, b, compute)

@@ -18,7 +18,7 @@ def halves(x: Bits) -> Any:
 
 
 def packed(numbers: Any) -> Bits:
-    """Round once, to the nearest, as each instruction does: these sums and products are exact in float64."""
+    """Round once, to the nearest, as an instruction does: such sums and products are exact in float64."""
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(numbers.astype(np.float16)).view(np.uint32).reshape(-1)
 

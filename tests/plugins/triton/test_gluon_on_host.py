@@ -69,7 +69,7 @@ def run(
     spec: LayerSpec, queries: list[int], lens: list[int], block: int = 16, layout: str = "NHD",
     sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False,
 ) -> tuple[str, list[str]]:  # fmt: skip
-    """Run a step; its outputs are float64's, each written once. Returns its plan's way, and the kernels."""
+    """Run a step; its outputs are float64's, each written once. Returns the plan's way, and the kernels."""
     cache, table = filled(spec, block, layout, lens)
     chance = torch.Generator().manual_seed(1)
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance).bfloat16()
@@ -181,9 +181,7 @@ def test_mla(name: str, block: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize(
-    "topk, sms", [(100, 6), pytest.param(640, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("topk, sms", [(100, 6), pytest.param(640, 3, marks=pytest.mark.slow)])
 def test_sparse_mla(topk: int, sms: int, block: int) -> None:
     latent([1, 2], [300, 700], block, 20, sms, topk)
 
