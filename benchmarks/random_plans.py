@@ -29,6 +29,7 @@ from polyattn.errors import PluginError
 from polyattn.families.mla import planning as mla_planning
 from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.plan_checks import check_calls, check_plan
+from polyattn.runtime.reads import problems
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.workload.dice import Dice
 from random_batches import revision
@@ -39,6 +40,7 @@ CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
 PIECE = 200
 """Plans of one layer."""
 LONGEST = 6000
+FORMATS = ("int4", "nvfp4", "mxfp4/kivi4", "turboquant4", "e4m3_rows", "int8_rows")
 LATENT = LatentSpec(rank=64, rope_head_size=16)
 
 Drawn = tuple[Any, Callable[[Dice], Batch]]
@@ -63,7 +65,7 @@ def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
 def form_of(spec: LayerSpec, dice: Dice) -> CacheFormat:
     return CacheFormat(
         block_size=dice.choice((16, 64, 1, 48)), num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.dtype,
+        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
     )  # fmt: skip
 
 
@@ -94,10 +96,10 @@ def batch_of(rows: list[tuple[int, int]], block: int, **more: Any) -> Batch:
     return Batch([0, *accumulate(q for q, _ in rows)], [n for _, n in rows], table, **more)
 
 
-def native(dice: Dice) -> Drawn:
+def native(dice: Dice, **changes: Any) -> Drawn:
     from polyattn_cpu.native.attention import NativeAttention
 
-    spec = layer(dice, dtype="float32")
+    spec = layer(dice, **({"dtype": "float32"} | changes))
     form = form_of(spec, dice)
 
     def step(dice: Dice) -> Batch:
@@ -107,12 +109,28 @@ def native(dice: Dice) -> Drawn:
     return NativeAttention(spec, form, CPU), step
 
 
+def native_invariant(dice: Dice) -> Drawn:
+    """Steps that are planned whatever else is in them, at each level of that."""
+    return native(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+
+
+def native_formats(dice: Dice) -> Drawn:
+    return native(
+        dice, kv_cache_dtype=dice.choice(FORMATS), dtype=dice.choice(("float32", "bfloat16"))
+    )
+
+
 def latents(dice: Dice) -> LayerSpec:
     heads = dice.choice((1, 5, 16, 20, 64, 128))
     return LayerSpec(
         kind="mla", num_heads=heads, num_kv_heads=heads, head_size=48, v_head_size=32,
         dtype="bfloat16", latent=LATENT,
     )  # fmt: skip
+
+
+def triton_formats(dice: Dice) -> Drawn:
+    """Steps over rows of bytes: on Hopper some decodes are `hopper.packed`'s."""
+    return triton(dice, kv_cache_dtype=dice.choice(FORMATS))
 
 
 def latent_form(dice: Dice) -> CacheFormat:
@@ -249,6 +267,44 @@ def triton_mla(dice: Dice) -> Drawn:
     return backend, step
 
 
+class Chosen(NamedTuple):
+    """TRITON_MLA_SPARSE, whose tokens attend to chosen keys: to the checker, short sequences."""
+
+    backend: Any
+    dense: LayerSpec
+
+    def step(self, batch: Batch) -> Batch:
+        return batch_of([(1, self.backend.topk)] * batch.num_tokens, 16)
+
+    def plan(self, batch: Batch, _: Any = None) -> Any:
+        return self.backend.plan(batch)
+
+    def problems(self, plan: Any, batch: Batch) -> list[str]:
+        from polyattn_triton.reading import latent_reads
+
+        kernels, step = self.backend.kernels, self.step(batch)
+        reads = latent_reads(self.dense, kernels.config, kernels.workspace, plan, step)
+        return problems(self.dense, step, reads)
+
+
+def triton_sparse(dice: Dice) -> Drawn:
+    from polyattn_triton.mla import TritonMLASparse
+
+    arch, sms = dice.choice(CHIPS)
+    dense, form = latents(dice), latent_form(dice)
+    latent = LatentSpec(rank=64, rope_head_size=16, topk=dice.choice((1, 17, 64, 512, 2048)))
+    spec = dense.replace(kind="sparse_mla", latent=latent)
+    with ExitStack() as stack:
+        on_chip(stack, sms)
+        backend = TritonMLASparse(spec, form, Device("cuda", arch, torch_device="cpu"))
+
+    def step(dice: Dice) -> Batch:
+        rows = lengths(dice, "polyattn_triton", dense, 4)
+        return batch_of([(max(q, 1), max(q, n, 1)) for q, n in rows], form.block_size)
+
+    return Chosen(backend, dense), step
+
+
 def distinct(rows: list[tuple[int, int]], block: int, dice: Dice) -> Batch:
     """Return a step whose blocks are in any order; every third sequence begins with another's blocks."""
     batch = batch_of(rows, block)
@@ -319,12 +375,16 @@ def by_phase(dice: Dice) -> Drawn:
 
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
+    "NATIVE_ATTN, invariant": native_invariant,
+    "NATIVE_ATTN, row formats": native_formats,
     "NATIVE_MLA": native_mla,
     "TRITON_ATTN": triton,
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
     "TRITON_ATTN, invariant": invariant,
+    "TRITON_ATTN, row formats": triton_formats,
     "TRITON_MLA": triton_mla,
+    "TRITON_MLA_SPARSE": triton_sparse,
     "PALLAS_ATTN": pallas,
     "HPU_ATTN": hpu,
     "steps taken apart": by_phase,
@@ -344,7 +404,11 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
             if kind.endswith("captured") and first is None:
                 first = plan
             try:
-                if isinstance(backend, Apart):
+                if isinstance(backend, Chosen):
+                    if found := backend.problems(plan, batch):
+                        raise PluginError("; ".join(found))
+                    checked += 1
+                elif isinstance(backend, Apart):
                     check_calls(plan)
                     checked += 1
                 else:

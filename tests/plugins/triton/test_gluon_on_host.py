@@ -69,7 +69,7 @@ def run(
     spec: LayerSpec, queries: list[int], lens: list[int], block: int = 16, layout: str = "NHD",
     sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False,
 ) -> tuple[str, list[str]]:  # fmt: skip
-    """Run a step; its outputs are float64's, each written once. Returns the plan's way, and the kernels."""
+    """Run a step; its outputs are float64's, each written once. Returns the way, and the kernels."""
     cache, table = filled(spec, block, layout, lens)
     chance = torch.Generator().manual_seed(1)
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance).bfloat16()
