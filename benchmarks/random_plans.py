@@ -1,9 +1,11 @@
 """Random plans of our own backends, each checked key by key: `polyattn.runtime.reads`. Resumable.
 
     python benchmarks/random_plans.py --plans 1000000 --out benchmarks/results/random_plans.json
+    python benchmarks/random_plans.py --share --plans 3000
 
 GPUs' backends plan on the host, as on a chip of theirs: nothing runs. In one plan of two, lengths are
 those at which the backend's own sources turn (`conformance.boundaries`). `--seconds` ends a run early.
+`--share` prints how much longer plans take with `POLYATTN_CHECKS=1`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import sys
 import time
@@ -420,6 +423,36 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
     return checked, failed
 
 
+def share(count: int) -> None:
+    """Print how long plans of this machine's groups take with checks over how long without, in turns."""
+    dice = Dice(0)
+    for spec in (
+        LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16"),
+        LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=1024),
+        latents(dice).replace(block_size=16),
+    ):  # fmt: skip
+        groups = []
+        for checks in (True, False):
+            with patch.dict(os.environ, {"POLYATTN_CHECKS": str(int(checks))}):
+                groups.append(LayerGroup(select(spec, CPU, verify=False)))
+        took = [0.0, 0.0]
+        for step in range(count):
+            rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
+            form = distinct(rows, 16, dice)
+            for at in (0, 1) if step % 2 else (1, 0):
+                group = groups[at]
+                batch = Batch(form.host_starts.tolist(), form.lens, form.block_table)
+                began = time.process_time()
+                group.plan(batch)
+                took[at] += time.process_time() - began
+        checks = groups[0].plan_checks
+        assert checks is not None
+        print(
+            f"{spec}: {took[0] / took[1]:.3f} times as long; {checks.checked} of {checks.plans} plans "
+            f"checked, of {count} steps; checks took {checks.spent / checks.planned:.3f} of the planning"
+        )
+
+
 def kinds_of(only: str | None) -> Iterator[str]:
     for kind in KINDS:
         if only is None or kind in only.split(";"):
@@ -434,7 +467,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("random_plans.json"))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--share", action="store_true", help="what checks cost, of so many plans")
     args = parser.parse_args()
+    if args.share:
+        share(args.plans)
+        return
     held = json.loads(args.out.read_text()) if args.out.exists() else {"kinds": {}, "revisions": {}}
     rows, revisions = held["kinds"], held["revisions"]
     for kind in kinds_of(args.only):
