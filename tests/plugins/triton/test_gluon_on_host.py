@@ -43,19 +43,22 @@ def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
 
 
 def filled(
-    spec: LayerSpec, block: int, layout: str, lens: list[int]
+    spec: LayerSpec, block: int, layout: str, lens: list[int], far: int = 0
 ) -> tuple[KVCache, torch.Tensor]:
-    """Return a cache whose blocks are in any order, all else in it NaN, and its block table."""
+    """Return a cache whose blocks are in any order, all else in it NaN, and its block table.
+
+    `far`: so many blocks come first, of which nothing is in memory.
+    """
     chance = torch.Generator().manual_seed(0)
     width = max(1, max(-(-n // block) for n in lens))
     count = width * len(lens)
-    cache = KVCache.allocate(format_of(spec, HOPPER, layout, block), count)
-    table = torch.randperm(count, generator=chance).int().view(len(lens), width)
+    cache = KVCache.allocate(format_of(spec, HOPPER, layout, block), far + count)
+    table = far + torch.randperm(count, generator=chance).int().view(len(lens), width)
     for stored, size, rows in zip(
         (cache.key, cache.value), (spec.head_size, spec.v_head_size), cache.format.rows or (None, None),
         strict=True,
     ):  # fmt: skip
-        stored.fill_(255 if stored.dtype == torch.uint8 else float("nan"))
+        stored[far:].fill_(255 if stored.dtype == torch.uint8 else float("nan"))
         for pages, length in zip(table.tolist(), lens, strict=True):
             for at in range(length):
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance)
@@ -67,10 +70,10 @@ def filled(
 
 def run(
     spec: LayerSpec, queries: list[int], lens: list[int], block: int = 16, layout: str = "NHD",
-    sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False,
+    sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False, far: int = 0,
 ) -> tuple[str, list[str]]:  # fmt: skip
     """Run a step; its outputs are float64's, each written once. Returns the way, and the kernels."""
-    cache, table = filled(spec, block, layout, lens)
+    cache, table = filled(spec, block, layout, lens, far)
     chance = torch.Generator().manual_seed(1)
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance).bfloat16()
     batch = Batch.from_lens(queries, lens, table, block)
@@ -162,6 +165,16 @@ def test_packed_decode(name: str, form: str) -> None:
     way, kernels = run(spec, [1] * len(lens), lens, sms=sms)
     assert kernels == ["packed_kernel"] + ["merge_kernel"] * (name != "decode")
     assert way == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["auto", "int4", "nvfp4"])
+def test_caches_beyond_2_31_elements(form: str) -> None:
+    """Places there need 64 bits: what overflows 32 is an error."""
+    spec = PLAIN.replace(head_size=128, kv_cache_dtype=form)
+    queries = [70, 1] if form == "auto" else [1, 1]
+    way, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
+    assert kernels[0] == ("prefill_hopper_kernel" if form == "auto" else "packed_kernel")
 
 
 LATENTS: dict[str, tuple[list[int], list[int], int]] = {
