@@ -45,7 +45,7 @@ def _every_operation(row: Any, d: Any, size: int) -> Any:
     found = (
         found
         + byte // 7
-        + byte // -1
+        + (byte // -1 + byte)
         + byte % 7
         + byte % -3
         + (byte << 2)
