@@ -6,7 +6,8 @@
 Each worker has a copy of the tree, so the checkout stays as it is. Each row of the output is one mutant:
 what was changed, and whether a test failed (`killed`), the time ran out (`hung`), or nothing noticed
 (`survived`). One that no compiler takes, or that leaves the library as it was, is `invalid` and isn't
-counted. `equivalent`, added by hand, is the argument why a survivor changes no answer.
+counted. `equivalent`, added by hand, is the argument why a survivor changes no answer; `judged`, too,
+is how a row came about that this script didn't write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TRITON = "plugins/triton/src/polyattn_triton/"
-NATIVE = "plugins/cpu/src/polyattn_cpu/native/csrc/"
+CPU_PLUGIN = "plugins/cpu/src/polyattn_cpu/"
+NATIVE = CPU_PLUGIN + "native/csrc/"
 TPU = "plugins/tpu/src/polyattn_tpu/"
 HPU = "plugins/hpu/src/polyattn_hpu/"
 TESTS = "tests/plugins/triton/"
@@ -99,6 +101,10 @@ NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
 EDGES = slow(TESTS + "test_edges.py")
 RACES = Judge(("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "race"))
 STORE_KIT = kit("NATIVE_STORE", WHOLE)
+MEMORY = Judge(
+    ("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "bounds and tests"), {"ISAS": "avx2"}
+)
+FORMATS = "rows_ and (decode or prefill or chunked or gqa_3 or stale)"
 TARGETS = {
     "ranges": Target(
         ("core/src/polyattn/spec/key_ranges.py",), (tests("tests/spec/test_key_ranges.py"),)
@@ -141,6 +147,27 @@ TARGETS = {
             NATIVE_KIT, kit("NATIVE_MLA", WHOLE), STORE_KIT, RACES,
         ),
     ),
+    "row formats": Target(
+        sources("rows.h", "row_path.h"),
+        (
+            tests(CPU + "test_native_rows.py"), kit("NATIVE_ATTN", FORMATS),
+            slow(CPU + "test_native_rows.py"), MEMORY,
+        ),
+    ),
+    "index": Target(
+        sources("index.h", "choose.cpp"),
+        (
+            tests(CPU + "test_native_index.py"), kit("NATIVE_INDEX", WHOLE),
+            slow(CPU + "test_native_index.py"), MEMORY,
+        ),
+    ),
+    "generated rows": Target(
+        (TRITON + "functions/rows.py", CPU_PLUGIN + "native/rows.py"),
+        (
+            tests(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
+            slow(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
+        ),
+    ),
     "native stores": Target(
         sources("store.h", "convert.h", "scan.h", "scan_keys.h", "scan_mamba.h", "scan_conv.h"),
         (
@@ -152,6 +179,13 @@ TARGETS = {
         sources("pool.cpp", "pool.h"), (tests(CPU + "test_native_threads.py"), NATIVE_KIT, RACES),
     ),
     "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (EDGES, TRITON_KIT)),
+    "hopper": Target(
+        tuple(f"{TRITON}hopper/{n}.py" for n in ("prefill", "packed", "mla", "items", "copies", "rows")),
+        (
+            tests(TESTS + "test_gluon_on_host.py", TESTS + "test_hopper_items.py"),
+            slow(TESTS + "test_gluon_on_host.py"),
+        ),
+    ),
     "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),
     "shared": Target(
         kernels("prefix"),
@@ -345,13 +379,13 @@ class Machine(NamedTuple):
     sound: Any
 
 
-def judged(name: str, machine: Machine) -> tuple[str, str]:
+def judged(name: str, machine: Machine, mutated: bool) -> tuple[str, str]:
     """Return what a target's judges say of the files as they are, and the first test that failed."""
     target, limit = TARGETS[name], time.monotonic()
     if target.files[0].startswith(NATIVE):
         if why := built():
             return "invalid", why
-        if name in machine.sound and digest() == machine.library:
+        if mutated and digest() == machine.library:
             return "invalid", "the library is the same"
     for judge in target.judges:
         outcome, by = verdict(judge, name, limit, machine)
@@ -428,7 +462,7 @@ def work(place: Path, tasks: Any, results: Any, machine: Machine) -> None:
             break
         begun = time.monotonic()
         if isinstance(task, str):
-            outcome, by = judged(task, machine)
+            outcome, by = judged(task, machine, mutated=False)
             seconds = time.monotonic() - begun
             machine.sound[task] = seconds if outcome == "survived" else by
             results.put((task, outcome, f"{by} {seconds:.0f} s"))
@@ -436,7 +470,7 @@ def work(place: Path, tasks: Any, results: Any, machine: Machine) -> None:
         mutant, text = task
         path = Path(mutant.path)
         path.write_text(text[: mutant.start] + mutant.after + text[mutant.stop :])
-        outcome, by = judged(mutant.target, machine)
+        outcome, by = judged(mutant.target, machine, mutated=True)
         path.write_text(text)
         seconds = round(time.monotonic() - begun, 1)
         row = mutant.row(text) | {"outcome": outcome, "by": by, "seconds": seconds}
@@ -475,11 +509,13 @@ def lives(row: dict[str, Any] | None) -> bool:
 
 
 def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> list[Any]:
-    """Return the targets, what survived if `again`, then `each` new mutants of each target in turn."""
+    """Return targets, what survived or was judged apart if `again`, then `each` new mutants of each."""
     old, new = [], []
     for name in names:
         found = [(mutant.row(text)["id"], (mutant, text)) for mutant, text in mutants(name)]
-        old += [task for key, task in found if lives(rows.get(key))]
+        old += [
+            task for key, task in found if lives(rows.get(key)) or "judged" in rows.get(key, ())
+        ]
         new.append([task for key, task in found if key not in rows][:each])
     turns = [task for turn in zip_longest(*new) for task in turn if task]
     return [*names, *(old if again else ()), *turns]
@@ -537,7 +573,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--commit", default="", help="where there is no git")
-    parser.add_argument("--again", action="store_true", help="judge survivors again")
+    parser.add_argument(
+        "--again", action="store_true", help="judge survivors and rows with `judged` again"
+    )
     parser.add_argument("--score", action="store_true", help="print what is in the output")
     args = parser.parse_args()
     lines = args.out.read_text().splitlines() if args.out.exists() else []

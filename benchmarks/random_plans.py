@@ -1,9 +1,11 @@
 """Random plans of our own backends, each checked key by key: `polyattn.runtime.reads`. Resumable.
 
     python benchmarks/random_plans.py --plans 1000000 --out benchmarks/results/random_plans.json
+    python benchmarks/random_plans.py --share --plans 3000
 
 GPUs' backends plan on the host, as on a chip of theirs: nothing runs. In one plan of two, lengths are
 those at which the backend's own sources turn (`conformance.boundaries`). `--seconds` ends a run early.
+`--share` prints how much longer plans take with `POLYATTN_CHECKS=1`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import sys
 import time
@@ -29,6 +32,7 @@ from polyattn.errors import PluginError
 from polyattn.families.mla import planning as mla_planning
 from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.plan_checks import check_calls, check_plan
+from polyattn.runtime.reads import problems
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.workload.dice import Dice
 from random_batches import revision
@@ -39,6 +43,7 @@ CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
 PIECE = 200
 """Plans of one layer."""
 LONGEST = 6000
+FORMATS = ("int4", "nvfp4", "mxfp4/kivi4", "turboquant4", "e4m3_rows", "int8_rows")
 LATENT = LatentSpec(rank=64, rope_head_size=16)
 
 Drawn = tuple[Any, Callable[[Dice], Batch]]
@@ -63,7 +68,7 @@ def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
 def form_of(spec: LayerSpec, dice: Dice) -> CacheFormat:
     return CacheFormat(
         block_size=dice.choice((16, 64, 1, 48)), num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.dtype,
+        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
     )  # fmt: skip
 
 
@@ -94,10 +99,10 @@ def batch_of(rows: list[tuple[int, int]], block: int, **more: Any) -> Batch:
     return Batch([0, *accumulate(q for q, _ in rows)], [n for _, n in rows], table, **more)
 
 
-def native(dice: Dice) -> Drawn:
+def native(dice: Dice, **changes: Any) -> Drawn:
     from polyattn_cpu.native.attention import NativeAttention
 
-    spec = layer(dice, dtype="float32")
+    spec = layer(dice, **({"dtype": "float32"} | changes))
     form = form_of(spec, dice)
 
     def step(dice: Dice) -> Batch:
@@ -107,12 +112,28 @@ def native(dice: Dice) -> Drawn:
     return NativeAttention(spec, form, CPU), step
 
 
+def native_invariant(dice: Dice) -> Drawn:
+    """Steps that are planned whatever else is in them, at each level of that."""
+    return native(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+
+
+def native_formats(dice: Dice) -> Drawn:
+    return native(
+        dice, kv_cache_dtype=dice.choice(FORMATS), dtype=dice.choice(("float32", "bfloat16"))
+    )
+
+
 def latents(dice: Dice) -> LayerSpec:
     heads = dice.choice((1, 5, 16, 20, 64, 128))
     return LayerSpec(
         kind="mla", num_heads=heads, num_kv_heads=heads, head_size=48, v_head_size=32,
         dtype="bfloat16", latent=LATENT,
     )  # fmt: skip
+
+
+def triton_formats(dice: Dice) -> Drawn:
+    """Steps over rows of bytes: on Hopper some decodes are `hopper.packed`'s."""
+    return triton(dice, kv_cache_dtype=dice.choice(FORMATS))
 
 
 def latent_form(dice: Dice) -> CacheFormat:
@@ -249,6 +270,44 @@ def triton_mla(dice: Dice) -> Drawn:
     return backend, step
 
 
+class Chosen(NamedTuple):
+    """TRITON_MLA_SPARSE, whose tokens attend to chosen keys: to the checker, short sequences."""
+
+    backend: Any
+    dense: LayerSpec
+
+    def step(self, batch: Batch) -> Batch:
+        return batch_of([(1, self.backend.topk)] * batch.num_tokens, 16)
+
+    def plan(self, batch: Batch, _: Any = None) -> Any:
+        return self.backend.plan(batch)
+
+    def problems(self, plan: Any, batch: Batch) -> list[str]:
+        from polyattn_triton.reading import latent_reads
+
+        kernels, step = self.backend.kernels, self.step(batch)
+        reads = latent_reads(self.dense, kernels.config, kernels.workspace, plan, step)
+        return problems(self.dense, step, reads)
+
+
+def triton_sparse(dice: Dice) -> Drawn:
+    from polyattn_triton.mla import TritonMLASparse
+
+    arch, sms = dice.choice(CHIPS)
+    dense, form = latents(dice), latent_form(dice)
+    latent = LatentSpec(rank=64, rope_head_size=16, topk=dice.choice((1, 17, 64, 512, 2048)))
+    spec = dense.replace(kind="sparse_mla", latent=latent)
+    with ExitStack() as stack:
+        on_chip(stack, sms)
+        backend = TritonMLASparse(spec, form, Device("cuda", arch, torch_device="cpu"))
+
+    def step(dice: Dice) -> Batch:
+        rows = lengths(dice, "polyattn_triton", dense, 4)
+        return batch_of([(max(q, 1), max(q, n, 1)) for q, n in rows], form.block_size)
+
+    return Chosen(backend, dense), step
+
+
 def distinct(rows: list[tuple[int, int]], block: int, dice: Dice) -> Batch:
     """Return a step whose blocks are in any order; every third sequence begins with another's blocks."""
     batch = batch_of(rows, block)
@@ -319,12 +378,16 @@ def by_phase(dice: Dice) -> Drawn:
 
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
+    "NATIVE_ATTN, invariant": native_invariant,
+    "NATIVE_ATTN, row formats": native_formats,
     "NATIVE_MLA": native_mla,
     "TRITON_ATTN": triton,
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
     "TRITON_ATTN, invariant": invariant,
+    "TRITON_ATTN, row formats": triton_formats,
     "TRITON_MLA": triton_mla,
+    "TRITON_MLA_SPARSE": triton_sparse,
     "PALLAS_ATTN": pallas,
     "HPU_ATTN": hpu,
     "steps taken apart": by_phase,
@@ -344,7 +407,11 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
             if kind.endswith("captured") and first is None:
                 first = plan
             try:
-                if isinstance(backend, Apart):
+                if isinstance(backend, Chosen):
+                    if found := backend.problems(plan, batch):
+                        raise PluginError("; ".join(found))
+                    checked += 1
+                elif isinstance(backend, Apart):
                     check_calls(plan)
                     checked += 1
                 else:
@@ -354,6 +421,36 @@ def piece(kind: str, seed: int, count: int = PIECE) -> tuple[int, list[str]]:
     finally:
         torch.set_num_threads(threads)
     return checked, failed
+
+
+def share(count: int) -> None:
+    """Print how long plans of this machine's groups take with checks over how long without, in turns."""
+    dice = Dice(0)
+    for spec in (
+        LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16"),
+        LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=1024),
+        latents(dice).replace(block_size=16),
+    ):  # fmt: skip
+        groups = []
+        for checks in (True, False):
+            with patch.dict(os.environ, {"POLYATTN_CHECKS": str(int(checks))}):
+                groups.append(LayerGroup(select(spec, CPU, verify=False)))
+        took = [0.0, 0.0]
+        for step in range(count):
+            rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
+            form = distinct(rows, 16, dice)
+            for at in (0, 1) if step % 2 else (1, 0):
+                group = groups[at]
+                batch = Batch(form.host_starts.tolist(), form.lens, form.block_table)
+                began = time.process_time()
+                group.plan(batch)
+                took[at] += time.process_time() - began
+        checks = groups[0].plan_checks
+        assert checks is not None
+        print(
+            f"{spec}: {took[0] / took[1]:.3f} times as long; {checks.checked} of {checks.plans} plans "
+            f"checked, of {count} steps; checks took {checks.spent / checks.planned:.3f} of the planning"
+        )
 
 
 def kinds_of(only: str | None) -> Iterator[str]:
@@ -370,7 +467,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("random_plans.json"))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--share", action="store_true", help="what checks cost, of so many plans")
     args = parser.parse_args()
+    if args.share:
+        share(args.plans)
+        return
     held = json.loads(args.out.read_text()) if args.out.exists() else {"kinds": {}, "revisions": {}}
     rows, revisions = held["kinds"], held["revisions"]
     for kind in kinds_of(args.only):

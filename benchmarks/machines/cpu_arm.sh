@@ -52,7 +52,7 @@ CXX=aarch64-linux-gnu-g++ TARGET_MACHINE=aarch64 PYTHONPATH=$out/polyattn "$pyth
     "from polyattn_cpu.native import build; raise SystemExit(not build.build_or_say())"
 export QEMU_CPU=max,sve-default-vector-length=32 OMP_NUM_THREADS=1 POLYATTN_PROBE_TIMEOUT=60 POLYATTN_PLUGIN_TIMEOUT=300
 for isa in ${ISAS:-sve256_bf16 neon_bf16 sve256 neon}; do
-    for backend in ${BACKENDS:-NATIVE_STORE NATIVE_MLA NATIVE_SCAN NATIVE_ATTN}; do
+    for backend in ${BACKENDS:-NATIVE_STORE NATIVE_MLA NATIVE_INDEX NATIVE_SCAN NATIVE_ATTN}; do
         echo "== $backend by $isa, emulated"
         (cd "$out" && POLYATTN_CPU_ISA=$isa PYTHONPATH=$out/polyattn:$out/site qemu-aarch64 -L root root/usr/bin/python3.11 \
             -m pytest -q -p no:cacheprovider --pyargs polyattn.conformance --polyattn-backend "$backend" \

@@ -15,7 +15,7 @@ from polyattn import Device, LayerSpec, select
 from polyattn.registry import info as declared
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo, Proof
-from polyattn.tools.cli import listing
+from polyattn.tools.cli import listing, support
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", "x86_64")
@@ -126,6 +126,27 @@ def test_explain_and_list_say_what_the_records_do(recorded: Any) -> None:
     assert "TORCH_SDPA for decode (priority 50, measured in part: 8 of 9 cases in a.json)" in said
     row = next(r for r in listing.backend_rows(discover()) if r["name"] == "TORCH_SDPA")
     assert row["proof"]["cpu"] == "measured in part"
+
+
+def test_a_planted_claim_is_nowhere_called_measured(recorded: Any) -> None:
+    """Every backend claims to be measured, and no record names any: no text says so."""
+    recorded(where="no chip")
+    planted = [
+        replace(i, proof=dict.fromkeys(i.proof, Proof.MEASURED))
+        for i in discover().backends.values()
+    ]
+    assert len(planted) > 30
+    rows = [row for row in support.matrix(planted).splitlines() if row.startswith("|")]
+    assert len(rows) >= len(planted) and not [row for row in rows if "measured" in row]
+    for info in planted:
+        for build in info.builds:
+            assert all(build.proof_at(where) is Proof.DECLARED for where in info.proof)
+    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    for device in (CPU, "h100-sxm"):
+        said = select(layer, device=device).explain()
+        assert " declared" in said and "measured)" not in said and "measured in part" not in said
+    for row in listing.backend_rows(discover()):
+        assert not [level for level in row["proof"].values() if "measured" in level]
 
 
 def test_the_only_build_of_a_platform_has_its_records() -> None:

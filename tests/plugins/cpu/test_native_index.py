@@ -104,6 +104,17 @@ def test_it_chooses_what_torch_does(isa, name):
         assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
 
 
+def test_each_entry_is_a_block_of_its_own(isa):
+    """More blocks than a small scratch holds, of which each token names a few."""
+    spec = IndexerSpec(num_heads=3, head_size=32, budget=5, scale=0.25, within=1)
+    step = Step(spec, [3, 1], [9000, 20])
+    step.within = torch.randint(
+        0, 9000, (4, 1, 9), generator=torch.Generator().manual_seed(1)
+    ).int()
+    step.within[3] %= 20
+    assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_threads_and_neighbours_change_no_choice(isa, threads, name):

@@ -45,7 +45,9 @@ def _every_operation(row: Any, d: Any, size: int) -> Any:
     found = (
         found
         + byte // 7
+        + (byte // -1 + byte)
         + byte % 7
+        + byte % -3
         + (byte << 2)
         + (byte >> 1)
         + (byte ^ 5)
@@ -106,6 +108,7 @@ def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...
         for pages, count in zip(table.tolist(), lens, strict=True):
             for at in range(count):
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance) * 2.0 ** -(at % 4)
+                new[..., at % size] = (0.5, 1.0, -1.0, 0.0)[at % 4]  # where a comparison turns
                 stored[pages[at // 32], at % 32] = quantize(new, torch.uint8, scale, format)[0]
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance)
     query = query.to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)

@@ -110,6 +110,7 @@ class _Kit:
         self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.passed: list[str] = []
+        self.plans = self.plans_checked = 0
         if config.getoption("--polyattn-resume"):
             self._resume(config)
         self.before = frozenset(self.passed)
@@ -127,6 +128,7 @@ class _Kit:
             return
         self.passed = sorted({case.id for case in self.cases} & set(found["ids"]))
         self.counts.update((name.partition("-")[0], "passed") for name in self.passed)
+        self.plans, self.plans_checked = found["plans"], found["plans_checked"]
         self.seed = config.option.polyattn_seed = found["seed"]
 
     def pytest_collection_modifyitems(
@@ -143,11 +145,15 @@ class _Kit:
             metafunc.parametrize("case", self.cases, ids=[case.id for case in self.cases])
 
     @pytest.fixture
-    def run(self) -> Callable[[Case], None]:
+    def run(self, request: pytest.FixtureRequest) -> Callable[[Case], None]:
         """What runs one case of the backend under test."""
         from polyattn.conformance.checks.table import run_case
 
-        return lambda case: run_case(case, self.info.name, self.device, self.seed, self.budget)
+        def run(case: Case) -> None:
+            plans = run_case(case, self.info.name, self.device, self.seed, self.budget)
+            request.node.user_properties.append(("plans", plans))
+
+        return run
 
     @pytest.fixture
     def conformance_cases(self) -> list[Case]:
@@ -160,6 +166,9 @@ class _Kit:
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
+            for plans, checked in (n for name, n in report.user_properties if name == "plans"):
+                self.plans += plans
+                self.plans_checked += checked
             if time.monotonic() > self.due:
                 self._write()
 
@@ -194,7 +203,8 @@ class _Kit:
     def summary(self) -> dict[str, object]:
         """The counts: refusals apart from passes, a skipped case counted as neither. What ran, where.
 
-        `ids`: the cases that passed.
+        `ids`: the cases that passed. `plans`: of the cases' steps; `plans_checked`: those that the
+        checker of plans could read.
         """
         counts = self.counts
         passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
@@ -207,6 +217,8 @@ class _Kit:
             "refused": counts["refusal", "passed"],
             "failed": sum(n for (_, o), n in counts.items() if o == "failed"),
             "skipped": sum(n for (_, o), n in counts.items() if o == "skipped"),
+            "plans": self.plans,
+            "plans_checked": self.plans_checked,
             "ids": sorted(self.passed),
         }
 

@@ -79,17 +79,24 @@ CHECKS: dict[str, tuple[type[Harness], Check]] = {
 """A check's name in `Case.check` and in test ids: what builds its inputs, and what asserts."""
 
 
-def run_case(case: Case, backend: str, device: Device, seed: int, budget: float = 5.0) -> None:
+def run_case(
+    case: Case, backend: str, device: Device, seed: int, budget: float = 5.0
+) -> tuple[int, int]:
     """Run one case of `backend`; an `AssertionError` says what is wrong.
+
+    Returns how many plans its steps had, and how many of them the checker of plans could read.
 
     `budget`: seconds for each search. Each case has random numbers of its own, from `seed`.
     """
     build, check = CHECKS[case.check]
 
+    harnesses: list[Harness] = []
+
     def run() -> None:
-        harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
-        harness.budget = budget
-        check(case, harness)
+        harnesses.append(build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31))
+        harnesses[-1].budget = budget
+        check(case, harnesses[-1])
 
     load_object(discover().backend(backend).path)  # what an import changes isn't the step's
     runs_alone(run)
+    return sum(c.plans for c in harnesses[-1].checks), sum(c.checked for c in harnesses[-1].checks)

@@ -34,6 +34,7 @@ class Harness:
     def __init__(self, backend: str, device: Device, seed: int):
         self.backend, self.device, self.seed = backend, device, seed
         self.dice = Dice(seed, device.torch_device or "cpu")
+        self.checks: list[PlanChecks] = []
 
     @property
     def torch_device(self) -> torch.device:
@@ -60,6 +61,7 @@ class Harness:
         """Return a fresh group: nothing is left of another case. All its plans are checked."""
         group = LayerGroup(self.select(spec, layout))
         group.plan_checks = PlanChecks(share=inf)
+        self.checks.append(group.plan_checks)
         return group
 
     def layer(

@@ -1,0 +1,295 @@
+"""Do Hopper's own kernels address what they should? Run as they are on the host, each access checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton")
+import numpy as np
+import torch
+from gluon_on_host import on_host
+from polyattn import Batch, Device, KVCache, LatentSpec, LayerSpec
+from polyattn.families.attention import reference
+from polyattn.kernel import CacheFormat, Frame, LayerParams, quantize
+from polyattn.selection.cache_format import format_of
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
+from polyattn_triton import mla, planning
+from polyattn_triton.attention import TritonAttention
+from polyattn_triton.hopper import packed
+from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
+from ptx_on_host import run_ptx
+
+HOPPER = Device("cuda", "sm_90", torch_device="cpu")
+
+
+def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
+    """TRITON_ATTN as on an H100 with so many multiprocessors."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(planning, "multiprocessors", lambda device: sms))
+        stack.enter_context(patch.object(planning, "fitting", lambda device, needed, most: most))
+        stack.enter_context(patch.object(
+            planning, "hopper_prefill",
+            lambda spec, arch, _, own: (config := hopper_config(spec, arch, own))
+            and HopperPrefill(spec, config, sms, 35 << 20, own),
+        ))  # fmt: skip
+        return TritonAttention(spec, form, HOPPER)
+
+
+def filled(
+    spec: LayerSpec, block: int, layout: str, lens: list[int], far: int = 0
+) -> tuple[KVCache, torch.Tensor]:
+    """Return a cache whose blocks are in any order, all else in it NaN, and its block table.
+
+    `far`: so many blocks come first, of which nothing is in memory.
+    """
+    chance = torch.Generator().manual_seed(0)
+    width = max(1, max(-(-n // block) for n in lens))
+    count = width * len(lens)
+    cache = KVCache.allocate(format_of(spec, HOPPER, layout, block), far + count)
+    table = far + torch.randperm(count, generator=chance).int().view(len(lens), width)
+    for stored, size, rows in zip(
+        (cache.key, cache.value), (spec.head_size, spec.v_head_size), cache.format.rows or (None, None),
+        strict=True,
+    ):  # fmt: skip
+        stored[far:].fill_(255 if stored.dtype == torch.uint8 else float("nan"))
+        for pages, length in zip(table.tolist(), lens, strict=True):
+            for at in range(length):
+                new = torch.randn(1, spec.num_kv_heads, size, generator=chance)
+                if rows is not None:
+                    new = quantize(new, torch.uint8, 1.0, rows)
+                stored[pages[at // block], at % block] = new[0].to(stored.dtype)
+    return cache, table
+
+
+def run(
+    spec: LayerSpec, queries: list[int], lens: list[int], block: int = 16, layout: str = "NHD",
+    sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False, far: int = 0,
+) -> tuple[str, list[str]]:  # fmt: skip
+    """Run a step; its outputs are float64's, each written once. Returns the way, and the kernels."""
+    cache, table = filled(spec, block, layout, lens, far)
+    chance = torch.Generator().manual_seed(1)
+    query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance).bfloat16()
+    batch = Batch.from_lens(queries, lens, table, block)
+    batch.causal = spec.causal
+    key = value = None
+    if fresh:
+        place = [(seq, at) for seq, n in enumerate(lens) for at in range(n)]
+        blocks = [int(table[seq, at // block]) for seq, at in place]
+        slots = [at % block for _, at in place]
+        key, value = cache.key[blocks, slots], cache.value[blocks, slots]
+    out = torch.full_like(query, float("nan"))
+    frame = Frame(
+        query, key, value, cache, LayerParams(), out, torch.full(out.shape[:2], float("nan"))
+    )
+    backend = backend_of(spec, cache.format, sms)
+    plan = backend.plan(batch)
+    with on_host(order) as launches:
+        backend.run(plan, frame)
+    wanted, lse = reference.forward(spec, query, key, value, cache, batch, frame.params)
+    tolerance = tolerance_of(spec)
+    assert output_error(out, wanted) <= tolerance.output
+    assert lse_error(frame.lse, lse) <= tolerance.lse
+    each_written_once(launches, out, frame.lse)
+    return plan.way, [kernel.fn.__name__ for kernel, _ in launches]
+
+
+def each_written_once(launches: list[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Of all launches together: each element of the outputs, and nothing else of their storages."""
+    for name, tensor in (("OUT", out), ("LSE", lse)):
+        times: Counter[int] = Counter()
+        for _, storages in launches:
+            times += storages[name].written
+        places = range(0, tensor.numel() * tensor.element_size(), tensor.element_size())
+        assert set(times) == set(places) and set(times.values()) == {1}, name
+
+
+PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64, dtype="bfloat16", needs_lse=True)
+ORDERS = {"consumers first": (0, 1, 2), "copies first": (2, 1, 0)}
+"""Which role of a program goes on where several could: what lacks a wait for the other fails in one."""
+RAGGED = [300, 1, 0, 40], [300, 200, 77, 555]
+PREFILLS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, Any]]] = {
+    "plain": ({}, RAGGED, {}),
+    "a window": ({"sliding_window": 150}, RAGGED, {"layout": "HND"}),
+    "not causal": ({"causal": False}, ([130, 7], [400, 7]), {"block": 32}),
+    "groups of 5": (
+        {"num_heads": 5, "num_kv_heads": 1, "head_size": 128},
+        ([65, 3], [130, 300]),
+        {},
+    ),
+    "heads of 256": (
+        {"num_heads": 2, "num_kv_heads": 1, "head_size": 256},
+        ([70], [200]),
+        {"sms": 1},
+    ),
+    "blocks of 256": ({"head_size": 128}, ([50, 60], [700, 60]), {"block": 256}),
+    "its own keys": ({"head_size": 128}, ([200, 30], [200, 30]), {"fresh": True}),
+    "pieces": ({}, ([9, 70], [1000, 800]), {"sms": 14}),
+    "pieces of a window": ({"sliding_window": 700}, ([64], [2100]), {"sms": 10}),
+    "pieces of its own keys": ({"head_size": 128}, ([520], [520]), {"sms": 22, "fresh": True}),
+}
+
+
+def mostly_slow(names: Iterable[Any], *fast: Any) -> list[Any]:
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("name", mostly_slow(PREFILLS, "a window", "not causal"))
+def test_prefill(monkeypatch: pytest.MonkeyPatch, name: str, order: tuple[int, ...]) -> None:
+    changes, (queries, lens), more = PREFILLS[name]
+    monkeypatch.setattr(planning, "HOPPER_RATES", planning.RATES)  # pieces of small steps, too
+    way, kernels = run(PLAIN.replace(**changes), queries, lens, order=order, **more)
+    assert kernels[0] == "prefill_hopper_kernel"
+    assert (way == "pieces") is (len(kernels) == 2) is (name.partition(" ")[0] == "pieces")
+
+
+DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
+    "decode": ({}, [40, 33, 64, 47], 1),
+    "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
+    "many": ({}, [500, 470], 2),
+}
+
+
+@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+@pytest.mark.parametrize("name", mostly_slow(DECODES, "decode"))
+def test_packed_decode(name: str, form: str) -> None:
+    changes, lens, sms = DECODES[name]
+    spec = PLAIN.replace(head_size=128, kv_cache_dtype=form, **changes)
+    way, kernels = run(spec, [1] * len(lens), lens, sms=sms)
+    assert kernels == ["packed_kernel"] + ["merge_kernel"] * (name != "decode")
+    assert way == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["auto", "int4", "nvfp4"])
+def test_caches_beyond_2_31_elements(form: str) -> None:
+    """Places there need 64 bits: what overflows 32 is an error."""
+    spec = PLAIN.replace(head_size=128, kv_cache_dtype=form)
+    queries = [70, 1] if form == "auto" else [1, 1]
+    way, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
+    assert kernels[0] == ("prefill_hopper_kernel" if form == "auto" else "packed_kernel")
+
+
+LATENTS: dict[str, tuple[list[int], list[int], int]] = {
+    "whole": ([1, 1, 1], [200, 0, 64], 6),
+    "whole, few": ([3, 1, 2], [200, 1, 65], 8),
+    "pieces": ([1, 1], [900, 130], 5),
+    "pieces, few": ([4, 2], [700, 129], 9),
+}
+
+
+@pytest.mark.parametrize("heads", [20, 64])
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("name", mostly_slow(LATENTS))
+def test_mla(name: str, block: int, heads: int) -> None:
+    queries, lens, sms = LATENTS[name]
+    latent(queries, lens, block, heads, sms, None)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("topk, sms", [(100, 6), pytest.param(640, 3, marks=pytest.mark.slow)])
+def test_sparse_mla(topk: int, sms: int, block: int) -> None:
+    latent([1, 2], [300, 700], block, 20, sms, topk)
+
+
+def latent(
+    queries: list[int], lens: list[int], block: int, heads: int, sms: int, topk: int | None
+) -> None:
+    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once."""
+    spec = LayerSpec(
+        kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
+        v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64, topk=topk),
+        needs_lse=True,
+    )  # fmt: skip
+    form = CacheFormat(
+        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16"
+    )
+    chance = torch.Generator().manual_seed(len(lens))
+    width = max(-(-n // block) for n in lens)
+    cache = KVCache.allocate(form, width * len(lens))
+    table = torch.randperm(width * len(lens), generator=chance).int().view(len(lens), width)
+    cache.key.fill_(float("nan"))
+    for pages, length in zip(table.tolist(), lens, strict=True):
+        for at in range(length):
+            cache.key[pages[at // block], at % block, 0] = torch.randn(
+                576, generator=chance
+            ).bfloat16()
+    query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
+    out = query.new_full((len(query), heads, 512), float("nan"))
+    lse = torch.full(out.shape[:2], float("nan"))
+    # Which slots each token sees: those up to its own, or some of these, and none in between.
+    tokens = [
+        (seq, n - q + at + 1)
+        for seq, (q, n) in enumerate(zip(queries, lens, strict=True))
+        for at in range(q)
+    ]
+    slots = [
+        [int(table[s, at // block]) * block + at % block for at in range(max(n, 0))]
+        for s, n in tokens
+    ]
+    choice = None
+    if topk:
+        slots = [
+            [x[at] for at in torch.randperm(len(x), generator=chance)[: topk - 7].tolist()]
+            for x in slots
+        ]
+        choice = torch.tensor(
+            [[-1] * 3 + x + [-1] * (topk - 3 - len(x)) for x in slots], dtype=torch.int32
+        )
+    with (
+        patch.object(mla, "multiprocessors", lambda _: sms),
+        patch.object(mla, "fitting", lambda *_: 1),
+    ):
+        backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
+    batch = Batch.from_lens(queries, lens, table, block)
+    plan = backend.plan(batch)
+    with on_host() as launches:
+        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
+    assert [k.fn.__name__ for k, _ in launches] == ["mla_hopper_kernel"] + [
+        "merge_kernel"
+    ] * plan.way.split
+    rows = cache.key.double().view(-1, 576)
+    wanted, sums = (
+        torch.zeros(out.shape, dtype=torch.float64),
+        torch.full(lse.shape, -torch.inf).double(),
+    )
+    for at, mine in enumerate(slots):
+        if mine:
+            scores = query[at].double() @ rows[mine].T * spec.scale
+            wanted[at], sums[at] = scores.softmax(1) @ rows[mine][:, :512], scores.logsumexp(1)
+    tolerance = tolerance_of(spec)
+    assert output_error(out, wanted) <= tolerance.output
+    assert lse_error(lse, sums) <= tolerance.lse
+    each_written_once(launches, out, lse)
+
+
+def test_every_unit_of_four_bits() -> None:
+    """Each of 65,536 units, beside each of 7 others and by some scales: the four numbers, in order."""
+    units = np.arange(1 << 16, dtype=np.uint16)
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibble = [units >> 4 * at & 15 for at in range(4)]
+    integers = [x.astype(np.float64) - 8 for x in nibble]
+    floats = [np.where(x & 8, -1, 1) * e2m1[x & 7] * 2.0**-14 for x in nibble]
+    assert isinstance(packed.INTEGERS.value, str)
+    for asm, numbers, first in (
+        (packed.INTEGERS.value, integers, 1.0),
+        (packed.E2M1.value, floats, 16384.0),
+    ):
+        for turn, scale in ((0, 1.0), (1, 0.5), (256, -3.0), (4097, 0.25), (32768, 2.0)):
+            pair = np.stack([units, np.roll(units, turn)], -1)
+            scales = np.array([first * scale, first], np.float16)
+            registers = [
+                np.ascontiguousarray(x).view(np.uint32).reshape(-1)
+                for x in (pair, np.broadcast_to(scales, pair.shape))
+            ]
+            for bits, wanted in zip(run_ptx(asm, 4, registers), numbers, strict=True):
+                found = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
+                assert (found[:, 0] == wanted * scales[0]).all()
+                assert (found[:, 1] == np.roll(wanted, turn) * scales[1]).all()
