@@ -142,7 +142,9 @@ def _code(node: ast.stmt, lines: list[str]) -> int:
     first: Any = node.body[0] if isinstance(node, ast.FunctionDef) else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         span = [at for at in span if not first.lineno - 1 <= at < first.end_lineno]  # type: ignore
-    return sum(bool(text) and not text.startswith("#") for text in (lines[at].strip() for at in span))
+    return sum(
+        bool(text) and not text.startswith("#") for text in (lines[at].strip() for at in span)
+    )
 
 
 def table() -> str:

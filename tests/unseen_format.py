@@ -31,7 +31,9 @@ def _turn(row: Tensor, back: bool) -> Tensor:
 def _encode(row: Tensor) -> Tensor:
     groups = row.clamp(-LARGEST, LARGEST).unflatten(-1, (-1, 16))
     power = groups.abs().amax(-1, keepdim=True).log2().ceil().nan_to_num(0).clamp(-126, 15)
-    step = (torch.log2(groups.abs() / torch.exp2(power)) * 4 + 31).round().clamp(0, 31).nan_to_num(0)
+    step = (
+        (torch.log2(groups.abs() / torch.exp2(power)) * 4 + 31).round().clamp(0, 31).nan_to_num(0)
+    )
     code = step.int() | (groups < 0).int() << 5
     four = code.unflatten(-1, (-1, 4)) << torch.arange(0, 24, 6, device=row.device)
     word = four.sum(-1, keepdim=True) >> torch.arange(0, 24, 8, device=row.device)

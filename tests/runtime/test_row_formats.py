@@ -11,17 +11,16 @@ from typing import Any
 import polyattn
 import pytest
 import torch
+from format_accuracy import LINES, lines_of, row_of
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, RowFormat, select
 from polyattn.errors import CacheError, PluginError, SelectionError, SpecError
 from polyattn.families.attention import reference
 from polyattn.kernel import SharedRun
 from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
 from polyattn.spec.row_format import known_formats, row_format
-from format_accuracy import LINES, lines_of, row_of
 from published_formats import PUBLISHED, SIZES, by_nvfp4
 from torch import Tensor
 from unseen_format import registered
-
 
 SPEC = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, v_head_size=48, dtype="float32",

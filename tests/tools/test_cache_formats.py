@@ -95,7 +95,9 @@ def test_explain_prices_a_format_by_its_own_times_once_tune_measured_it(
     """One backend alone is measured too: `explain` compares formats by it."""
     table, model = tmp_path / "timings.json", config(tmp_path, ATTENTION)
     monkeypatch.setattr(tuning, "LEAST_POINTS", 1)
-    monkeypatch.setattr(tuning, "size_for", lambda *_: shapes.Size(keys=400, pairs=4000, longest=200))
+    monkeypatch.setattr(
+        tuning, "size_for", lambda *_: shapes.Size(keys=400, pairs=4000, longest=200)
+    )
     us = iter(range(10, 10**6))
     monkeypatch.setattr(
         "polyattn.tools.tune.measuring.Measured.us", lambda self, step: float(next(us))
@@ -113,7 +115,12 @@ def test_explain_prices_a_format_by_its_own_times_once_tune_measured_it(
 
 def test_a_format_that_is_unknown_or_has_no_such_rows_is_refused_by_every_command() -> None:
     for command in (("explain",), ("run",), ("bench", "2q1s64"), ("tune",)):
-        model = ("--model", "llama-3.1-8b") if command[0] in ("bench", "tune") else ("llama-3.1-8b",)
-        for name, says in (("int4x", "did you mean 'int4'"), ("fp8_ds_v4", "has no rows of that size")):
+        model = (
+            ("--model", "llama-3.1-8b") if command[0] in ("bench", "tune") else ("llama-3.1-8b",)
+        )
+        for name, says in (
+            ("int4x", "did you mean 'int4'"),
+            ("fp8_ds_v4", "has no rows of that size"),
+        ):
             code, _, err = here(*command, *model, "--device=cpu", "--kv-cache-dtype", name)
             assert code == 2 and says in " ".join(err.split())

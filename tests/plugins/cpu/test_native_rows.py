@@ -148,7 +148,10 @@ def test_rows_are_read_as_decoded(
 
 def test_all_formats_are_claimed_but_those_without_steps() -> None:
     assert not any(rows_problem(each) for each in row_formats().values())
-    assert {n for n, each in row_formats().items() if latent_problem(each)} == {"logs6", "turboquant4"}
+    assert {n for n, each in row_formats().items() if latent_problem(each)} == {
+        "logs6",
+        "turboquant4",
+    }
     odd = RowFormat(
         name="odd", encode=_bytes, decode=lambda row, d, size: row[row[d]] * 1.0,
         row_bytes=lambda size: 4 * size,

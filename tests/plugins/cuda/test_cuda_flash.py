@@ -227,7 +227,9 @@ def test_an_output_in_e4m3_is_stored_after_the_kernel(name: str, fakes: None) ->
             backend.run(backend.plan(batch), Frame(step.query, *keys, cache, params, got, lse))
             assert lse.isfinite().all()
             out[scale] = got
-        assert torch.equal(out[0.25].float(), (out[1.0].float() / 0.25).to(torch.float8_e4m3fn).float())
+        assert torch.equal(
+            out[0.25].float(), (out[1.0].float() / 0.25).to(torch.float8_e4m3fn).float()
+        )
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN_V3", "FLASHINFER"])

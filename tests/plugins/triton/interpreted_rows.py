@@ -113,7 +113,7 @@ def check_read(spec: LayerSpec) -> None:
 
 
 def check_captured(spec: LayerSpec) -> None:
-    """Refill what a captured step reads, with other rows and with shared prefixes; raise if it is wrong."""
+    """Refill what a captured step reads, with other rows and shared prefixes; raise if it is wrong."""
     asked = spec.replace(graph_capture="single_token_decode")
     for check, batch in (("reuse", "decode"), ("forest_reuse", "levels")):
         run_case(Case(check, "", asked, batch), "TRITON_ATTN", resolve_device("cpu"), seed=1)

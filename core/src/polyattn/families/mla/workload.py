@@ -152,7 +152,9 @@ class LatentWorkload(ChoosingWorkload):
         form, table = self.group.cache_format, self.batch.block_table
         assert form is not None and table is not None and self.layer.weights is not None
         rows = slice(self.batch.starts[index + 1] - 1, self.batch.starts[index + 1])
-        alone = Batch.from_lens([1], [self.batch.lens[index]], table[index : index + 1], form.block_size)
+        alone = Batch.from_lens(
+            [1], [self.batch.lens[index]], table[index : index + 1], form.block_size
+        )
         expected, _ = reference.forward(
             self.spec, self.query[rows], self.cache, alone, self.layer.weights, self.layer.params,
             None if self.choice is None else self.choice[rows],

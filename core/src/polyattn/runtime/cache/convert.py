@@ -57,7 +57,9 @@ def convert_blocks(
     to_ids = _ids("target_blocks", target_blocks, target)
     if len(to_ids.unique()) < len(to_ids):
         raise CacheError(f"target_blocks={shown(to_ids.tolist())} names a block twice")
-    if source.key.data_ptr() == target.key.data_ptr() and set(from_ids.tolist()) & set(to_ids.tolist()):
+    if source.key.data_ptr() == target.key.data_ptr() and set(from_ids.tolist()) & set(
+        to_ids.tolist()
+    ):
         raise CacheError(
             "source and target are one cache, and blocks are both read and written; name other blocks"
         )
