@@ -1,7 +1,8 @@
-"""A format that no backend was written for: six bits of a logarithm, in bytes that elements share oddly.
+"""A format that no backend was written for, as a user writes it: 6 bits of a logarithm, rows turned.
 
-Four elements lie in three bytes: a sign, and 31 steps of a quarter of a power of two below the row's
-largest magnitude, a float16 behind them.
+Four elements lie in three bytes: a sign, and 31 steps of a quarter of a power of two below 1. Behind
+them is the power of two of each 16 elements, in e8m0. Rows are turned, a place of the first half with
+one of the second, by an angle of their own.
 """
 
 from __future__ import annotations
@@ -13,17 +14,30 @@ from typing import Any
 import polyattn
 import torch
 from polyattn import RowFormat
-from polyattn.runtime.cache.bits import HALF_MAX, divided, half_at, written
+from polyattn.runtime.cache.bits import single
 from torch import Tensor
+
+LARGEST = 2.0**15
+
+
+def _turn(row: Tensor, back: bool) -> Tensor:
+    one, other = row.chunk(2, -1)
+    angle = torch.arange(one.shape[-1], device=row.device, dtype=row.dtype) * (-1 if back else 1)
+    return torch.cat(
+        [one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()], -1
+    )
 
 
 def _encode(row: Tensor) -> Tensor:
-    most = row.abs().amax(-1, keepdim=True).clamp(max=HALF_MAX).half().float()
-    step = (torch.log2(divided(row.abs(), most)) * 4 + 31).round().clamp(0, 31).nan_to_num(0)
-    code = torch.where(most == 0, 0.0, step).int() | (row < 0).int() << 5
+    groups = row.clamp(-LARGEST, LARGEST).unflatten(-1, (-1, 16))
+    power = groups.abs().amax(-1, keepdim=True).log2().ceil().nan_to_num(0).clamp(-126, 15)
+    step = (
+        (torch.log2(groups.abs() / torch.exp2(power)) * 4 + 31).round().clamp(0, 31).nan_to_num(0)
+    )
+    code = step.int() | (groups < 0).int() << 5
     four = code.unflatten(-1, (-1, 4)) << torch.arange(0, 24, 6, device=row.device)
     word = four.sum(-1, keepdim=True) >> torch.arange(0, 24, 8, device=row.device)
-    return torch.cat([(word & 255).to(torch.uint8).flatten(-2), written(most, torch.float16)], -1)
+    return torch.cat([(word & 255).flatten(-3), power.flatten(-2) + 127], -1).to(torch.uint8)
 
 
 def _decode(row: Any, d: Any, size: int) -> Any:
@@ -31,12 +45,12 @@ def _decode(row: Any, d: Any, size: int) -> Any:
     code = ((row[at] | row[at + 1] << 8) >> (6 * d % 8)) & 63
     step = code & 31
     magnitude = torch.where(step == 0, 0.0, torch.exp2((step - 31) * 0.25))
-    return magnitude * (1 - 2 * (code >> 5)) * half_at(row, 3 * size // 4)
+    return magnitude * (1 - 2 * (code >> 5)) * single(row[3 * size // 4 + d // 16] << 23)
 
 
 LOGS6 = RowFormat(
-    name="logs6", encode=_encode, decode=_decode, largest=HALF_MAX,
-    row_bytes=lambda size: 0 if size % 4 else 3 * size // 4 + 2,
+    name="logs6", encode=_encode, decode=_decode, largest=LARGEST, turn=_turn,
+    row_bytes=lambda size: 0 if size % 16 else 3 * size // 4 + size // 16,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
 from polyattn.runtime.cache.rows import decoded, sizes_of
 from polyattn.spec.row_format import known_formats, row_format
 from torch import Tensor
+from unseen_format import registered
 
-PLAIN = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8")
-NAMES = (*PLAIN, *(name for name in sorted(known_formats()) if 128 in sizes_of(row_format(name))))
+PLAIN = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
+ROWS = tuple(name for name in sorted(known_formats()) if 128 in sizes_of(row_format(name)))
+NAMES = (*PLAIN, *ROWS, "int8_rows/int4", "logs6/turboquant4")
+"""AMD's e4m3, formats of keys beside others of values, and one that a user registers, too."""
 FORMS = [
     (layout, interleaved, block)
     for layout, interleaved in (
@@ -27,6 +31,23 @@ FORMS = [
     for block in (16, 48)
 ]
 HEADS, SIZE = 3, 128
+
+
+@pytest.fixture(autouse=True)
+def _known() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def of_part(name: str, part: int) -> str:
+    """Return the format of keys (0) or of values."""
+    return name.split("/")[part] if "/" in name else name
+
+
+def forms_of(name: str) -> list[tuple[str, bool, int]]:
+    """Return layouts that hold a format: keys and values of two sizes lie apart."""
+    apart = ("NHD", "HND")
+    return [form for form in FORMS if "/" not in name or (form[0] in apart and not form[1])]
 
 
 def cache(name: str, form: tuple[str, bool, int], blocks: int) -> KVCache:
@@ -58,7 +79,7 @@ def test_any_format_becomes_any_other(old: str) -> None:
     generator = torch.Generator().manual_seed(5)
     for new in NAMES:
         draw = random.Random(f"{old}{new}")
-        one, other = draw.choice(FORMS), draw.choice(FORMS)
+        one, other = draw.choice(forms_of(old)), draw.choice(forms_of(new))
         source, target = cache(old, one, 9), cache(new, other, 9)
         tokens = 3 * 48
         ids = (torch.randperm(9, generator=generator)[: tokens // one[2]],
@@ -70,9 +91,8 @@ def test_any_format_becomes_any_other(old: str) -> None:
         )
         rows = torch.randn(2, tokens, HEADS, SIZE, generator=generator)
         for part, tensor in enumerate((source.key, source.value)):
-            tensor.view(torch.uint8)[start] = written(old, rows[part], scales[0][part]).view(
-                torch.uint8
-            )
+            held = written(of_part(old, part), rows[part], scales[0][part])
+            tensor.view(torch.uint8)[start] = held.view(torch.uint8)
         convert_blocks(
             source,
             target,
@@ -84,10 +104,9 @@ def test_any_format_becomes_any_other(old: str) -> None:
         untouched = torch.ones(9, other[2], dtype=torch.bool)
         untouched[end] = False
         for part, pair in enumerate(((source.key, target.key), (source.value, target.value))):
-            values = read(
-                old, pair[0].view(torch.uint8)[start].view(pair[0].dtype), scales[0][part]
-            )
-            wanted = written(new, values, scales[1][part]).view(torch.uint8)
+            held = pair[0].view(torch.uint8)[start].view(pair[0].dtype)
+            values = read(of_part(old, part), held, scales[0][part])
+            wanted = written(of_part(new, part), values, scales[1][part]).view(torch.uint8)
             assert torch.equal(pair[1].view(torch.uint8)[end], wanted), new
             assert bool((pair[1].view(torch.uint8)[untouched] == 7).all()), new
 
@@ -122,19 +141,34 @@ def test_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(target.value[[2, 0, 1]].flatten(0, 1), source.value.flatten(0, 1).bfloat16())
 
 
-def test_scales_of_heads_and_latents() -> None:
-    """A latent is one row; a head's scale is its own."""
+@pytest.mark.parametrize(("name", "size"), [("fp8_ds_mla", 576), ("fp8_ds_v4", 512), ("int4", 576)])
+def test_a_latent_is_one_row(name: str, size: int) -> None:
     forms = [
-        CacheFormat(block_size=16, num_kv_heads=1, head_size=576, v_head_size=512, dtype=dtype,
+        CacheFormat(block_size=16, num_kv_heads=1, head_size=size, v_head_size=448, dtype=dtype,
                     value_in_key=True)
-        for dtype in ("bfloat16", "fp8_ds_mla")
+        for dtype in ("bfloat16", name, "float32")
     ]  # fmt: skip
-    source, target = (KVCache.allocate(form, 2) for form in forms)
+    source, target, back = (KVCache.allocate(form, 2) for form in forms)
     source.key.normal_()
     convert_blocks(source, target, [0, 1], [1, 0])
-    format = row_format("fp8_ds_mla")
-    wanted = quantize(source.key.flatten(0, 1), torch.uint8, 1.0, format)
+    wanted = quantize(source.key.flatten(0, 1), torch.uint8, 1.0, row_format(name))
     assert torch.equal(target.key[[1, 0]].flatten(0, 1), wanted)
+    convert_blocks(target, back, [1, 0], [0, 1])
+    assert torch.equal(back.key.flatten(0, 1), decoded(wanted, row_format(name), size))
+
+
+def test_a_cache_s_own_blocks_move_to_others_alone() -> None:
+    one = cache("float32", ("NHD", False, 16), 6)
+    one.key.normal_()
+    before = one.key.clone()
+    convert_blocks(one, one, [0, 1], [4, 5])
+    assert torch.equal(one.key[[4, 5]], before[[0, 1]])
+    with pytest.raises(CacheError, match="blocks are both read and written"):
+        convert_blocks(one, one, [0, 1], [1, 2])
+    assert torch.equal(one.key[:4], before[:4])
+
+
+def test_a_head_s_scale_is_its_own() -> None:
     source, target = cache("int8", ("NHD", False, 16), 1), cache("float32", ("NHD", False, 16), 1)
     source.key.random_(-127, 128)
     source.value.random_(-127, 128)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polyattn
 import pytest
 import torch
+from format_accuracy import LINES, lines_of, row_of
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, RowFormat, select
 from polyattn.errors import CacheError, PluginError, SelectionError, SpecError
 from polyattn.families.attention import reference
 from polyattn.kernel import SharedRun
 from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
 from polyattn.spec.row_format import known_formats, row_format
+from published_formats import PUBLISHED, SIZES, by_nvfp4
 from torch import Tensor
 from unseen_format import registered
-
-ml_dtypes = pytest.importorskip("ml_dtypes")
 
 SPEC = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, v_head_size=48, dtype="float32",
     kv_cache_dtype="nvfp4", block_size=16,
 )  # fmt: skip
 SHIPPED = sorted(known_formats())
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def back(name: str, x: Tensor) -> Tensor:
@@ -40,76 +39,13 @@ def normal(*shape: int, spread: float = 1.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1])) * spread
 
 
-def e2m1_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = x.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    return found
-
-
-def by_nvfp4(x: Tensor) -> Tensor:
-    """What NVFP4 makes of float32 (…, size), by ml_dtypes' roundings."""
-    blocks = x.numpy().reshape(*x.shape[:-1], -1, 16)
-    scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(6)
-    scale = np.minimum(scale, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(scale == 0, np.float32(0), blocks / scale)
-    return torch.from_numpy((e2m1_of(ratio) * scale).reshape(x.shape)).float()
-
-
-def by_mxfp4(x: Tensor) -> Tensor:
-    """OCP Microscaling Formats 1.0, section 6.3, in float64: shared exponent floor(log2(max)) - 2."""
-    blocks = x.double().numpy().reshape(*x.shape[:-1], -1, 32)
-    largest = np.abs(blocks).max(-1, keepdims=True)
-    scale = np.exp2(np.clip(np.floor(np.log2(np.maximum(largest, 1e-300))) - 2, -127, 127))
-    return torch.from_numpy((e2m1_of(blocks / scale) * scale).reshape(x.shape)).float()
-
-
-def by_q4_0(x: Tensor) -> Tensor:
-    """ggml's q4_0: a group's largest magnitude, with its sign, is -8 steps of float16."""
-    groups = x.double().numpy().reshape(*x.shape[:-1], -1, 32)
-    at = np.abs(groups).argmax(-1)[..., None]
-    step = (np.take_along_axis(groups, at, -1) / -8).astype(np.float16).astype(np.float64)
-    codes = np.trunc(groups / step + 8.5).clip(0, 15)
-    return torch.from_numpy(((codes - 8) * step).reshape(x.shape)).float()
-
-
-def by_kivi(bits: int, x: Tensor) -> Tensor:
-    """KIVI's section 3.1: z = min, s = (max - min) / (2^B - 1), both kept in float16."""
-    groups = x.double().numpy().reshape(*x.shape[:-1], -1, 32)
-    least = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float64)
-    step = (groups.max(-1, keepdims=True) - least) / (2**bits - 1)
-    step = step.astype(np.float16).astype(np.float64)
-    codes = np.rint((groups - least) / step).clip(0, 2**bits - 1)
-    return torch.from_numpy((codes * step + least).reshape(x.shape)).float()
-
-
-def by_scale(largest: float, dtype: Any, x: Tensor) -> Tensor:
-    """A row over its largest magnitude: vLLM's per-token-head scales."""
-    rows = x.double().numpy()
-    scale = (np.abs(rows).max(-1, keepdims=True) / largest).astype(np.float32).astype(np.float64)
-    ratio = rows / scale
-    codes = (
-        np.rint(ratio).clip(-127, 127) if dtype is None else ratio.astype(np.float32).astype(dtype)
-    )
-    return torch.from_numpy(codes.astype(np.float64) * scale).float()
-
-
-PUBLISHED = {
-    "nvfp4": by_nvfp4,
-    "mxfp4": by_mxfp4,
-    "int4": by_q4_0,
-    "kivi4": lambda x: by_kivi(4, x),
-    "kivi2": lambda x: by_kivi(2, x),
-    "int8_rows": lambda x: by_scale(127, None, x),
-    "e4m3_rows": lambda x: by_scale(448, ml_dtypes.float8_e4m3fn, x),
-}
-
-
-@pytest.mark.parametrize("size", [32, 128, 192])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, n) for name in PUBLISHED for n in SIZES.get(name, (32, 128, 192))]
+)
 def test_rows_are_what_the_published_formula_makes_of_them(name: str, size: int) -> None:
     """All but a few in ten thousand: a float32 quotient may lie on the other side of a tie."""
     x = normal(400, 3, size)
-    found, wanted = back(name, x), PUBLISHED[name](x)
+    found, wanted = back(name, x), PUBLISHED[name](x.flatten(0, 1)).view_as(x)
     same = (found - wanted).abs() <= 1e-6 * wanted.abs()
     assert same.double().mean() > 0.9998
     step = (wanted - x).abs().amax(-1, keepdim=True)
@@ -330,6 +266,25 @@ def test_a_format_that_no_backend_knows_serves_chunks_and_a_shared_prefix(backen
             out = layer(query, key, value, cache, batch)
             wanted, _ = reference.forward(spec, query, key, value, cache, batch, layer.params)
             torch.testing.assert_close(out.double(), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, "logs6"])
+def test_a_format_takes_forty_lines_at_most(name: str) -> None:
+    with registered():
+        assert 5 < lines_of(row_format(name)) <= LINES
+
+
+def test_lines_are_counted_without_what_is_no_code() -> None:
+    """By hand: four fields; 4 lines that encode, 3 that decode, and 2 that count bytes."""
+    assert lines_of(SIGN) == 4 + 4 + 3 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_table_of_the_documents_holds_what_is_measured(name: str) -> None:
+    """Beside gguf's, torchao's and published formulas; `python tests/format_accuracy.py` prints it."""
+    text = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text()
+    assert f"\n{row_of(row_format(name))}\n" in text
 
 
 def test_a_format_is_pickled_by_name_and_version(sign: RowFormat) -> None:

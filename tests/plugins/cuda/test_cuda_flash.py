@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters import Step, check_given, check_paged, paged_batch
 from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
-from polyattn import Batch, LayerSpec
+from polyattn import Batch, LayerSpec, select
 from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
 from polyattn.workload.compare import output_error
 
@@ -199,3 +199,41 @@ def test_cudnn(causal: bool, fakes: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert calls == [3, 2, 1]
     wanted, _ = reference.forward(spec, query, key, value, None, batch, LayerParams())
     assert output_error(out, wanted) < HALF
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN_V3", "FLASHINFER"])
+def test_an_output_in_e4m3_is_stored_after_the_kernel(name: str, fakes: None) -> None:
+    """Decodes and a prompt over a cache, and an empty step: `out / out_scale`, rounded once more."""
+    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    kind = {"FLASH_ATTN_V3": UpstreamFlashAttention3, "FLASHINFER": FlashInferAttention}[name]
+    spec = SMALL.replace(out_dtype="fp8_e4m3", needs_lse=True)
+    form = CacheFormat(
+        block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype=spec.dtype
+    )
+    backend = kind(spec, form, CPU)
+    for queries, lens in (([1, 1, 1], [17, 40, 1]), ([20, 3], [20, 30]), ([0], [3])):
+        cache = KVCache.allocate(form, 12)
+        batch = paged_batch(form, queries, lens, list(range(12)))
+        Step(spec, cache, paged_batch(form, lens, lens, list(range(12))), LayerParams(), 1)
+        step = Step(spec, cache, batch, LayerParams(), 2)
+        out = {}
+        for dtype, scale in ((torch.float8_e4m3fn, 0.25), (step.query.dtype, 1.0)):
+            got = torch.zeros(batch.num_tokens, spec.num_heads, 64).to(dtype)
+            lse = torch.full(got.shape[:2], torch.nan)
+            params = LayerParams(out_scale=scale)
+            keys = (step.key, step.value)
+            backend.run(backend.plan(batch), Frame(step.query, *keys, cache, params, got, lse))
+            assert lse.isfinite().all()
+            out[scale] = got
+        assert torch.equal(
+            out[0.25].float(), (out[1.0].float() / 0.25).to(torch.float8_e4m3fn).float()
+        )
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN_V3", "FLASHINFER"])
+def test_who_stores_e4m3_after_its_kernel_is_selected_by_name(backend: str) -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, out_dtype="fp8_e4m3")
+    chosen = select(spec, "h100-sxm", backend=backend).decision.chosen
+    assert dict(chosen)["decode"] == backend

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
+from polyattn.conformance.case import Case
+from polyattn.conformance.checks.table import run_case
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, SharedRun
+from polyattn.registry.devices import resolve_device
 from polyattn.runtime.cache.kv_cache import quantize
 from polyattn.runtime.cache.rows import decoded
 from polyattn.spec.row_format import row_format
@@ -109,6 +112,13 @@ def check_read(spec: LayerSpec) -> None:
         assert output_error(out, wanted) <= tolerance_of(spec).output, spec
 
 
+def check_captured(spec: LayerSpec) -> None:
+    """Refill what a captured step reads, with other rows and shared prefixes; raise if it is wrong."""
+    asked = spec.replace(graph_capture="single_token_decode")
+    for check, batch in (("reuse", "decode"), ("forest_reuse", "levels")):
+        run_case(Case(check, "", asked, batch), "TRITON_ATTN", resolve_device("cpu"), seed=1)
+
+
 if __name__ == "__main__":
     for name in LAYERS:
         check(name)
@@ -117,3 +127,5 @@ if __name__ == "__main__":
         for fields in FORMATS:
             check_read(SPEC.replace(**fields))
             print(fields["kv_cache_dtype"], flush=True)
+        check_captured(SPEC.replace(**FORMATS[-1]))
+        print("captured", flush=True)

@@ -51,7 +51,8 @@ class TimingModel:
 def units(spec: LayerSpec) -> tuple[float, ...]:
     """Return the factor of each term for (1, one row, key, longest key, pair, query) of a layer."""
     if spec.latent is not None:  # absorbed: one latent a key, every head's query as wide
-        kv_heads, held = 1, row_widths(spec.stored_dtype, spec.latent.size, spec.latent.rank)[0]
+        size = spec.latent.size
+        kv_heads, held = 1, row_widths(spec.stored_dtype, size, size)[0]
         wide = spec.num_heads * (spec.latent.size + spec.latent.rank)
     else:
         kv_heads = spec.num_kv_heads

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
+from polyattn_cuda.quantizing import quantized_after
 from polyattn_cuda.splits import captured_splits
 
 SHORT = 16
@@ -76,6 +77,7 @@ class FlashAttention3(AttentionBackend):
         into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
         return Flash3Plan(batch, self.cache, splits, into)
 
+    @quantized_after
     def run(self, plan: Flash3Plan, frame: Frame) -> None:
         query, cache, params, inner = frame.query, frame.cache, frame.params, frame
         if not plan.batch.num_tokens:

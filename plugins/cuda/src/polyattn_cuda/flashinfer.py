@@ -31,6 +31,7 @@ from torch import Tensor
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, contiguous_like
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
+from polyattn_cuda.quantizing import quantized_after
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
@@ -217,6 +218,7 @@ class FlashInferAttention(AttentionBackend):
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
+    @quantized_after
     def run(self, plan: FlashInferPlan, frame: Frame) -> None:
         cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:

@@ -109,8 +109,8 @@ FA3_FP8 = (
         "it rounds weights to e4m3, which fp8_compute allows only over a cache",
     ),
 )
-FA3_SCALES = names("tensor_scales head_scales fp8_inputs")
-"""It reads a scale for each sequence and KV head from the device."""
+FA3_EIGHT = names("tensor_scales head_scales fp8_inputs fp8_output")
+"""It reads a scale for each sequence and KV head from the device; its output is quantised after it."""
 WHOLE_STEPS = names("prefill decode mixed")
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
@@ -131,7 +131,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             v_head_pairs=EXPANDED_MLA,
             kv_cache_dtypes=names("auto fp8_e4m3"),
             fp8_compute=True,
-            features=MASKS | FA3_SCALES | names("v_head_size logit_soft_cap lse"),
+            features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse"),
             remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
             graph_capture=GraphCapture.ANY,
             excludes=FA3_FP8,
@@ -153,7 +153,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             v_head_pairs=EXPANDED_MLA,
             kv_cache_dtypes=names("auto fp8_e4m3"),
             fp8_compute=True,
-            features=MASKS | FA3_SCALES | names("v_head_size logit_soft_cap lse learned_sinks"),
+            features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse learned_sinks"),
             graph_capture=GraphCapture.ANY,
             excludes=(*FA3_FP8, (names("learned_sinks float16"), "it reads sinks in bf16")),
         ),
@@ -216,7 +216,8 @@ FLASHINFER = BackendInfo(
         head_sizes=one_of(64, 128, 192, 256),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS | names("v_head_size logit_soft_cap lse variant custom_mask block_sparse"),
+        features=MASKS
+        | names("v_head_size logit_soft_cap lse variant custom_mask block_sparse fp8_output"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             *(

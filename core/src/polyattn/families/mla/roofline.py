@@ -28,5 +28,5 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
         rows += min(length, pairs) if query else 0
     width = spec.num_heads * (spec.head_size + spec.v_head_size)
     size = STORAGE_DTYPES[spec.dtype].itemsize
-    cached = rows * row_widths(spec.stored_dtype, latent.size, latent.rank)[0]
+    cached = rows * row_widths(spec.stored_dtype, latent.size, latent.size)[0]
     return Cost(flops, cached + batch.num_tokens * width * size) + index_cost(spec, batch)

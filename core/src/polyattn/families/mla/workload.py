@@ -22,6 +22,7 @@ from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import picked_rows, spoil_requests
 from polyattn.workload.choosing import ChoosingWorkload
+from polyattn.workload.compare import output_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import copied, poison, put
 from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
@@ -161,6 +162,20 @@ class LatentWorkload(ChoosingWorkload):
 
     def call(self) -> Any:
         return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
+
+    def token_error(self, index: int) -> float:
+        """Return the error of the last run's last token of a sequence, by what the cache holds now."""
+        form, table = self.group.cache_format, self.batch.block_table
+        assert form is not None and table is not None and self.layer.weights is not None
+        rows = slice(self.batch.starts[index + 1] - 1, self.batch.starts[index + 1])
+        alone = Batch.from_lens(
+            [1], [self.batch.lens[index]], table[index : index + 1], form.block_size
+        )
+        expected, _ = reference.forward(
+            self.spec, self.query[rows], self.cache, alone, self.layer.weights, self.layer.params,
+            None if self.choice is None else self.choice[rows],
+        )  # fmt: skip
+        return output_error(self.out[rows], expected)
 
 
 WORKLOAD = LatentWorkload

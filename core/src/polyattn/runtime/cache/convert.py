@@ -37,7 +37,8 @@ def convert_blocks(
         target_scales: of the layer that reads `target`.
 
     Raises:
-        CacheError: the caches or blocks don't fit one another; nothing is written then.
+        CacheError: the caches or blocks don't fit one another, or blocks of one cache are both read and
+            written; nothing is written then.
 
     Examples:
         >>> group = LayerGroup(LayerSpec(num_heads=2, head_size=64, dtype="float32", block_size=16))
@@ -56,6 +57,12 @@ def convert_blocks(
     to_ids = _ids("target_blocks", target_blocks, target)
     if len(to_ids.unique()) < len(to_ids):
         raise CacheError(f"target_blocks={shown(to_ids.tolist())} names a block twice")
+    if source.key.data_ptr() == target.key.data_ptr() and set(from_ids.tolist()) & set(
+        to_ids.tolist()
+    ):
+        raise CacheError(
+            "source and target are one cache, and blocks are both read and written; name other blocks"
+        )
     tokens = len(from_ids) * source.block_size
     if tokens != len(to_ids) * target.block_size:
         raise CacheError(

@@ -16,6 +16,7 @@ from polyattn.api import select
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.families.mla.workload import LatentWorkload
 from polyattn.registry.capabilities import ANY_PLATFORM, check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
@@ -23,11 +24,11 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.selection.cache_format import format_of
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.row_format import row_widths
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import AS_IT_IS, Reading, bundled_models, read_specs
@@ -81,14 +82,15 @@ def show(
         _check_shared(text, rows_of, shared_prefix)
     spec = _spec(model, spec_json, reading)
     resolved = resolve_device(device)
-    names = [discover().backend(name).name for name in backends]
-    names = names or _of_this_kind(spec, resolved, reference)
+    named = [discover().backend(name).name for name in backends]
     for text, rows_of in batches.items():
-        check_room(_bytes(spec, rows_of), f"batch {text}", resolved)
+        check_room(_bytes(spec, rows_of, resolved), f"batch {text}", resolved)
     bench = Bench(spec, resolved, seconds, shared_prefix, total / len(batches))
     rows: list[dict[str, Any]] = []
     with said_plainly("name a smaller batch"), progress("measuring", as_json) as tell:
         for text, rows_of in batches.items():
+            prompts = any(query > 1 for query, _ in rows_of)
+            names = named or _of_this_kind(spec, resolved, reference, prompts)
             rows += bench.measure(text, rows_of, names, tell)
     if as_json:
         print_json(
@@ -105,9 +107,9 @@ def show(
 def _spec(model: str | None, spec_json: str | None, reading: Reading) -> LayerSpec:
     source, specs = read_specs(model, spec_json, reading)
     for spec in specs:
-        if spec.kind is AttentionKind.ATTENTION and spec.cached:
+        if spec.kind.is_latent or (spec.kind is AttentionKind.ATTENTION and spec.cached):
             return unrotated(spec)  # random queries and keys stand for rotated ones
-    raise SettingsError(f"{source}: has no attention layer with a cache to measure")
+    raise SettingsError(f"{source}: has no layer of attention or MLA with a cache to measure")
 
 
 def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) -> None:
@@ -119,13 +121,11 @@ def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) ->
             )
 
 
-def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
+def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]], device: Device) -> float:
     """The bytes that a batch's cache and its queries, keys, values and output take at least."""
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
     stepping = spec.num_heads * (spec.head_size + spec.v_head_size) + widths
-    cached = spec.num_kv_heads * sum(
-        row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
-    )
+    cached = format_of(spec, device, "NHD", 16).bytes_per_token
     tokens, queries = sum(n for _, n in lengths), sum(q for q, _ in lengths)
     return float(cached * tokens + 2 * stepping * queries)
 
@@ -231,7 +231,7 @@ class Bench:
 
 def full_step(
     selection: Selection, lengths: Sequence[tuple[int, int]], shared: int = 0
-) -> AttentionWorkload:
+) -> AttentionWorkload | LatentWorkload:
     """Return a step of a new layer over a cache full of random numbers, decodes first, as engines do.
 
     `shared`: leading tokens whose blocks all sequences have in common.
@@ -240,17 +240,20 @@ def full_step(
     group.finish_builds()
     assert group.cache_format is not None
     size = group.cache_format.block_size
+    dice = Dice(random.SystemRandom().randrange(2**31), group.torch_device, fast=True)
+    lengths = sorted(lengths, key=lambda pair: pair[0] != 1)
+    if group.spec.latent is not None:
+        latent = LatentWorkload.layer_of(group, dice, checks=False)
+        return LatentWorkload(latent, lengths, dice, shared=shared // size)
     cache = group.allocate_cache(sum(-(-n // size) for _, n in lengths) + 1)
     fill(cache)
     everybody = SharedRun(tuple(range(len(lengths))), 0, shared // size)
-    dice = Dice(random.SystemRandom().randrange(2**31), group.torch_device, fast=True)
     layer = AttentionWorkload.layer_of(group, dice, checks=False)
-    lengths = sorted(lengths, key=lambda pair: pair[0] != 1)
     levels = ((everybody,),) if everybody.count and len(lengths) > 1 else ()
     return AttentionWorkload(layer, lengths, dice, full=cache, shared=levels, spare=0)
 
 
-def sampled_error(step: AttentionWorkload) -> float:
+def sampled_error(step: AttentionWorkload | LatentWorkload) -> float:
     """Run a step and return the error of one token; raise if it is too large."""
     step.call()
     error = step.token_error(step.dice.integer(0, step.batch.num_seqs))
@@ -259,7 +262,7 @@ def sampled_error(step: AttentionWorkload) -> float:
     return error
 
 
-def sharing(step: AttentionWorkload) -> dict[str, int]:
+def sharing(step: AttentionWorkload | LatentWorkload) -> dict[str, int]:
     """Return how many blocks a step reads, and how many bytes less for sharing them.
 
     `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.
@@ -317,13 +320,21 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _of_this_kind(spec: LayerSpec, device: Device, reference: bool) -> list[str]:
-    """Return the backends of a layer's kind on a device's platform; the `reference` where asked for."""
+def _of_this_kind(
+    spec: LayerSpec, device: Device, reference: bool, prompts: bool = False
+) -> list[str]:
+    """Return the backends of a layer's kind on a device's platform; the `reference` where asked for.
+
+    `prompts`: those of attention too, where they serve MLA's prompts, expanded.
+    """
+    kinds = {spec.kind}
+    if prompts and spec.kind is AttentionKind.MLA:
+        kinds.add(AttentionKind.ATTENTION)
     return [
         info.name
         for info in discover().backends.values()
         if info.capabilities.attends
-        and spec.kind in info.capabilities.kinds
+        and kinds & info.capabilities.kinds
         and {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys()
         and (reference or not info.by_name_only)
     ]

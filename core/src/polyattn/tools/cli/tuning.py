@@ -117,7 +117,9 @@ def _layers(
             if spec.kind is AttentionKind.ATTENTION and spec.cached and spec.role is Role.DECODER
         ]
         if not mine:
-            raise SettingsError(f"{source}: has no attention layer with a cache to measure")
+            raise SettingsError(
+                f"{source}: has no attention layer with a cache to measure; `polyattn bench` times MLA"
+            )
         measured |= dict.fromkeys(mine)
     return list(measured)
 

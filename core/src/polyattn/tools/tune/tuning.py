@@ -109,7 +109,8 @@ class Tuning:
             self.notes.append(str(error).splitlines()[0])
             return None
         names = self._names(selection)
-        if len(names) < 2 and not spec.batch_invariant:  # whose cost is worth knowing
+        plain = spec.stored_dtype == spec.dtype and not spec.batch_invariant
+        if len(names) < 2 and plain:  # a format's cost, and a level's, is worth knowing
             self.notes.append(f"{spec}: {', '.join(names)} alone; nothing to choose")
             return None
         return selection

@@ -1,0 +1,25 @@
+"""How does a kernel whose output has 16 bits serve a layer whose output leaves in e4m3?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from polyattn.kernel import STORAGE_DTYPES, Frame, write_output
+
+
+def quantized_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, Any, Frame], None]:
+    """Let a backend's `run` write a tensor in the layer's dtype, and store it quantised after it."""
+
+    @wraps(run)
+    def through(self: Any, plan: Any, frame: Frame) -> None:
+        if frame.out.dtype.itemsize > 1:
+            run(self, plan, frame)
+            return
+        wide = torch.empty_like(frame.out, dtype=STORAGE_DTYPES[self.spec.dtype])
+        run(self, plan, frame.but(out=wide))
+        write_output(frame.out, wide, frame.params.out_scale)
+
+    return through
