@@ -6,7 +6,7 @@ from typing import Any
 
 import triton
 from polyattn.device import Device
-from polyattn.kernel import Invariance, LayerSpec
+from polyattn.kernel import Invariance, KVCache, LayerSpec
 from polyattn.selection.cache_format import format_of
 from polyattn.spec.row_format import is_rows
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
@@ -53,6 +53,8 @@ SHARED = ("prefix low", "prefix high", "prefix merge")
 """Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
 LISTED = ("paged listed", "paged pieces listed", "list")
 """And where masks are asked which key tiles there are, which the last does."""
+OF_ROWS = ("k_b", "k_t", "k_h", "v_b", "v_t", "v_h")
+"""Strides that are multiples of a row's bytes, where the cache has rows."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -139,8 +141,7 @@ def rows_constants(spec: LayerSpec, block_size: int, apart: bool) -> tuple[Any, 
     if not spec.cached or not is_rows(spec.kv_cache_dtype):
         return NO_ROWS
     form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
-    strides = [(block_size * form.num_kv_heads * w, form.num_kv_heads * w, w) for w in form.widths]
-    rows = Rows.of(form, tuple(strides), spec.dtype)
+    rows = Rows.of(form, KVCache.allocate(form, 1).alignment, spec.dtype)
     assert rows is not None
     return rows.constants(apart)
 
@@ -319,6 +320,7 @@ def compile_kernel(
         if name not in fixed
         and name not in FLOATS
         and name not in FREE
+        and not (pointers.get("K") == "u8" and name in OF_ROWS)
         and not signature[name].startswith("tensordesc")
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
