@@ -36,6 +36,7 @@ from polyattn.runtime.conventions import (
     store_lse,
 )
 from polyattn.runtime.function_backend import backend
+from polyattn.runtime.functions.encoding import trace_encode, width_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import (
@@ -151,7 +152,9 @@ __all__ = [
     "store_lse",
     "token_places",
     "trace",
+    "trace_encode",
     "trace_rows",
+    "width_of",
     "turned",
     "untraceable",
     "visible_entries",

@@ -225,7 +225,7 @@ TRITON_STORE = declared(
         kinds=ATTENDING,
         phases=names("store"),
         dtypes=DTYPES,
-        kv_cache_dtypes=CACHES | {"nvfp4"},
+        kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         layouts=("NHD", "HND", "contiguous"),
         features=names("causal gqa tensor_scales head_scales fp8_inputs"),
@@ -234,6 +234,7 @@ TRITON_STORE = declared(
     ),
     Priority(score=70, why="one launch, where torch takes a dozen"),
     summary="keys and values rotated, quantised and written to their slots in one launch",
+    rows_check="polyattn_triton.functions.row_writers:store_problem",
 )
 TRITON_MERGE = declared(
     "TRITON_MERGE",

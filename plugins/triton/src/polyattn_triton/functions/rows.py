@@ -116,14 +116,20 @@ def rows_problem(format: RowFormat) -> str | None:
     return None
 
 
+def by_hand(format: RowFormat) -> bool:
+    """Whether kernels know a format's bytes: nvfp4's."""
+    return (format.name, format.version) == ("nvfp4", 1)
+
+
 @cache
 def reader(format: RowFormat, size: int, align: int, half: bool) -> Reader:
     """Generate the functions that read a format's rows; nvfp4's are written by hand.
 
     Raises `UntraceableError`.
     """
-    by_hand = (format.name, format.version) == ("nvfp4", 1)
-    module = imported(NVFP4.format(align=align) if by_hand else source(format, size, align, half))
+    module = imported(
+        NVFP4.format(align=align) if by_hand(format) else source(format, size, align, half)
+    )
     return Reader(module.whole, getattr(module, "both", None), half)
 
 
