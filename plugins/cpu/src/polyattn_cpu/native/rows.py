@@ -176,13 +176,15 @@ class _Steps:
         first, places, free, count = len(self.columns), dict[int, int](), list[int](), 0
         for at, (op, to, *args) in enumerate(self.steps):
             here = [places.get(a, a) for a in args]
-            for a in {
-                a for a in args if a in places and last[a] == at and self._reads(op, args, a)
-            }:
-                free.append(places[a])
+            ended = {
+                places[a] for a in args if a in places and last[a] == at and self._reads(op, args, a)
+            }
+            apart = op == OPS.index("gather")  # it reads entries after it has written others
+            free += [] if apart else ended
             if not free:
                 free, count = [first + count], count + 1
             places[to] = free.pop()
+            free += ended if apart else []
             self.steps[at] = (op, places[to], *here, -(-self.counts[at] // COLUMNS) * COLUMNS)
         self.registers, self.result = first + count, places.get(result, result)
         shape = len(self.columns), -(-self.size // COLUMNS) * COLUMNS
