@@ -102,6 +102,11 @@ def packed(codes: Tensor, bits: int = 4) -> Tensor:
     return found
 
 
+def over(values: Tensor, number: float) -> Tensor:
+    """Return values over a number, rounded once: on a GPU torch multiplies by a number's reciprocal."""
+    return values / torch.full_like(values, number)
+
+
 def divided(values: Tensor, scale: Tensor) -> Tensor:
     """Return values over scales that broadcast; zeros where a scale is 0."""
     return torch.where(scale == 0, 0.0, values / scale)
