@@ -154,10 +154,10 @@ __all__ = [
     "trace",
     "trace_encode",
     "trace_rows",
-    "width_of",
     "turned",
     "untraceable",
     "visible_entries",
+    "width_of",
     "window_sizes",
     "write_output",
 ]

@@ -21,9 +21,9 @@ from polyattn_triton.kernels.four_bit_store import four_bit_constants, write_fou
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
+from polyattn_triton.kernels.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.kernels.row_store import OPTIONS as OF_WRITERS
 from polyattn_triton.kernels.row_store import write_rows_kernel
-from polyattn_triton.kernels.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
 from polyattn_triton.kernels.widen import widen_kernel
 from polyattn_triton.launch import Merge, launches_early, merge_options

@@ -106,8 +106,9 @@ def attend(
     """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
 
     `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
-    anything. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA: the absorbed query, over the
-    latents, with `absorbed(spec)`. A layer with functions of scores: these, of `functions_of(spec)`, and
+    anything. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA:
+    the absorbed query, over the latents, with `absorbed(spec)`. A layer with functions of scores: these,
+    of `functions_of(spec)`, and
     what they read, `functions.given({name: array})`. Returns (plan.num_tokens, heads, V head size) and
     the LSE, float32 (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
     """

@@ -66,7 +66,8 @@ def declared(
         # A format's bytes are moved along lanes as no TPU was seen to do.
         capabilities=replace(
             claims.but(platforms={"cpu": ()}),
-            kv_cache_dtypes=claims.kv_cache_dtypes | ({ANY_ROWS} if "rows_check" in fields else set()),
+            kv_cache_dtypes=claims.kv_cache_dtypes
+            | ({ANY_ROWS} if "rows_check" in fields else set()),
         ),
     )
     return BackendInfo.of_variants(

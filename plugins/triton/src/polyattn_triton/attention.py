@@ -332,7 +332,9 @@ class TritonAttention(AlikeAttention):
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
         packed = plan.config == self.packed and min(cache.alignment) >= WORD
-        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, cache.alignment, packed)
+        site = self._decode_site(
+            plan, strides, dtypes, lse is not None, inputs, cache.alignment, packed
+        )
         site(
             plan.grid,
             (

@@ -129,8 +129,13 @@ class PrefixLauncher:
         """Attend to all pieces, then merge each row's parts."""
         spec, cache, params = self.spec, step.cache, step.params
         bounds, parts, listed, part_rows = plan.offsets
-        which: tuple[Any, ...] = (plan.config, step.query.stride(), step.query.dtype, cache.strides,
-                                  cache.alignment)
+        which: tuple[Any, ...] = (
+            plan.config,
+            step.query.stride(),
+            step.query.dtype,
+            cache.strides,
+            cache.alignment,
+        )
         site = self._sites.get(which)
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()

@@ -33,15 +33,16 @@ SMALL_FLOATS = {
 }  # fmt: skip
 """Bits of the mantissa, the exponent's bias, the code of what is too large, and that of NaN."""
 _ALONE = {
-    "abs": "abs", "neg": "neg", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "sqrt": "sqrt",
-    "rsqrt": "rsqrt", "floor": "floor", "ceil": "ceil", "bitwise_not": "not", "logical_not": "not",
+    "abs": "abs", "neg": "neg", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
+    "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor", "ceil": "ceil", "bitwise_not": "not", "logical_not": "not",
 }  # fmt: skip
 _PAIRS = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "truediv", "minimum": "minimum",
     "maximum": "maximum", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne",
     "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "logical_and": "and",
     "logical_or": "or", "__and__": "and", "__or__": "or", "__xor__": "xor", "__lshift__": "shl",
-    "__rshift__": "shr", "floor_divide": "floordiv", "remainder": "mod", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
+    "__rshift__": "shr", "floor_divide": "floordiv", "remainder": "mod",
+    "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
 }  # fmt: skip
 _MOVES = frozenset(
     {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "select", "slice", "expand", "permute",
@@ -168,9 +169,7 @@ class _Reader:
         for node in graph.nodes:
             if node.op == "placeholder":
                 at = np.arange(size)
-                self.values[node] = _Array(
-                    self.trace.add("element", kind=FLOAT), at, torch.float32
-                )
+                self.values[node] = _Array(self.trace.add("element", kind=FLOAT), at, torch.float32)
             elif node.op == "get_attr":
                 self.values[node] = getattr(graph.owning_module, node.target)
             elif node.op == "output":
@@ -223,7 +222,9 @@ class _Reader:
             return made(*args, **kwargs)
         op = _ALONE.get(name) or _PAIRS.get(name)
         if op is None or kwargs:
-            raise UntraceableError(f"operation {name!r} with {kwargs}" if op else f"operation {name!r}")
+            raise UntraceableError(
+                f"operation {name!r} with {kwargs}" if op else f"operation {name!r}"
+            )
         return self._each(op, args, dtype)
 
     def _moved(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -239,9 +240,8 @@ class _Reader:
         kept = {FLOAT: float, INT: int, BOOL: bool}[kind]
         # In float32, as torch has a number beside a tensor of it.
         entries = entries.astype(np.float32) if kind == FLOAT else entries
-        if len(entries) and ((entries == entries[0]) | (entries != entries)).all():
-            if (entries == entries[0]).all() or (entries != entries).all():
-                return self.trace.add("constant", what=kept(entries[0]), kind=kind)
+        if len(entries) and ((entries == entries[0]).all() or (entries != entries).all()):
+            return self.trace.add("constant", what=kept(entries[0]), kind=kind)
         return self.trace.add("vector", what=tuple(map(kept, entries)), kind=kind)
 
     def _vector(self, value: Any, shape: tuple[int, ...], kind: str) -> int:
@@ -252,7 +252,9 @@ class _Reader:
         at = np.broadcast_to(value.at, shape).reshape(-1)
         found = value.node
         if not (at == np.arange(len(at))).all():
-            found = self.trace.add("gather", (found,), tuple(at.tolist()), self.trace.nodes[found].kind)
+            found = self.trace.add(
+                "gather", (found,), tuple(at.tolist()), self.trace.nodes[found].kind
+            )
         return self._as(found, kind)
 
     def _as(self, node: int, kind: str) -> int:
@@ -297,7 +299,9 @@ class _Reader:
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, _Array):
-            return value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+            return (
+                value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+            )
         if dtype == value.dtype:
             return value
         if dtype in SMALL_FLOATS:
@@ -320,10 +324,14 @@ class _Reader:
             a = _Node(self.trace.add("abs", (node,)))
             normal = 2.0 ** (1 - bias)
             raised = self._op("add", a, normal * 2.0**drop, kind=FLOAT)
-            low = self._op("and", self.trace.add("bits", (raised,), kind=INT), (1 << (mantissa + 1)) - 1)
+            low = self._op(
+                "and", self.trace.add("bits", (raised,), kind=INT), (1 << (mantissa + 1)) - 1
+            )
             code = self._choose(self._op("lt", a, normal, kind=FLOAT), low, code)
         none = self.trace.add("constant", what=nan, kind=INT)
-        code = self._choose(self.trace.add("ne", (node, node)), none, self._op("minimum", code, top))
+        code = self._choose(
+            self.trace.add("ne", (node, node)), none, self._op("minimum", code, top)
+        )
         width = 8 * dtype.itemsize
         sign = self._op("and", self._op("shr", bits, 32 - width), 1 << (width - 1))
         return self._op("or", code, _Node(sign))
@@ -346,7 +354,11 @@ class _Reader:
 
     def _view(self, value: _Array, dtype: torch.dtype) -> _Array:
         """Write elements' bits, read as another dtype."""
-        vector, size, each = self._vector(value, value.at.shape, _kind(value)), value.dtype, dtype.itemsize
+        vector, size, each = (
+            self._vector(value, value.at.shape, _kind(value)),
+            value.dtype,
+            dtype.itemsize,
+        )
         if dtype == torch.float32 and size in (torch.int32, torch.uint32):
             return self._made(self.trace.add("single", (vector,)), value.at.shape, dtype)
         if size == torch.float32:
@@ -386,7 +398,9 @@ class _Reader:
             half = -(-count // 2)
             first, second = left.at[..., :half], left.at[..., half:]
             if count % 2 and op == "add":
-                zero = _Array(self.trace.add("constant", what=0, kind=INT), first[..., :1] * 0, value.dtype)
+                zero = _Array(
+                    self.trace.add("constant", what=0, kind=INT), first[..., :1] * 0, value.dtype
+                )
                 second = self._cat([_Array(left.node, second, value.dtype), zero], -1)
             else:  # one of them twice, where they are odd
                 second = _Array(left.node, left.at[..., count - half :], value.dtype)
@@ -404,10 +418,17 @@ class _Reader:
         found = None
         for i, part in enumerate(parts):
             if isinstance(part, _Array):
-                spread = [part.at if i == j else np.zeros(_shape(p), np.int64) for j, p in enumerate(parts)]
-                one = self._vector(_Array(part.node, np.concatenate(spread, dim), dtype), own.shape, kind)
+                spread = [
+                    part.at if i == j else np.zeros(_shape(p), np.int64)
+                    for j, p in enumerate(parts)
+                ]
+                one = self._vector(
+                    _Array(part.node, np.concatenate(spread, dim), dtype), own.shape, kind
+                )
             else:
-                spread = [part.numpy() if i == j else np.zeros(_shape(p)) for j, p in enumerate(parts)]
+                spread = [
+                    part.numpy() if i == j else np.zeros(_shape(p)) for j, p in enumerate(parts)
+                ]
                 one = self._constant(np.concatenate(spread, dim), own.shape, kind)
             if found is None:
                 found = one
@@ -445,7 +466,11 @@ class _Reader:
         shape = np.broadcast_shapes(*(_shape(a) for a in (test, yes, no)))
         kind = next(k for k in (FLOAT, INT, BOOL) if k in (_kind(yes), _kind(no)))
         dtype = torch.result_type(_like(yes), _like(no))
-        parts = self._vector(test, shape, BOOL), self._vector(yes, shape, kind), self._vector(no, shape, kind)
+        parts = (
+            self._vector(test, shape, BOOL),
+            self._vector(yes, shape, kind),
+            self._vector(no, shape, kind),
+        )
         return self._made(self._choose(*parts), shape, dtype)
 
     def _signbit(self, value: _Array) -> _Array:
@@ -460,7 +485,9 @@ class _Reader:
             raise UntraceableError("operation 'pow' whose exponent isn't 2")
         return self._each("mul", (value, value), value.dtype)
 
-    def _nan_to_num(self, value: _Array, nan: Any = None, high: Any = None, low: Any = None) -> _Array:
+    def _nan_to_num(
+        self, value: _Array, nan: Any = None, high: Any = None, low: Any = None
+    ) -> _Array:
         most = torch.finfo(torch.float32).max
         is_nan = self._isnan(value)
         found = self._clamp(value, -most if low is None else low, most if high is None else high)
@@ -505,7 +532,11 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _like(value: Any) -> Any:
-    return torch.empty((1,) * len(_shape(value)), dtype=value.dtype) if isinstance(value, _Array) else value
+    return (
+        torch.empty((1,) * len(_shape(value)), dtype=value.dtype)
+        if isinstance(value, _Array)
+        else value
+    )
 
 
 def _kind_of(dtype: torch.dtype) -> str:
@@ -516,4 +547,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, (_Array, Tensor)):
         return _kind_of(value.dtype)
     return {bool: BOOL, int: INT, float: FLOAT}[type(value)]
-

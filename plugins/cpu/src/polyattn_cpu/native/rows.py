@@ -132,7 +132,9 @@ def writer(format: RowFormat, size: int) -> Program:
 def store_problem(format: RowFormat) -> str | None:
     """Say why NATIVE_STORE can't write a format's rows, or None."""
     try:
-        writer(format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1]))
+        writer(
+            format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1])
+        )
     except UntraceableError as error:
         return f"{error}, which the native kernels have no step for"
     return None
@@ -177,7 +179,9 @@ class _Steps:
         for at, (op, to, *args) in enumerate(self.steps):
             here = [places.get(a, a) for a in args]
             ended = {
-                places[a] for a in args if a in places and last[a] == at and self._reads(op, args, a)
+                places[a]
+                for a in args
+                if a in places and last[a] == at and self._reads(op, args, a)
             }
             apart = op == OPS.index("gather")  # it reads entries after it has written others
             free += [] if apart else ended

@@ -63,7 +63,8 @@ class Part(NamedTuple):
             tokens, heads, size, block_size, blocks * block_size,
             *source.stride()[:2], *strides,
             TORCH_DTYPES[source.dtype], _stored(source if cache is None else cache),
-            0 if turns is None else turns.shape[1] // 2, self.first, self.neighbours, self.scale, self.rows,
+            0 if turns is None else turns.shape[1] // 2, self.first, self.neighbours, self.scale,
+            self.rows,
         )  # fmt: skip
 
 
@@ -163,7 +164,15 @@ class NativeStore(StoreBackend):
         factors = None if rotation is None else rotation.query_scale
         parts = [
             Part(query, out=out, bias=biases[0], factors=factors, **of_query),
-            Part(key, cache.key, params.k_scale, out=key_out, bias=biases[1], rows=self.rows[0], **of_key),
+            Part(
+                key,
+                cache.key,
+                params.k_scale,
+                out=key_out,
+                bias=biases[1],
+                rows=self.rows[0],
+                **of_key,
+            ),
         ]
         if not cache.value_in_key:
             parts.append(

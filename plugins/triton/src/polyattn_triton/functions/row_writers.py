@@ -49,7 +49,9 @@ class Writer:
 def store_problem(format: RowFormat) -> str | None:
     """Say why TRITON_STORE can't write a format's rows, or None."""
     try:
-        source(format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1]))
+        source(
+            format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1])
+        )
     except UntraceableError as error:
         return f"{error}, which isn't generated for Triton's kernels"
     return None
@@ -88,7 +90,9 @@ class _Source:
         assert trace.score is not None
         name, count = self.known[trace.score]
         at = self._put(f"tl.arange(0, {count})")
-        self.lines.append(f"    tl.store(OUT + {at}, {name}.to(tl.uint8), mask={at} < {trace.length})")
+        self.lines.append(
+            f"    tl.store(OUT + {at}, {name}.to(tl.uint8), mask={at} < {trace.length})"
+        )
 
     def _put(self, text: str) -> str:
         self.lines.append(f"    y{len(self.lines)} = {text}")
@@ -111,7 +115,9 @@ class _Source:
         if node.op == "element":
             count = _power(self.size)
             at = self._put(f"tl.arange(0, {count})")
-            row = self._put(f"tl.load(NEW + {at}, mask={at} < {self.size}, other=0.0).to(tl.float32)")
+            row = self._put(
+                f"tl.load(NEW + {at}, mask={at} < {self.size}, other=0.0).to(tl.float32)"
+            )
             return self._put(f"tl.div_rn({row}, scale + tl.zeros_like({row}))"), count
         if node.op == "vector":
             return self._vector(node)
@@ -141,7 +147,9 @@ class _Source:
 
     def _first(self, text: str, n: int, count: int) -> str:
         """Take the first entries of a vector that has more."""
-        return text if n in (0, count) else self._put(f"tl.gather({text}, tl.arange(0, {count}), 0)")
+        return (
+            text if n in (0, count) else self._put(f"tl.gather({text}, tl.arange(0, {count}), 0)")
+        )
 
     def _operation(self, node: Any, texts: list[str]) -> str:
         if node.op in ("to_float", "to_int"):
@@ -161,7 +169,9 @@ class _Source:
         if node.op in ("minimum", "maximum") and node.kind == "float":
             return f"tl.{node.op}({', '.join(texts)}, {NAN})"
         if node.op == "truediv":  # as torch divides; Triton's own is approximate
-            like = next((t for t, i in zip(texts, node.args, strict=True) if self.known[i][1]), texts[0])
+            like = next(
+                (t for t, i in zip(texts, node.args, strict=True) if self.known[i][1]), texts[0]
+            )
             return "tl.div_rn({}, {})".format(
                 *(t if self.known[i][1] else f"({t} + tl.zeros_like({like}))"
                   for t, i in zip(texts, node.args, strict=True))

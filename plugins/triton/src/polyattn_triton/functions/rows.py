@@ -77,9 +77,7 @@ class Rows:
     value: Reader
 
     @classmethod
-    def of(
-        cls, cache: CacheFormat | None, alignment: tuple[int, int], dtype: str
-    ) -> Rows | None:
+    def of(cls, cache: CacheFormat | None, alignment: tuple[int, int], dtype: str) -> Rows | None:
         """Return the readers of a cache of rows whose keys and values have this `KVCache.alignment`.
 
         `dtype`: the layer's; float32 is computed in as it is.
