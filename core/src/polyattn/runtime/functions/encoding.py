@@ -34,7 +34,8 @@ SMALL_FLOATS = {
 """Bits of the mantissa, the exponent's bias, the code of what is too large, and that of NaN."""
 _ALONE = {
     "abs": "abs", "neg": "neg", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
-    "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor", "ceil": "ceil", "bitwise_not": "not", "logical_not": "not",
+    "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor", "ceil": "ceil", "bitwise_not": "not",
+    "logical_not": "not",
 }  # fmt: skip
 _PAIRS = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "truediv", "minimum": "minimum",
