@@ -35,6 +35,7 @@ from polyattn.runtime.conventions import (
     store_lse,
 )
 from polyattn.runtime.function_backend import backend
+from polyattn.runtime.functions.encoding import trace_encode, width_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import (
@@ -150,10 +151,12 @@ __all__ = [
     "store_lse",
     "token_places",
     "trace",
+    "trace_encode",
     "trace_rows",
     "turned",
     "untraceable",
     "visible_entries",
+    "width_of",
     "window_sizes",
     "write_output",
 ]

@@ -12,14 +12,15 @@ import pytest
 import torch
 from polyattn import Batch, KVCache, LayerSpec, RowFormat, row_formats
 from polyattn.families.attention import reference
-from polyattn.kernel import Device, Frame, LayerParams, quantize
+from polyattn.kernel import Device, Frame, LayerParams, encoded, quantize, sizes_of
 from polyattn.runtime.cache.bits import codebook, half, single_at, written
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu.native import library
 from polyattn_cpu.native.attention import NativeAttention
-from polyattn_cpu.native.rows import latent_problem, rows_problem
+from polyattn_cpu.native.rows import BY_HAND, latent_problem, rows_problem, writer
+from polyattn_cpu.native.store import Part, store
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from unseen_format import registered
@@ -165,3 +166,22 @@ def test_all_formats_are_claimed_but_those_without_steps() -> None:
     spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, kv_cache_dtype="int4")
     backend = polyattn.select(spec, "cpu").backend("decode")
     assert backend is not None and backend.name == "NATIVE_ATTN"
+
+
+@pytest.mark.parametrize("name", [*BY_HAND, "kivi2", "fp8_ds_mla", "fp8_ds_v4"])
+def test_rows_are_written_as_torch_writes_them(name: str) -> None:
+    """Strided rows over a scale, in no order; a slot of -1 is skipped, and nothing else is touched."""
+    format = row_formats()[name]
+    size = 128 if format.row_bytes(128) else sizes_of(format)[0]
+    chance = torch.Generator().manual_seed(5)
+    new = torch.randn(40, 6, size, generator=chance).bfloat16()[:, 1:3]
+    new[3], new[4], new[5] = 0.0, new[4] * 1e30, new[5] * 1e-20
+    slots = torch.randperm(64, generator=chance)[:40]
+    slots[7] = -1
+    cache = torch.full((4, 16, 2, format.row_bytes(size)), 0x5A, dtype=torch.uint8)
+    wanted, kept = cache.clone(), slots >= 0
+    wanted.view(64, 2, -1)[slots[kept]] = encoded(new[kept].float() / torch.tensor(0.3), format)
+    for isa in ISAS:
+        found = torch.full_like(cache, 0x5A)
+        store([Part(new, found, 0.3, rows=writer(format, size).address)], slots, by=isa)
+        assert torch.equal(found, wanted), isa

@@ -7,12 +7,13 @@ from typing import Any
 import triton
 from machine_code import read_unwritten
 from polyattn.device import Device
-from polyattn.kernel import Invariance, LayerSpec
+from polyattn.kernel import Invariance, KVCache, LayerSpec
 from polyattn.selection.cache_format import format_of
-from polyattn.spec.row_format import is_rows
+from polyattn.spec.row_format import is_rows, rows_of
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
-from polyattn_triton.functions.rows import NO_ROWS, Rows
+from polyattn_triton.functions.row_writers import writer
+from polyattn_triton.functions.rows import NO_ROWS, Rows, by_hand
 from polyattn_triton.hopper.packed import packed_kernel
 from polyattn_triton.hopper.packing import OPTIONS, PACKED, packed_config, packed_constants
 from polyattn_triton.hopper.widening import copy_constants
@@ -22,6 +23,8 @@ from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.kernels.rotated_store import rotate_constants, rotate_store_kernel
+from polyattn_triton.kernels.row_store import OPTIONS as OF_WRITERS
+from polyattn_triton.kernels.row_store import write_rows_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
 from polyattn_triton.kernels.widen import widen_kernel
 from polyattn_triton.launch import Merge, launches_early, merge_options
@@ -54,6 +57,8 @@ SHARED = ("prefix low", "prefix high", "prefix merge")
 """Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
 LISTED = ("paged listed", "paged pieces listed", "list")
 """And where masks are asked which key tiles there are, which the last does."""
+OF_ROWS = ("k_b", "k_t", "k_h", "v_b", "v_t", "v_h")
+"""Strides that are multiples of a row's bytes, where the cache has rows."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -140,8 +145,7 @@ def rows_constants(spec: LayerSpec, block_size: int, apart: bool) -> tuple[Any, 
     if not spec.cached or not is_rows(spec.kv_cache_dtype):
         return NO_ROWS
     form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
-    strides = [(block_size * form.num_kv_heads * w, form.num_kv_heads * w, w) for w in form.widths]
-    rows = Rows.of(form, tuple(strides), spec.dtype)
+    rows = Rows.of(form, KVCache.allocate(form, 1).alignment, spec.dtype)
     assert rows is not None
     return rows.constants(apart)
 
@@ -238,9 +242,21 @@ def _compile_small(
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
+    if cached == "u8" and not all(map(by_hand, rows_of(spec.kv_cache_dtype))):
+        key, value = (
+            writer(f, n)
+            for f, n in zip(
+                rows_of(spec.kv_cache_dtype), (spec.head_size, spec.v_head_size), strict=True
+            )
+        )
+        constants: tuple[Any, ...] = (
+            spec.num_kv_heads, block_size, False, SCALES[spec.scales], key.write, value.write
+        )  # fmt: skip
+        tables = dict.fromkeys(("K_TABLE", "V_TABLE"), "i32")
+        return compile_kernel(write_rows_kernel, pointers | tables, constants, arch, OF_WRITERS)
     if cached == "u8":
         sizes = (spec.num_kv_heads, spec.head_size, spec.v_head_size)
-        constants: tuple[Any, ...] = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
+        constants = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
         return compile_kernel(write_four_kernel, pointers, constants, arch, {"num_warps": 4})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
@@ -320,6 +336,7 @@ def compile_kernel(
         if name not in fixed
         and name not in FLOATS
         and name not in FREE
+        and not (pointers.get("K") == "u8" and name in OF_ROWS)
         and not signature[name].startswith("tensordesc")
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -302,7 +302,7 @@ def _judge(
     judged = []
     for info in candidates:
         rejections = _rejections(info, spec, device, phase)
-        if not rejections and phase not in SERVICES:
+        if not rejections:
             rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)

@@ -33,7 +33,7 @@ class RowFormat:
         name: for `LayerSpec.kv_cache_dtype`; letters, digits, `_`, `-` and `.`.
         encode: `encode(row)`: float32 (..., size), already divided by the layer's scale, to uint8 (...,
             row_bytes). Each row by itself; finite elements stay finite (they saturate), zeros stay
-            zeros.
+            zeros. What uses float32 and fixed shapes alone is traced into stores, too.
         decode: `decode(row, d, size)`: element `d` (a tensor of them) of a row, float32. `row[i]` is
             byte `i`, an integer. Plain torch, element by element, so that core can trace it into
             kernels; `polyattn.runtime.cache.bits` reads bytes as numbers (`half`, `single`, `e4m3`).

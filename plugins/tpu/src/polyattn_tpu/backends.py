@@ -27,6 +27,7 @@ from polyattn.kernel import (
     StoreBackend,
     StorePlan,
     absorbed,
+    turned,
 )
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.functions import Cache, Scales
 from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
 from polyattn_tpu.reading import reads_of
+from polyattn_tpu.rows import Rows
 from polyattn_tpu.step import Step
 
 
@@ -53,7 +55,7 @@ def buckets() -> Buckets:
     return Buckets(**given)
 
 
-STATIC = ("spec", "functions", "lse", "interpret")
+STATIC = ("spec", "functions", "lse", "interpret", "rows")
 attend = jax.jit(functions.attend, static_argnames=STATIC)
 attend_given = jax.jit(functions.attend_given, static_argnames=STATIC)
 attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank"))
@@ -66,16 +68,27 @@ recur = {
 }
 
 
-def write(cache: Cache, key: Any, value: Any, slots: Any, scales: Scales) -> Cache:
+def rows_of(cache: CacheFormat | None) -> tuple[Rows, Rows] | None:
+    """Return how a cache's rows of bytes are read and written; None: it has none."""
+    if cache is None or cache.rows is None:
+        return None
+    return Rows(cache.rows[0], cache.head_size), Rows(cache.rows[1], cache.v_head_size)
+
+
+def write(
+    cache: Cache, key: Any, value: Any, slots: Any, scales: Scales, rows: Any = None
+) -> Cache:
     """Return the cache with rows (tokens, heads, size) at `slots`, -1 for none."""
-    made = functions.scatter(cache.key, key, slots, scales.key)
+    of_key, of_value = rows or (None, None)
+    made = functions.scatter(cache.key, key, slots, scales.key, of_key)
     if cache.value is None:
         return Cache(made)
-    return Cache(made, functions.scatter(cache.value, value, slots, scales.value))
+    return Cache(made, functions.scatter(cache.value, value, slots, scales.value, of_value))
 
 
 stored = {
-    donated: jax.jit(write, donate_argnames=("cache",) * donated) for donated in (False, True)
+    donated: jax.jit(write, static_argnames=("rows",), donate_argnames=("cache",) * donated)
+    for donated in (False, True)
 }
 
 
@@ -99,6 +112,8 @@ class PallasAttention(AttentionBackend):
         self.buckets = buckets()
         self.functions = functions.functions_of(spec)
         self.by = by_of(spec)
+        self.rows = rows_of(cache)
+        self._turned = tuple(r.format if r.format.turn else None for r in self.rows or ())
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
         step, group = Step.from_batch(batch), self.spec.gqa_ratio
@@ -114,6 +129,16 @@ class PallasAttention(AttentionBackend):
         return reads_of(self.spec_of(batch), plan.arrays, batch, size)
 
     def run(self, plan: JaxPlan, frame: Frame) -> None:
+        """Attend; where rows are turned, with turned queries, and outputs turned back."""
+        of_key, of_value = self._turned or (None, None)
+        if of_key is not None:
+            query = turned(frame.query.float(), of_key).to(frame.query.dtype)
+            frame = frame.but(query=query)
+        self._run(plan, frame)
+        if of_value is not None and not (self.cache and self.cache.value_in_key):
+            frame.out.copy_(turned(frame.out.float(), of_value, back=True))
+
+    def _run(self, plan: JaxPlan, frame: Frame) -> None:
         params, lse = frame.params, frame.lse
         count, spec = frame.query.shape[0], self.spec_of(plan.batch)
         if not count:
@@ -134,7 +159,8 @@ class PallasAttention(AttentionBackend):
             given = (to_jax(frame.key), to_jax(frame.value))
             result, logs = attend_given(plan.arrays, spec, rows, *given, **options)
         else:
-            result, logs = attend(plan.arrays, spec, rows, pages(frame.cache), **options)
+            held = pages(frame.cache)
+            result, logs = attend(plan.arrays, spec, rows, held, rows=self.rows, **options)
         assign(frame.out, result[:count])
         if lse is not None:
             assign(lse, logs[:count])
@@ -210,7 +236,10 @@ class JaxStore(StoreBackend):
         slots = _padded(to_jax(plan.slots), size, -1)
         rows = [_padded(to_jax(tensor), size) for tensor in (key, value)]
         scales = Scales(params.k_scale, params.v_scale)
-        update_pages(cache, lambda pages, alone: stored[alone](pages, *rows, slots, scales))
+        form = rows_of(self.cache)
+        update_pages(
+            cache, lambda pages, alone: stored[alone](pages, *rows, slots, scales, rows=form)
+        )
 
 
 class JaxMerge(MergeBackend):

@@ -138,13 +138,13 @@ def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
         raise BatchError("a cache in JAX keeps K and V apart; leave interleaved out")
     environment = torchax().default_env()
     shape = (num_blocks, form.num_kv_heads, form.block_size)
-    sizes = [form.head_size] if form.value_in_key else [form.head_size, form.v_head_size]
+    sizes = form.widths[:1] if form.value_in_key else form.widths
     views = []
     for size in sizes:
-        array = jnp.zeros((*shape, whole_lanes(size)), DTYPES[form.dtype])
+        array = jnp.zeros((*shape, whole_lanes(size)), DTYPES.get(form.dtype, jnp.uint8))
         views.append(_logical(environment.j2t_iso(array), size))
     if form.value_in_key:
-        views.append(_logical(root(views[0]), form.v_head_size))
+        views.append(_logical(root(views[0]), form.widths[1]))
     return KVCache(views[0], views[1], form)
 
 

@@ -71,7 +71,11 @@ def interpreted() -> bool:
 
 
 def form_of(
-    spec: LayerSpec, lse: bool, value_in_key: bool = False, interpret: bool | None = None
+    spec: LayerSpec,
+    lse: bool,
+    value_in_key: bool = False,
+    interpret: bool | None = None,
+    rows: Any = None,
 ) -> Form:
     """Return what the kernel is compiled for."""
     return Form(
@@ -80,6 +84,7 @@ def form_of(
         v_size=whole_lanes(spec.v_head_size),
         value_in_key=value_in_key,
         interpret=interpreted() if interpret is None else interpret,
+        rows=rows,
     )
 
 
@@ -96,12 +101,14 @@ def attend(
     functions: Any = None,
     lse: bool = False,
     interpret: bool | None = None,
+    rows: Any = None,
 ) -> tuple[Array, Array | None]:
     """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
 
     `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
-    anything. `spec`, `functions` and `lse` are static. For MLA: the absorbed query, over the
-    latents, with `absorbed(spec)`. A layer with functions of scores: these, of `functions_of(spec)`, and
+    anything. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA:
+    the absorbed query, over the latents, with `absorbed(spec)`. A layer with functions of scores: these,
+    of `functions_of(spec)`, and
     what they read, `functions.given({name: array})`. Returns (plan.num_tokens, heads, V head size) and
     the LSE, float32 (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
     """
@@ -112,8 +119,8 @@ def attend(
     quantised = cache.key.dtype != query.dtype
     both = (scales.key, scales.value if cache.value is not None else scales.key)
     pair = jnp.asarray(both if quantised else (1.0, 1.0), jnp.float32)
-    form = form_of(spec, lse, cache.value is None, interpret)
-    wide = widened(query, cache.key.shape[3])
+    form = form_of(spec, lse, cache.value is None, interpret, rows)
+    wide = widened(query, cache.key.shape[3] if rows is None else whole_lanes(spec.head_size))
     changes = _changes(plan, spec, cache, functions, inputs)
     result, total = paged_attention(
         wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form, changes
@@ -166,12 +173,18 @@ def store(
     return Cache(rows, scatter(cache.value, value, plan.slots, scales.value))
 
 
-def scatter(pages: Array, rows: Array, slots: Array, scale: Any) -> Array:
-    """Write rows (tokens, heads, size) to their slots of pages (blocks, heads, page, size)."""
+def scatter(pages: Array, rows: Array, slots: Array, scale: Any, format: Any = None) -> Array:
+    """Write rows (tokens, heads, size) to their slots of pages (blocks, heads, page, size).
+
+    `format`: where pages hold rows of bytes, their `rows.Rows`.
+    """
     blocks, page = pages.shape[0], pages.shape[2]
     # A slot of -1 is taken for a block past the end, which is dropped.
     block = jnp.where(slots < 0, blocks, slots // page)
-    new = widened(quantised(rows, pages.dtype, scale), pages.shape[3])
+    made = quantised(rows, pages.dtype, scale) if format is None else format.written(
+        over(rows, scale)
+    )  # fmt: skip
+    new = widened(made, pages.shape[3])
     return pages.at[block, :, slots % page].set(new, mode="drop", unique_indices=False)
 
 
@@ -181,13 +194,20 @@ def quantised(rows: Array, dtype: Any, scale: Any) -> Array:
         return rows
     if jnp.dtype(dtype).itemsize > 1:
         raise BatchError(f"rows are {rows.dtype}, the cache {dtype}; cast one")
-    # By one number XLA divides as a product with its reciprocal, and halves are rounded another way.
-    divisor = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape)
-    quotient = rows.astype(jnp.float32) / lax.optimization_barrier(divisor)
+    quotient = over(rows, scale)
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(quotient), -127, 127).astype(dtype)
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(quotient, -most, most).astype(dtype)
+
+
+def over(rows: Array, scale: Any) -> Array:
+    """Return `rows / scale`, float32.
+
+    By one number XLA divides as a product with its reciprocal, and halves are rounded another way.
+    """
+    divisor = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape)
+    return rows.astype(jnp.float32) / lax.optimization_barrier(divisor)
 
 
 def merge(total: Array, total_lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -62,7 +63,12 @@ def declared(
         compiled,
         name="interpreter",
         probe="polyattn_tpu.probes:interprets",
-        capabilities=claims.but(platforms={"cpu": ()}),
+        # A format's bytes are moved along lanes as no TPU was seen to do.
+        capabilities=replace(
+            claims.but(platforms={"cpu": ()}),
+            kv_cache_dtypes=claims.kv_cache_dtypes
+            | ({ANY_ROWS} if "rows_check" in fields else set()),
+        ),
     )
     return BackendInfo.of_variants(
         compiled,
@@ -101,6 +107,7 @@ PALLAS_ATTN = declared(
     aliases=("PALLAS",),
     summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
     variant_check="polyattn_tpu.variants:variant_problem",
+    rows_check="polyattn_tpu.rows:rows_problem",
 )
 
 PALLAS_MLA = declared(
@@ -123,6 +130,7 @@ PALLAS_MLA = declared(
     ),
     Priority(score=80, why="the latents by DMA, the value a part of the key"),
     summary="absorbed MLA decode in Pallas: each latent read once for all heads",
+    rows_check="polyattn_tpu.rows:latent_problem",
 )
 
 XLA_MLA_SPARSE = declared(

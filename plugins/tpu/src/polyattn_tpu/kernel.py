@@ -40,6 +40,7 @@ class Form:
     v_size: int
     value_in_key: bool
     interpret: bool
+    rows: Any = None  # of a cache of rows of bytes, the keys' and the values' `rows.Rows`
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,11 @@ def attention_kernel(
 
         pages_of(index, lambda copy: copy.wait())
         k = r.k_buf[slot]
+        if form.rows is not None:
+            k = form.rows[0].read(k, r.q_buf.shape[2])
         v = k[:, : form.v_size] if r.v_buf is None else r.v_buf[slot]
+        if form.rows is not None and r.v_buf is not None:
+            v = form.rows[1].read(v, form.v_size)
         if k.dtype != r.q_buf.dtype:
             k = k.astype(jnp.float32).astype(r.q_buf.dtype)
         # A slot past the length may hold NaN, and 0 times NaN is NaN.

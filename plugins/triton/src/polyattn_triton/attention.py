@@ -33,7 +33,7 @@ from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
-from polyattn_triton.hopper.packing import in_words, packed_constants, packed_site
+from polyattn_triton.hopper.packing import WORD, packed_constants, packed_site
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, compiling_only, load
@@ -196,13 +196,14 @@ class TritonAttention(AlikeAttention):
                 plan.portable = self.portable_of(plan)
             plan = plan.portable
         inputs = self._inputs(plan, params)
+        alignment = (1, 1) if cache is None else cache.alignment
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
-                 query.dtype, packed, lse is None)  # fmt: skip
+                 query.dtype, packed, lse is None, alignment)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             block_size = 1 if cache is None else cache.block_size
             site = self._sites[which] = self._prefill_site(
-                plan, which[1:5], block_size, packed, lse is not None, inputs
+                plan, which[1:5], block_size, packed, lse is not None, inputs, alignment
             )
         site(
             plan.grid,
@@ -226,10 +227,11 @@ class TritonAttention(AlikeAttention):
         packed: bool,
         lse: bool,
         inputs: Tensor,
+        alignment: tuple[int, int] = (1, 1),
     ) -> Site:
         """Specialise the portable kernel for query, key, value and output of these strides.
 
-        `packed`: keys go by token, not by block.
+        `packed`: keys go by token, not by block. `alignment`: the cache's.
         """
         config = self.paged_config if plan.fresh and not packed else plan.config
         where_seen = None
@@ -238,7 +240,7 @@ class TritonAttention(AlikeAttention):
         constants = prefill_constants(
             self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
-            NO_ROWS if packed else self._rows(strides, False),
+            NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
         return _site(prefill_kernel, strides, constants, config, packed)
 
@@ -264,7 +266,7 @@ class TritonAttention(AlikeAttention):
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = []
         for lse in (False, True):
-            which = (plan.variant, *each, dtype, dtype, True, not lse)
+            which = (plan.variant, *each, dtype, dtype, True, not lse, (1, 1))
             if which not in self._sites:
                 self._sites[which] = self._prefill_site(plan, each, 1, True, lse, self._none)
             sites.append(self._sites[which])
@@ -329,8 +331,10 @@ class TritonAttention(AlikeAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        packed = plan.config == self.packed and in_words(cache)
-        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs, packed)
+        packed = plan.config == self.packed and min(cache.alignment) >= WORD
+        site = self._decode_site(
+            plan, strides, dtypes, lse is not None, inputs, cache.alignment, packed
+        )
         site(
             plan.grid,
             (
@@ -351,13 +355,15 @@ class TritonAttention(AlikeAttention):
         dtypes: tuple[torch.dtype, torch.dtype],
         lse: bool,
         inputs: Tensor,
+        alignment: tuple[int, int] = (1, 1),
         packed: bool = False,
     ) -> Site:
         """Specialise the kernel for query, key, value and output of these strides, once.
 
-        `dtypes`: of queries and of the cache. `packed`: the kernel is `hopper.packed`'s.
+        `dtypes`: of queries and of the cache. `alignment`: the cache's. `packed`: the kernel is
+        `hopper.packed`'s.
         """
-        which = plan.variant, plan.rows, strides, dtypes, lse, packed
+        which = plan.variant, plan.rows, strides, dtypes, lse, alignment, packed
         site = self._sites.get(which)
         if site is None and packed:
             assert self.cache is not None
@@ -370,14 +376,14 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
-                self._rows(strides, True),
+                self._rows(alignment, True),
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
 
-    def _rows(self, strides: tuple[Strides, ...], apart: bool) -> tuple[Any, ...]:
-        """Return how a cache of rows is read; strides are those of query, key, value and output."""
-        rows = Rows.of(self.cache, strides[1:3], self.spec.dtype)
+    def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:
+        """Return how a cache of rows of this alignment is read."""
+        rows = Rows.of(self.cache, alignment, self.spec.dtype)
         return NO_ROWS if rows is None else rows.constants(apart)
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:

@@ -57,12 +57,11 @@ ALIKE_WITHOUT = {
 
 def declared(
     name: str, path: str, claims: Capabilities, *priorities: Priority,
-    interpreted: GraphCapture | None = None, caches: frozenset[str] = frozenset(), **fields: Any,
+    interpreted: GraphCapture | None = None, **fields: Any,
 ) -> BackendInfo:  # fmt: skip
     """Return a backend of two builds: the compiled one, and the interpreted one for tests.
 
-    `interpreted`: what the interpreter's may be captured in, where that differs. `caches`: what it
-    reads beside what the compiled one does.
+    `interpreted`: what the interpreter's may be captured in, where that differs.
     """
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features
     on_cpu = claims.but(
@@ -71,7 +70,6 @@ def declared(
         excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
         graph_capture=claims.graph_capture if interpreted is None else interpreted,
     )
-    on_cpu = replace(on_cpu, kv_cache_dtypes=on_cpu.kv_cache_dtypes | caches)
     compiled = Variant(
         name="compiled",
         path=f"polyattn_triton.{path}",
@@ -99,7 +97,7 @@ TRITON_ATTN = declared(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=CACHES | {"nvfp4"},
+        kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         head_sizes=multiples(8, high=256),
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
@@ -151,8 +149,6 @@ TRITON_ATTN = declared(
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",
     rows_check="polyattn_triton.functions.rows:rows_problem",
-    # On an H200 keys of int8_rows beside values of int4 were read wrong by several queries' decode.
-    caches=frozenset({ANY_ROWS}),
 )
 
 MLA = Capabilities(
@@ -229,7 +225,7 @@ TRITON_STORE = declared(
         kinds=ATTENDING,
         phases=names("store"),
         dtypes=DTYPES,
-        kv_cache_dtypes=CACHES | {"nvfp4"},
+        kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
         layouts=("NHD", "HND", "contiguous"),
         features=names("causal gqa tensor_scales head_scales fp8_inputs"),
@@ -238,6 +234,7 @@ TRITON_STORE = declared(
     ),
     Priority(score=70, why="one launch, where torch takes a dozen"),
     summary="keys and values rotated, quantised and written to their slots in one launch",
+    rows_check="polyattn_triton.functions.row_writers:store_problem",
 )
 TRITON_MERGE = declared(
     "TRITON_MERGE",

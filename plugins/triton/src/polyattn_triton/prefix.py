@@ -129,12 +129,18 @@ class PrefixLauncher:
         """Attend to all pieces, then merge each row's parts."""
         spec, cache, params = self.spec, step.cache, step.params
         bounds, parts, listed, part_rows = plan.offsets
-        which: tuple[Any, ...] = (plan.config, step.query.stride(), step.query.dtype, cache.strides)
+        which: tuple[Any, ...] = (
+            plan.config,
+            step.query.stride(),
+            step.query.dtype,
+            cache.strides,
+            cache.alignment,
+        )
         site = self._sites.get(which)
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()
             config = plan.config
-            read = Rows.of(cache.format, (key, value), spec.dtype)
+            read = Rows.of(cache.format, cache.alignment, spec.dtype)
             constants = prefix_constants(
                 spec, config, cache.block_size, self.device.arch, key == value,
                 NO_ROWS if read is None else read.constants(apart=False),

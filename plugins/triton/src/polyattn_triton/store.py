@@ -8,8 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from polyattn.kernel import (
+    CacheFormat,
+    Device,
     KVCache,
     LayerParams,
+    LayerSpec,
     NewTokens,
     Rotation,
     StoreBackend,
@@ -18,9 +21,12 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.functions.row_writers import Writer, writer
+from polyattn_triton.functions.rows import by_hand
 from polyattn_triton.kernels.four_bit_store import store_four_bits
 from polyattn_triton.kernels.rotated_store import rotate_and_store
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
+from polyattn_triton.kernels.row_store import store_rows
 from polyattn_triton.launch import Launcher
 from polyattn_triton.variants import SCALES
 
@@ -65,6 +71,23 @@ class TritonStore(StoreBackend):
 
     name: ClassVar[str] = "TRITON_STORE"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.writers: tuple[Writer, Writer] | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None
+        rows = None if cache is None else cache.rows
+        if cache is not None and rows is not None and not all(map(by_hand, rows)):
+            key = writer(rows[0], cache.head_size)
+            value = key if cache.value_in_key else writer(rows[1], cache.v_head_size)
+            self.writers = key, value
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what the writers read, copied to the device once."""
+        if self.tables is None:
+            assert self.writers is not None
+            self.tables = self.writers[0].table(device), self.writers[1].table(device)
+        return self.tables
+
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
@@ -79,6 +102,11 @@ class TritonStore(StoreBackend):
         scales = (params.k_scale, params.v_scale) if by_tensors else (plan.slots, plan.slots)
         numbers = (1.0, 1.0) if by_tensors else (params.k_scale, params.v_scale)
         by = SCALES[self.spec.scales]
+        if self.writers is not None:
+            store_rows(
+                plan, key, value, cache, scales, numbers, by, self.writers, self._tables(key.device)
+            )
+            return
         if dtype == torch.uint8:
             store_four_bits(plan, key, value, cache, scales, numbers, by)
             return

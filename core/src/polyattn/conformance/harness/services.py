@@ -16,9 +16,11 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.row_format import rows_of
+from polyattn.spec.row_format import is_rows, rows_of
 from polyattn.workload.pages import bits, copied, poison, put, unchanged
 
+ROWS_OF = (2.0**-140, 1e-20, 1e4, 1e30)
+"""What a step's first rows are as large as, where rows of bytes are stored: denormals, what saturates."""
 COUNTS = {"some": 97, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
 
 
@@ -72,6 +74,10 @@ class StoreHarness(Harness):
         fused = self.dice.normal(count, 3 * heads, max(form.head_size, form.v_head_size))
         fused *= torch.where(self.dice.normal(count, 1, 1) > 1.5, 2000.0, 1.0)
         fused = fused.clamp(-448.0, 448.0) if spec.qkv_dtype != "auto" else fused
+        if is_rows(spec.kv_cache_dtype) and spec.qkv_dtype == "auto":
+            for at, extreme in zip(range(count), (0.0, *ROWS_OF), strict=False):
+                fused[at] *= extreme
+            fused[len(ROWS_OF) + 1 : len(ROWS_OF) + 2, ..., 3] = torch.nan
         fused = fused.to(input_dtype(spec))
         key = fused[:, :heads, : form.head_size]
         if form.value_in_key:
@@ -120,7 +126,8 @@ class StoreHarness(Harness):
                 format = rows_of(new.cache.format.dtype)[name == "value"]
                 read = [decoded(rows[at], format, given.shape[2]) for rows in (found, wanted)]
                 same = ((read[0] == read[1]) | (read[0].isnan() & read[1].isnan())).all(-1)
-                alike = same & read[1].isnan().any(-1)  # of a row's NaNs any bits do
+                # Of a row's NaNs any bits do, and of zeros, whose extremes have either sign.
+                alike = same & (read[1].isnan().any(-1) | (read[1] == 0).all(-1))
                 assert bool((alike | ~wrong[at].any(-1)).all()), (
                     f"{label}{self.backend} stored a {name} wrong"
                 )

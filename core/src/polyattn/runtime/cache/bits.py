@@ -102,9 +102,30 @@ def packed(codes: Tensor, bits: int = 4) -> Tensor:
     return result
 
 
+def over(values: Tensor, number: float) -> Tensor:
+    """Return values over a number, rounded once: on a GPU torch multiplies by a number's reciprocal."""
+    return values / torch.full_like(values, number)
+
+
 def divided(values: Tensor, scale: Tensor) -> Tensor:
     """Return values over scales that broadcast; zeros where a scale is 0."""
     return torch.where(scale == 0, 0.0, values / scale)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """Return the largest power of two that is no larger than float32 numbers above 0; else 1."""
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where((power == 0) | ~(power < torch.inf), 1.0, power)
+
+
+def summed(values: Tensor) -> Tensor:
+    """Return the sums of rows (..., size), (..., 1), by halves: the same bits on every device.
+
+    `size` is a power of two.
+    """
+    while (half := values.shape[-1] // 2) > 0:
+        values = values[..., :half] + values[..., half:]
+    return values
 
 
 def e2m1_codes(x: Tensor) -> Tensor:

@@ -311,6 +311,15 @@ class KVCache:
         return (self.key.stride(), self.value.stride(), self.key.dtype)
 
     @cached_property
+    def alignment(self) -> tuple[int, int]:
+        """Bytes, 16 at most, that each key's and each value's address is a multiple of."""
+        key, value = (
+            math.gcd(16, t.data_ptr(), *(t.element_size() * s for s in t.stride()[:3]))
+            for t in (self.key, self.value)
+        )
+        return key, value
+
+    @cached_property
     def format(self) -> CacheFormat:
         """The form of this cache."""
         by_block, by_token, by_head, _ = self.key.stride()

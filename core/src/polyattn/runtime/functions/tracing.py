@@ -98,6 +98,7 @@ class Trace:
         score: the number of the new score's operation; None: scores stay.
         mask: the number of the mask's operation; None: there is no mask.
         written: the hand-written source that calls are of, or None.
+        length: of a traced `encode`, the bytes of its row.
 
     Examples:
         >>> doubled = Function(lambda score, b, h, q_idx, kv_idx: score * 2, ())
@@ -113,6 +114,7 @@ class Trace:
     score: int | None = None
     mask: int | None = None
     written: str | None = None
+    length: int = 0
     _known: dict[Any, int] = field(default_factory=dict)
 
     def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:

@@ -13,13 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from polyattn.kernel import RowFormat, Trace, UntraceableError, decoded, sizes_of, trace_rows
+from polyattn.kernel import (
+    RowFormat,
+    Trace,
+    UntraceableError,
+    decoded,
+    sizes_of,
+    trace_encode,
+    trace_rows,
+    width_of,
+)
 
 OPS = (
     "byte", "look_up", "to_float", "to_int", "half", "where", "and", "or", "xor", "shl", "shr",
     "add_int", "sub_int", "mul_int", "div_int", "mod_int", "min_int", "max_int", "lt_int", "le_int",
     "eq_int", "add", "sub", "mul", "div", "min", "max", "lt", "le", "eq", "exp", "exp2", "log",
-    "log2", "sqrt", "sin", "cos", "tanh", "floor", "ceil",
+    "log2", "sqrt", "sin", "cos", "tanh", "floor", "ceil", "element", "gather",
 )  # fmt: skip
 """`pa_row_op`, in its order."""
 TRACED, INT8, E4M3, CODES = range(4)
@@ -89,14 +98,46 @@ def program(format: RowFormat, size: int) -> Program:
         constants, table = found.constants, found.table
     elif form == CODES:
         table = _levels(format).view(np.int32)
-    packed = np.array(steps, np.int32).reshape(-1, 5)
+    packed = np.array(steps, np.int32).reshape(-1, 6)
     table = np.zeros(1, np.int32) if table is None else table
     text = _FORMAT.pack(
         form, scale, group or size, format.row_bytes(size), size, len(packed), registers, len(constants),
         result, size**-0.5, packed.ctypes.data, constants.ctypes.data, table.ctypes.data,
     )  # fmt: skip
+    return _held(text, packed, constants, table)
+
+
+def _held(text: bytes, *arrays: Any) -> Program:
     buffer = ctypes.create_string_buffer(text, len(text))
-    return Program(ctypes.addressof(buffer), (buffer, packed, constants, table))
+    return Program(ctypes.addressof(buffer), (buffer, *arrays))
+
+
+@cache
+def writer(format: RowFormat, size: int) -> Program:
+    """Return how rows of `size` elements are written, as the library takes it.
+
+    Raises `UntraceableError`.
+    """
+    trace = trace_encode(format, size)
+    found = _Steps(trace, width := width_of(trace, size), format.row_bytes(size), trace.length)
+    packed, table = np.array(found.steps, np.int32).reshape(-1, 6), np.zeros(1, np.int32)
+    text = _FORMAT.pack(
+        TRACED, 0, size, format.row_bytes(size), width, len(packed), found.registers,
+        len(found.constants), found.result, 1.0, packed.ctypes.data, found.constants.ctypes.data,
+        table.ctypes.data,
+    )  # fmt: skip
+    return _held(text, packed, found.constants, table)
+
+
+def store_problem(format: RowFormat) -> str | None:
+    """Say why NATIVE_STORE can't write a format's rows, or None."""
+    try:
+        writer(
+            format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1])
+        )
+    except UntraceableError as error:
+        return f"{error}, which the native kernels have no step for"
+    return None
 
 
 def _levels(format: RowFormat) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -115,8 +156,9 @@ def _levels(format: RowFormat) -> np.ndarray[Any, np.dtype[np.float32]]:
 class _Steps:
     """Writes a trace as the library's steps."""
 
-    def __init__(self, trace: Trace, size: int, row_bytes: int):
+    def __init__(self, trace: Trace, size: int, row_bytes: int, length: int = 0):
         self.trace, self.nodes, self.size, self.row_bytes = trace, trace.nodes, size, row_bytes
+        self.counts: list[int] = []
         self.values = trace.by_place(np.arange(size))
         self.fixed: dict[Any, int] = {}
         self.columns: list[np.ndarray[Any, Any]] = []
@@ -125,7 +167,7 @@ class _Steps:
         self.known: dict[tuple[int, str], int] = {}
         self.steps: list[tuple[int, ...]] = []
         assert trace.score is not None
-        result = self._operand(trace.score, "float")
+        result = self._operand(trace.score, "int" if length else "float")
         self._number_registers(result)
 
     def _number_registers(self, result: int) -> None:
@@ -136,14 +178,18 @@ class _Steps:
         first, places, free, count = len(self.columns), dict[int, int](), list[int](), 0
         for at, (op, to, *args) in enumerate(self.steps):
             here = [places.get(a, a) for a in args]
-            for a in {
-                a for a in args if a in places and last[a] == at and self._reads(op, args, a)
-            }:
-                free.append(places[a])
+            ended = {
+                places[a]
+                for a in args
+                if a in places and last[a] == at and self._reads(op, args, a)
+            }
+            apart = op == OPS.index("gather")  # it reads entries after it has written others
+            free += [] if apart else ended
             if not free:
                 free, count = [first + count], count + 1
             places[to] = free.pop()
-            self.steps[at] = (op, places[to], *here)
+            free += ended if apart else []
+            self.steps[at] = (op, places[to], *here, -(-self.counts[at] // COLUMNS) * COLUMNS)
         self.registers, self.result = first + count, places.get(result, result)
         shape = len(self.columns), -(-self.size // COLUMNS) * COLUMNS
         self.constants = np.zeros(shape, np.int32)
@@ -154,7 +200,10 @@ class _Steps:
     def _reads(op: int, args: list[int], a: int) -> bool:
         return op != OPS.index("look_up") or a == args[0]
 
-    def _put(self, op: str, *args: int) -> int:
+    def _put(self, op: str, *args: int, count: int = 0) -> int:
+        own = args[:1] if op == "look_up" else args
+        read = [self.counts[-1 - a] for a in own if a < 0]
+        self.counts.append(count or min(read, default=self.size))
         args = (*args, *[args[0]] * (3 - len(args)))
         self.steps.append((OPS.index(op), -1 - len(self.steps), *args))
         return -len(self.steps)
@@ -199,6 +248,10 @@ class _Steps:
             return self._loaded(node)
         if op in ("to_float", "to_int", "to_bool"):
             return self._operand(node.args[0], kind)
+        if op in ("element", "vector", "gather"):
+            return self._vector(node)
+        if op == "bits":
+            return self._operand(node.args[0], "float")
         if op == "single":
             return self._operand(node.args[0], "int")
         if op == "half":
@@ -240,6 +293,17 @@ class _Steps:
         if op in ("floor", "ceil"):
             return a
         raise UntraceableError(f"operation {op!r} of {kind}s")
+
+    def _vector(self, node: Any) -> int:
+        """Write what only a row that is written has."""
+        if node.op == "element":
+            return self._put("element", self._constant(0, "int"))
+        padded = np.zeros(self.size)
+        padded[: len(node.what)] = node.what
+        if node.op == "vector":
+            return self._constant(padded, node.kind)
+        source = self._operand(node.args[0], self.nodes[node.args[0]].kind)
+        return self._put("gather", source, self._constant(padded, "int"), count=len(node.what))
 
     def _loaded(self, node: Any) -> int:
         at = self.values[node.args[0]] if len(node.args) == 1 else None

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from polyattn_cpu.native.attention import TORCH_DTYPES
 from polyattn_cpu.native.library import isa, load
+from polyattn_cpu.native.rows import writer
 
-_SCATTER = struct.Struct("@7P10q5if")
+_SCATTER = struct.Struct("@7P10q5ifP")
 
 
 class Part(NamedTuple):
@@ -33,6 +34,7 @@ class Part(NamedTuple):
     - `cache` (num_blocks, block_size, heads, size), its last stride 1; None: nothing is stored. One of
       8 bits takes `row / scale`, saturated, rounded to nearest even.
     - `out`: where the rows go too, contiguous, like the source.
+    - `rows`: how a cache of rows of bytes is written, `rows.Program.address`; its size is its bytes.
     - `bias` (heads, size), `turns` (num_tokens, 2 * pairs), `factors` (num_tokens,): float32,
       contiguous. Turned are 2 * pairs elements of a head from `first` on: pair i is elements i and
       i + pairs, or with `neighbours` 2 i and 2 i + 1.
@@ -47,6 +49,7 @@ class Part(NamedTuple):
     factors: Tensor | None = None
     first: int = 0
     neighbours: bool = False
+    rows: int = 0
 
     def packed(self, slots: Tensor) -> bytes:
         """Return `pa_scatter`."""
@@ -59,9 +62,15 @@ class Part(NamedTuple):
             _pointer(self.bias), _pointer(turns), _pointer(self.factors),
             tokens, heads, size, block_size, blocks * block_size,
             *source.stride()[:2], *strides,
-            TORCH_DTYPES[source.dtype], TORCH_DTYPES[(source if cache is None else cache).dtype],
+            TORCH_DTYPES[source.dtype], _stored(source if cache is None else cache),
             0 if turns is None else turns.shape[1] // 2, self.first, self.neighbours, self.scale,
+            self.rows,
         )  # fmt: skip
+
+
+def _stored(cache: Tensor) -> int:
+    """Return the dtype of a cache's items: of rows of bytes any of one byte."""
+    return TORCH_DTYPES[torch.int8 if cache.dtype == torch.uint8 else cache.dtype]
 
 
 def _pointer(tensor: Tensor | None) -> int:
@@ -100,6 +109,11 @@ class NativeStore(StoreBackend):
         super().__init__(spec, cache, device)
         self.by = isa()
         self.isa, self.scatter = self.by.encode(), load().pa_store
+        rows, sizes = None if cache is None else cache.rows, (0, 0)
+        if cache is not None:
+            sizes = (cache.head_size, cache.v_head_size)
+        self.written = [writer(f, n) for f, n in zip(rows or (), sizes, strict=False)]
+        self.rows = [w.address for w in self.written] or [0, 0]
 
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
@@ -109,18 +123,20 @@ class NativeStore(StoreBackend):
         (kb, kt, kh, _), (vb, vt, vh, _), stored = cache.strides
         tokens, heads, size = key.shape
         st, sh, _ = key.stride()
-        block_size, at, dtype = cache.block_size, slots.data_ptr(), TORCH_DTYPES[stored]
+        block_size, at = cache.block_size, slots.data_ptr()
+        dtype = TORCH_DTYPES[torch.int8 if stored == torch.uint8 else stored]
         count = cache.num_blocks * block_size
         packed, parts = pack(
             key.data_ptr(), cache.key.data_ptr(), 0, at, 0, 0, 0, tokens, heads, size, block_size, count,
             st, sh, kb, kt, kh, TORCH_DTYPES[key.dtype], dtype, 0, 0, False, params.k_scale,
+            self.rows[0],
         ), 1  # fmt: skip
         if not cache.value_in_key:
             st, sh, _ = value.stride()
             packed += pack(
                 value.data_ptr(), cache.value.data_ptr(), 0, at, 0, 0, 0, tokens, heads,
                 value.shape[2], block_size, count, st, sh, vb, vt, vh, TORCH_DTYPES[value.dtype], dtype,
-                0, 0, False, params.v_scale,
+                0, 0, False, params.v_scale, self.rows[1],
             )  # fmt: skip
             parts = 2
         bad = self.scatter(self.isa, packed, parts, torch.get_num_threads())
@@ -148,10 +164,22 @@ class NativeStore(StoreBackend):
         factors = None if rotation is None else rotation.query_scale
         parts = [
             Part(query, out=out, bias=biases[0], factors=factors, **of_query),
-            Part(key, cache.key, params.k_scale, out=key_out, bias=biases[1], **of_key),
+            Part(
+                key,
+                cache.key,
+                params.k_scale,
+                out=key_out,
+                bias=biases[1],
+                rows=self.rows[0],
+                **of_key,
+            ),
         ]
         if not cache.value_in_key:
-            parts.append(Part(value, cache.value, params.v_scale, out=value_out, bias=biases[2]))
+            parts.append(
+                Part(
+                    value, cache.value, params.v_scale, out=value_out, bias=biases[2], rows=self.rows[1]
+                )
+            )  # fmt: skip
         store(parts, plan.slots, by=self.by)
         return out, key_out, value if keep and value_out is None else value_out
 

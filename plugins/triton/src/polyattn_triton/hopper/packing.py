@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from polyattn.kernel import CacheFormat, KVCache, LayerSpec, arch_matches
+from polyattn.kernel import CacheFormat, LayerSpec, arch_matches
 
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import Generated
@@ -52,14 +52,6 @@ def packed_config(
         and cache.block_size % 16 == 0
     )
     return PACKED if fits else None
-
-
-def in_words(cache: KVCache) -> bool:
-    """Whether each row of a cache begins at a multiple of `WORD` bytes."""
-    found = cache.key.data_ptr() | cache.value.data_ptr()
-    for stride in (*cache.strides[0][:3], *cache.strides[1][:3]):
-        found |= stride
-    return found % WORD == 0
 
 
 def packed_constants(

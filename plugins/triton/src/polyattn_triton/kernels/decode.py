@@ -191,11 +191,11 @@ def _attend(
             if SPAN < D:
                 k_rest = load_rest(K, k_row, held, D, SPAN, rest_block(D, SPAN))
         elif K_APART:
-            k, k_odd = READ_K(K + k_row, held, BLOCK_N, D, BLOCK_D)
+            k, k_odd = READ_K(K, k_row, held, BLOCK_N, D, BLOCK_D)
         else:
             k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D, READ_K)
         if V_APART:
-            v, v_odd = READ_V(V + v_row, held, BLOCK_N, DV, BLOCK_DV)
+            v, v_odd = READ_V(V, v_row, held, BLOCK_N, DV, BLOCK_DV)
         elif PAIRS:
             both = load_held_rows(
                 V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH

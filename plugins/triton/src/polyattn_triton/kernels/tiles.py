@@ -84,7 +84,7 @@ def load_cached_rows(
 ):  # fmt: skip
     """Load the `held` rows of a cache; `READ`: how a format's rows of bytes are (`functions.rows`)."""
     if READ is not None:
-        rows = READ(BASE + row, held, N, SIZE, BLOCK)
+        rows = READ(BASE, row, held, N, SIZE, BLOCK)
     else:
         rows = load_held_rows(BASE + row[:, None] + columns[None, :], held, columns, SIZE, BLOCK)
     return rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.runtime.cache.bits import E4M3_MAX, e4m3, grouped, single, single_at, written
+from polyattn.runtime.cache.bits import E4M3_MAX, e4m3, grouped, over, single, single_at, written
 
 TINY = torch.finfo(torch.float32).tiny
 LEAST = 1e-4
@@ -17,7 +17,7 @@ LEAST = 1e-4
 def encode_v32(row: Tensor) -> Tensor:
     """Return 512 numbers in e4m3, the float32 scale of each 128, and 64 in bfloat16."""
     groups = grouped(row[..., :512], 128)
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=TINY) / E4M3_MAX
+    scale = over(groups.abs().amax(-1, keepdim=True).clamp(min=TINY), E4M3_MAX)
     scales = written(scale.squeeze(-1), torch.float32)
     return torch.cat([_eight(groups, scale), scales, written(row[..., 512:], torch.bfloat16)], -1)
 
@@ -36,10 +36,11 @@ def encode_v4(row: Tensor) -> Tensor:
     """Return 448 numbers in e4m3, 64 in bfloat16, the e8m0 scale of each 64 e4m3, a byte of 0."""
     groups = grouped(row[..., :448], 64)
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    power = torch.ceil(torch.log2(largest.double() / E4M3_MAX)).clamp(max=127)
+    bits = over(largest, E4M3_MAX).view(torch.int32)
+    code = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=254)  # the power of two not below
     rope = written(row[..., 448:], torch.bfloat16)
-    codes = torch.nn.functional.pad((power.squeeze(-1) + 127).to(torch.uint8), (0, 1))
-    return torch.cat([_eight(groups, torch.exp2(power).float()), rope, codes], -1)
+    codes = torch.cat([code, torch.zeros_like(code[..., :1, :])], -2).squeeze(-1).to(torch.uint8)
+    return torch.cat([_eight(groups, (code << 23).view(torch.float32)), rope, codes], -1)
 
 
 def decode_v4(row: Any, d: Any, size: int) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.runtime.cache.bits import E4M3_MAX, divided, e4m3, single_at, written
+from polyattn.runtime.cache.bits import E4M3_MAX, divided, e4m3, over, single_at, written
 
 
 def encode_int8(row: Tensor) -> Tensor:
     """Return integers from -127 to 127, a byte each, then the scale, 4 bytes."""
-    scale = _finite(row).abs().amax(-1, keepdim=True) / 127.0
+    scale = over(_finite(row).abs().amax(-1, keepdim=True), 127.0)
     codes = divided(row, scale).round().clamp(-127, 127)
     return torch.cat([written(codes, torch.int8), written(scale, torch.float32)], -1)
 
@@ -25,7 +25,7 @@ def decode_int8(row: Any, d: Any, size: int) -> Any:
 
 def encode_e4m3(row: Tensor) -> Tensor:
     """Return e4m3 numbers, a byte each, then the scale, 4 bytes."""
-    scale = _finite(row).abs().amax(-1, keepdim=True) / E4M3_MAX
+    scale = over(_finite(row).abs().amax(-1, keepdim=True), E4M3_MAX)
     codes = divided(row, scale).clamp(-E4M3_MAX, E4M3_MAX)
     return torch.cat([written(codes, torch.float8_e4m3fn), written(scale, torch.float32)], -1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.runtime.cache.bits import HALF_MAX, divided, grouped, half_at, packed, written
+from polyattn.runtime.cache.bits import HALF_MAX, divided, grouped, half_at, over, packed, written
 
 GROUP = 32
 
@@ -21,7 +21,7 @@ def _encode(row: Tensor, bits: int) -> Tensor:
     most = 2**bits - 1
     groups = grouped(row.clamp(-HALF_MAX / 2, HALF_MAX / 2), GROUP)
     least = groups.amin(-1, keepdim=True).half().float()
-    step = ((groups.amax(-1, keepdim=True) - least) / most).half().float()
+    step = over(groups.amax(-1, keepdim=True) - least, most).half().float()
     codes = divided(groups - least, step).round().clamp(0, most)
     ends = torch.cat([step, least], -1).flatten(-2)
     return torch.cat([packed(codes.flatten(-2), bits), written(ends, torch.float16)], -1)

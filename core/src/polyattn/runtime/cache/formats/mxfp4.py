@@ -22,8 +22,8 @@ def encode(row: Tensor) -> Tensor:
     largest = blocks.abs().amax(-1, keepdim=True)
     power = (largest.view(torch.int32) >> 23) - 2  # float32's biased exponent; a NaN's is 255
     code = torch.where(largest.isnan(), 255, power.clamp(0, 252))
-    scale = torch.exp2(code.double() - 127)
-    numbers = e2m1_codes((blocks.double() / scale).float()).flatten(-2)
+    scale = torch.where(code == 0, 2.0**-127, (code << 23).view(torch.float32))
+    numbers = e2m1_codes(blocks / scale).flatten(-2)
     return torch.cat([packed(numbers), code.squeeze(-1).to(torch.uint8)], -1)
 
 

@@ -16,6 +16,7 @@ from polyattn.runtime.cache.bits import (
     e4m3,
     grouped,
     nibble,
+    over,
     packed,
     written,
 )
@@ -31,7 +32,7 @@ def encode(row: Tensor) -> Tensor:
     """
     blocks = grouped(row, BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
-    scale = (largest / E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = over(largest, E2M1_MAX).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     codes = e2m1_codes(divided(blocks, scale.float())).flatten(-2)
     return torch.cat([packed(codes), written(scale.squeeze(-1), torch.float8_e4m3fn)], -1)
 

@@ -19,6 +19,8 @@ from polyattn.runtime.cache.bits import (
     level,
     nibble,
     packed,
+    power_below,
+    summed,
     written,
 )
 
@@ -45,7 +47,9 @@ def turn(row: Tensor, back: bool) -> Tensor:
 
 def encode(row: Tensor) -> Tensor:
     """Return pairs of codes, size / 2 bytes, then the norm in float16."""
-    norm = torch.linalg.vector_norm(row.double(), dim=-1, keepdim=True)
+    # Squares of what is divided by a power of two neither overflow nor vanish.
+    unit = power_below(row.abs().amax(-1, keepdim=True))
+    norm = torch.sqrt(summed((row / unit).square())) * unit
     norm = norm.clamp(max=HALF_MAX).half().float()
     near = divided(row, norm) * row.shape[-1] ** 0.5
     levels = codebook(CODEBOOK, row.device)

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 8  // library.py refuses a library of another number
+#define PA_ABI 9  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -28,18 +28,20 @@ enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 enum pa_row_form { PA_TRACED, PA_ROWS_INT8, PA_ROWS_E4M3, PA_CODES };
 enum pa_code_scale { PA_HALVES, PA_STEPS, PA_E4M3S, PA_POWERS, PA_NORM };
 
-// A step of a trace: register `to` of registers a, b and c, 32 bits for each element.
+// A step of a trace: the first `count` entries, 32 bits each, of register `to` of registers a, b and c.
 enum pa_row_op {
   PA_BYTE, PA_LOOK_UP, PA_TO_FLOAT, PA_TO_INT, PA_HALF, PA_WHERE, PA_AND, PA_OR, PA_XOR, PA_SHL, PA_SHR,
   PA_ADD_INT, PA_SUB_INT, PA_MUL_INT, PA_DIV_INT, PA_MOD_INT, PA_MIN_INT, PA_MAX_INT, PA_LT_INT, PA_LE_INT,
   PA_EQ_INT, PA_ADD, PA_SUB, PA_MUL, PA_DIV, PA_MIN, PA_MAX, PA_LT, PA_LE, PA_EQ, PA_EXP, PA_EXP2, PA_LOG,
-  PA_LOG2, PA_SQRT, PA_SIN, PA_COS, PA_TANH, PA_FLOOR, PA_CEIL
+  PA_LOG2, PA_SQRT, PA_SIN, PA_COS, PA_TANH, PA_FLOOR, PA_CEIL,
+  PA_ELEMENT, PA_GATHER
 };
 typedef struct {
-  int32_t op, to, a, b, c;
+  int32_t op, to, a, b, c, count;
 } pa_row_step;
 
-// The first registers hold `constants`; a step to `look up` reads `table`, `b` on, of `c` entries.
+// The first registers hold `constants`; a step to `look up` reads `table`, `b` on, of `c` entries. Where
+// rows are written, `size` is the entries of a register, and `group` a row's elements.
 typedef struct {
   int32_t form, scale, group, bytes, size;  // of a row: bytes; elements
   int32_t num_steps, num_registers, num_constants, result;
@@ -124,6 +126,7 @@ typedef struct {
   // Pair i is elements i and i + num_pairs behind first_turned; with `neighbours` 2 i and 2 i + 1.
   int32_t num_pairs, first_turned, neighbours;
   float scale;
+  const pa_row_format *rows;  // NULL, or how rows of bytes are written
 } pa_scatter;
 
 // Returns 0, or 1 + the index of the first slot that points outside the cache (nothing is written).

@@ -13,17 +13,19 @@ PA_INLINE int32_t floor_div(int32_t a, int32_t b) {
   return a / b - (a % b != 0 && (a < 0) != (b < 0));
 }
 
-// A trace's result for a row. `memory`: of the registers that aren't constants.
+// A trace's result for a row: a row's elements, or of elements its bytes. `memory`: of the registers that
+// aren't constants.
 PA_ONCE const float *trace_row(const pa_row_format &f, const char *row, int32_t *memory) {
-  const int n = row_width(f);
+  const int width = row_width(f);
   auto at = [&](int i) {
-    return i < f.num_constants ? (int32_t *)f.constants + (int64_t)i * n
-                               : memory + (int64_t)(i - f.num_constants) * n;
+    return i < f.num_constants ? (int32_t *)f.constants + (int64_t)i * width
+                               : memory + (int64_t)(i - f.num_constants) * width;
   };
   for (int s = 0; s < f.num_steps; s++) {
     const pa_row_step &step = f.steps[s];
     int32_t *to = at(step.to);
     const int32_t *a = at(step.a);
+    const int n = step.count;
     switch (step.op) {
       case PA_BYTE:
         for (int i = 0; i < n; i++) to[i] = (uint8_t)row[a[i]];
@@ -31,6 +33,14 @@ PA_ONCE const float *trace_row(const pa_row_format &f, const char *row, int32_t 
       case PA_LOOK_UP:
         for (int i = 0; i < n; i++) to[i] = f.table[step.b + pa_min(pa_max(a[i], 0), step.c - 1)];
         break;
+      case PA_ELEMENT:
+        __builtin_memcpy(to, row, sizeof(float) * f.group);
+        break;
+      case PA_GATHER: {
+        const int32_t *from = at(step.b);
+        for (int i = 0; i < n; i++) to[i] = a[from[i]];
+        break;
+      }
       case PA_WHERE:
         for (int i = 0; i < n; i += W) {
           write(to + i, read<vi>(a + i) != 0 ? read<vi>(at(step.b) + i) : read<vi>(at(step.c) + i));

@@ -52,6 +52,7 @@ PA_INLINE void quantise(float *x, void *to, int dtype, int count, float scale) {
 struct HeadRow {
   const char *source;
   char *cache, *out;   // either may be NULL
+  float *whole;        // or NULL; over the scale, what becomes a row of bytes
   const float *bias;   // or NULL
   float factor;
 };
@@ -69,7 +70,9 @@ PA_INLINE void read_piece(const pa_scatter *part, const HeadRow &row, int64_t at
 PA_INLINE void write_piece(const pa_scatter *part, const HeadRow &row, int64_t at, int count, float *x) {
   for (int i = 0; i < count; i++) x[i] *= row.factor;
   if (row.out) narrow(x, row.out + at * itemsize(part->dtype), part->dtype, count);
-  if (row.cache) {
+  if (row.whole) {
+    for (int i = 0; i < count; i++) row.whole[at + i] = x[i] / part->scale;
+  } else if (row.cache) {
     quantise(x, row.cache + at * itemsize(part->cache_dtype), part->cache_dtype, count, part->scale);
   }
 }
@@ -129,7 +132,19 @@ static void store_head(const pa_scatter *part, const HeadRow &row, const float *
   pass_elements(part, row, part->first_turned + 2 * part->num_pairs, part->head_size);
 }
 
+// A head's elements over the scale as the bytes of its row.
+static void write_row(const pa_row_format &f, const float *whole, char *to, int32_t *registers) {
+  const int32_t *bytes = (const int32_t *)trace_row(f, (const char *)whole, registers);
+  for (int i = 0; i < f.bytes; i++) to[i] = (char)bytes[i];
+}
+
 static void store_tokens(const pa_scatter *part, int64_t first, int64_t last) {
+  const pa_row_format *rows = part->cache ? part->rows : nullptr;
+  float *whole = nullptr;
+  if (rows) {  // there is little of it
+    whole = (float *)malloc(sizeof(float) * (row_width(*rows) + row_registers(*rows)));
+    if (!whole) abort();
+  }
   const int from = itemsize(part->dtype), to = itemsize(part->cache_dtype);
   for (int64_t token = first; token < last; token++) {
     int64_t slot = part->cache ? part->slots[token] : -1;
@@ -146,9 +161,12 @@ static void store_tokens(const pa_scatter *part, int64_t first, int64_t last) {
       HeadRow row = {source + head * part->source_head * from,
                      cache ? cache + head * part->cache_head * to : nullptr,
                      out ? out + head * part->head_size * from : nullptr,
+                     cache ? whole : nullptr,
                      part->bias ? part->bias + head * part->head_size : nullptr,
                      part->factors ? part->factors[token] : 1.0f};
       store_head(part, row, turns);
+      if (row.whole) write_row(*rows, whole, row.cache, (int32_t *)(whole + row_width(*rows)));
     }
   }
+  free(whole);
 }
