@@ -29,6 +29,9 @@ from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, t
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
+ON_ONE = 0
+ROUNDS = 1
+"""Programs of a decode for each one that runs at once: a program has as many pieces as make it so few."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
 beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
@@ -192,10 +195,14 @@ class AlikeAttention(PlannedAttention):
         return launches[0]
 
     def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
-        """Give each piece of `each` key tiles a program."""
+        """Give each piece of `each` key tiles a program; a decode's, several pieces that follow one another."""
         line = np.concatenate([[0], pieces.cumsum() * each])
         programs, most = int(pieces.sum()), int(pieces.max())
-        plan.grid = (programs, self.spec.num_kv_heads, 1)
+        heads = self.spec.num_kv_heads
+        if plan.way == "few":
+            places = ROUNDS * (ON_ONE or self._resident(plan)) * self.num_sms
+            plan.splits = max(1, -(-programs * heads // places))
+        plan.grid = (-(-programs // plan.splits), heads, 1)
         if most > 1:  # merged as many at a time whatever other tiles have
             plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
             self._reserve(plan.rows, programs * self.spec.num_kv_heads)

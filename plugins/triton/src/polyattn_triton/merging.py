@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import Site, merge_options
-from polyattn_triton.variants import merging_constants
+from polyattn_triton.variants import many_at_once, merging_constants
 
 if TYPE_CHECKING:
     from polyattn_triton.plan import AttentionPlan
@@ -47,7 +47,8 @@ class Merger:
             constants = merging_constants(
                 spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
             )
-            options = merge_options(spec.v_head_size, self.early)
+            many = many_at_once(spec, plan.way)
+            options = merge_options(spec.v_head_size, self.early, many)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(
             merging.grid(plan.rows, spec.num_kv_heads),
@@ -57,7 +58,7 @@ class Merger:
             ),
             (v_scale,),
             (
-                strides[2], plan.splits if plan.way == "many" else plan.grid[0],
+                strides[2], plan.splits if plan.way == "many" else merging.programs,
                 int(merging.by_tile),
             ),
         )  # fmt: skip
