@@ -49,9 +49,6 @@ whose bits follow from a row's place in a tile."""
 ALIKE_WITHOUT = {
     "captured": "the number of programs follows the step's keys",
     "length_bounds": "keys are cut by each request's own length",
-    "variant": "its functions' key tiles are listed, or not, by the step",
-    "custom_mask": "key tiles are listed, or not, by the step",
-    "block_sparse": "a step of decodes reads the chosen pages alone",
 }
 
 
@@ -125,6 +122,10 @@ TRITON_ATTN = declared(
             (
                 frozenset({"step_invariant", "cache_positions"}),
                 "keys are turned to places after the last token of a tile of rows",
+            ),
+            *(
+                (frozenset({"step_invariant", other}), "its bits were compared within a step alone")
+                for other in ("variant", "custom_mask", "block_sparse")
             ),
             *(
                 (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
