@@ -75,7 +75,7 @@ def test_mla_has_the_first_level_on_a_cpu_and_other_levels_and_gpus_are_refused_
     with pytest.raises(SelectionError, match="a GPU's products were not compared"):
         select(spec, "h200", backend="decode=TORCH_MLA")
     assert select(spec, "h200").decision.decode == "TRITON_MLA"
-    with pytest.raises(SelectionError, match="TRITON_MLA.*its launches follow from the step"):
+    with pytest.raises(SelectionError, match="its launches follow from the step"):
         select(spec.replace(graph_capture="single_token_decode"), "h200", backend="decode=TRITON_MLA")
 
 
