@@ -112,7 +112,7 @@ def merge_constants(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax. `listed`: not of even splits. `many`: at once of a tile of many parts.
+    `summed`: parts have no softmax. `listed`: not of even splits. `many`: at once of many parts.
     """
     return (
         group, width, power(width), height, merge.rows(height),

@@ -33,7 +33,7 @@ COLUMNS = 5
 EVEN = 1.1
 """What the fullest program may have of the mean, one key tile beside, for tiles to stay whole."""
 ROOM = 256 << 20
-"""Bytes of the parts of a launch whose tiles are cut alike in any step: more are in launches of their own."""
+"""Bytes of the parts of a launch, where tiles are cut alike in any step; the others have the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Line(NamedTuple):
 
 
 def segments(keys: Ints, each: int) -> Stretches:
-    """Cut tiles of so many key tiles after `each`, wherever programs begin; one stretch has one segment."""
+    """Cut tiles of so many key tiles after `each`; a stretch is a segment."""
     count = np.maximum(-(-keys // each), 1)
     line = np.concatenate([[0], count.cumsum() * each])
     return Stretches(line, int(line[-1]), each, 0, int(count.sum()), int(count.max()))

@@ -75,7 +75,7 @@ def _attend(
     TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
     ROWS_WAY: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l, `part_row`.
+    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l, part.
 
     `SEGMENTS`: of the last `segment` key tiles or fewer, while those before each have their part stored,
     at `part_row`, then from `next_row` on: in one loop, so that the next keys are on their way.
