@@ -21,8 +21,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 REQUESTS = [(1, 70), (20, 60), (1, 31), (3, 33), (24, 24)]
 SPEC = BASE.replace(num_heads=4, num_kv_heads=1, head_size=16)
-ROUNDS = 4 / 264
-"""Four programs a step, whose pieces follow one another."""
 PROMPT, CUTS = 75, (0, 40, 41, 44, 64, 75)
 
 
@@ -54,7 +52,6 @@ def in_any_batch(spec: LayerSpec) -> None:
     ]
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
     backend.num_sms, backend.piece, alike.PIECE = 132, 32, 32
-    alike.ROUNDS = ROUNDS
     alike.SIZES, alike.START, alike.MERGE, alike.PART = np.array([32]), 0, 0, 0
 
     def step(chosen: list[int]) -> list[Any]:

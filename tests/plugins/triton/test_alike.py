@@ -44,7 +44,7 @@ def plans_of(backend: Any, lens: list[tuple[int, int]]) -> list[Any]:
 
 def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
     """Return by request what its bits follow from: each piece of its tiles, and how they are run."""
-    from polyattn_triton.reading import Work, laid, stretches
+    from polyattn_triton.reading import Work, stretches
 
     found: dict[int, list[tuple[Any, ...]]] = {}
     for plan in plans_of(backend, lens):
@@ -61,7 +61,7 @@ def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any,
                 request, row = int(work[tile]), int(work[count + tile])
                 found.setdefault(request, []).append((row, 0, None, *how))
             continue
-        pieces = stretches(work, laid(plan, work, backend.spec), plan.way != "listed")
+        pieces = stretches(work, count, plan.way != "listed")
         for request, row, begin, end in zip(
             *(x.tolist() for x in (pieces.seq, pieces.row, pieces.begin, pieces.end)), strict=True
         ):
@@ -185,7 +185,7 @@ def test_a_row_s_keys_are_cut_at_the_same_places_in_any_step(
 ) -> None:
     """Chunks, drafts, decodes and packed prompts, in one kernel; a window's tiles aren't cut."""
     from polyattn_triton.alike import STEPS_PIECE
-    from polyattn_triton.reading import Work, laid, stretches
+    from polyattn_triton.reading import Work, stretches
     from pretending import pretended
 
     if level == "calls" and SPECS[name].kv_cache_dtype != "auto":

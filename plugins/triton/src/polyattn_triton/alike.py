@@ -29,9 +29,6 @@ from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, t
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
-ON_ONE = 0
-ROUNDS = 1
-"""Programs of a decode for each one that runs at once: a program has as many pieces as make it so few."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
 beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
@@ -193,16 +190,13 @@ class AlikeAttention(PlannedAttention):
         return launches[0]
 
     def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, each: int) -> None:
-        """Give each piece of `each` key tiles a program; of a decode, several that follow one another."""
+        """Give each piece of `each` key tiles a program."""
         dealt, heads = segments(tiles.keys, each), self.spec.num_kv_heads
-        programs = dealt.programs
-        if plan.way == "few":
-            places = ROUNDS * (ON_ONE or self._resident(plan)) * self.num_sms
-            plan.splits = max(1, -(-programs * heads // places))
-        plan.grid = (-(-programs // plan.splits), heads, 1)
+        plan.grid = (dealt.programs, heads, 1)
         if dealt.parts > 1:  # merged as many at a time whatever other tiles have
-            plan.merging = Merge(programs, len(tiles.keys), max(dealt.parts, FEW_PARTS + 1))
-            self._reserve(plan.rows, programs * heads)
+            parts = max(dealt.parts, FEW_PARTS + 1)
+            plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
+            self._reserve(plan.rows, dealt.programs * heads)
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
         plan.work = sent(host, self.torch_device, None)

@@ -97,27 +97,24 @@ class Merge(NamedTuple):
         return min(self.tiles, self.programs), -(-height // self.rows(height)), heads
 
 
-def merge_options(width: int, early: bool, many: int = 0) -> dict[str, Any]:
-    """Return `merge_kernel`'s launch options: warps in which a row's columns lie side by side.
-
-    `many`: as of `merge_constants`; each warp then loads a usual number of parts.
-    """
+def merge_options(width: int, early: bool) -> dict[str, Any]:
+    """Return `merge_kernel`'s launch options: warps in which a row's columns lie side by side."""
     pdl = {"launch_pdl": True} if early else {}
-    return {"num_warps": max(1, power(width) // 128, many // MOST_AT_ONCE)} | pdl
+    return {"num_warps": max(1, power(width) // 128)} | pdl
 
 
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
-    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True, many: int = 0,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax. `listed`: not of even splits. `many`: at once of many parts.
+    `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
         group, width, power(width), height, merge.rows(height),
         FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
-        summed, many,
+        summed,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import Site, merge_options
-from polyattn_triton.variants import many_at_once, merging_constants
+from polyattn_triton.variants import merging_constants
 
 if TYPE_CHECKING:
     from polyattn_triton.plan import AttentionPlan
@@ -47,8 +47,7 @@ class Merger:
             constants = merging_constants(
                 spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
             )
-            many = many_at_once(spec, plan.way)
-            options = merge_options(spec.v_head_size, self.early, many)
+            options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(
             merging.grid(plan.rows, spec.num_kv_heads),
@@ -58,7 +57,7 @@ class Merger:
             ),
             (v_scale,),
             (
-                strides[2], plan.splits if plan.way == "many" else merging.programs,
+                strides[2], plan.splits if plan.way == "many" else plan.grid[0],
                 int(merging.by_tile),
             ),
         )  # fmt: skip

@@ -68,17 +68,10 @@ class Pieces:
     part: Ints
 
 
-def laid(plan: AttentionPlan, work: Work, spec: LayerSpec) -> int:
-    """Return how many stretches the work has: one of each program, or one of each segment."""
-    if plan.way == "few" and spec.batch_invariant:
-        return int(work[1]) // max(1, int(work[0]))
-    return plan.grid[0]
-
-
-def stretches(work: Work, programs: int, tiled: bool, run: int | None = None) -> Pieces:
-    """Follow the first `run` stretches of `programs`: `my_stretch`, `piece_of`, `next_tile`."""
+def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
+    """Follow all programs through their stretches: `my_stretch`, `piece_of`, `next_tile`."""
     share, total, item, count = (int(work[i]) for i in range(4))
-    program = np.arange(programs if run is None else min(run, programs))
+    program = np.arange(programs)
     column = 4 + program
     line = 4 + (5 if tiled else 3) * programs
     tile, low, high = (work[column + k * programs] for k in range(3))
@@ -211,12 +204,11 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
         pieces = _whole(plan, work, backend)
     else:
         height = plan.rows
-        most = plan.grid[0] * plan.splits
-        pieces = stretches(work, laid(plan, work, spec), plan.way != "listed", most)
-    reads = _over_tiles(spec, plan, batch, pieces, height, laid(plan, work, spec), faults)
+        pieces = stretches(work, plan.grid[0], plan.way != "listed")
+    reads = _over_tiles(spec, plan, batch, pieces, height, faults)
     if plan.merging is not None and plan.grid[0]:
         reads.merges = merges_of(
-            plan.merging, work, plan.merging.programs, plan.way != "listed", height, spec.gqa_ratio,
+            plan.merging, work, plan.grid[0], plan.way != "listed", height, spec.gqa_ratio,
             spec.num_kv_heads, step_of(batch).queries,
         )  # fmt: skip
     reads.batch, reads.spec = batch, spec
@@ -248,10 +240,9 @@ def _over_tiles(
     batch: Batch,
     pieces: Pieces,
     height: int,
-    programs: int,
     faults: list[str],
 ) -> Reads:
-    """Return the reads of pieces of tiles, each for all KV heads; of so many `programs` or segments."""
+    """Return the reads of pieces of tiles, each for all KV heads."""
     step, group, block = step_of(batch), spec.gqa_ratio, plan.config.block_n
     few = plan.way != "listed"
     seq = np.clip(pieces.seq, 0, max(0, len(step.lens) - 1))
@@ -274,7 +265,7 @@ def _over_tiles(
     room, apart = 0, 0
     if plan.way != "prefill":
         room = room_of(plan.kept.tensors, spec.v_head_size)
-        apart = 2 * programs * height
+        apart = 2 * plan.grid[0] * height
     items = Items(
         pieces.seq, pieces.row, rows, none, np.full(len(seq), spec.num_kv_heads),
         np.where(cut, pieces.part * height, -1), np.where(cut, rows, 0), pieces.seq,

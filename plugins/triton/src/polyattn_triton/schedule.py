@@ -33,7 +33,7 @@ COLUMNS = 5
 EVEN = 1.1
 """What the fullest program may have of the mean, one key tile beside, for tiles to stay whole."""
 ROOM = 256 << 20
-"""Bytes of the parts of a launch, where tiles are cut alike in any step; the others have the next ones."""
+"""Bytes of the parts of a launch, where tiles are cut alike in any step: the rest has the next one."""
 
 
 @dataclass(frozen=True, slots=True)

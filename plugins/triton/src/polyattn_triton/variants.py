@@ -176,18 +176,8 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, SEGMENTS if way == "few" and spec.batch_invariant else 0,
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
-
-
-SEGMENTS = 2
-MANY_AT_ONCE = 64
-"""Parts of a tile of many segments that a program merges at once."""
-
-
-def many_at_once(spec: LayerSpec, way: str) -> int:
-    """Return how many parts are merged at once of a tile with many of them; 0: as many as of others."""
-    return MANY_AT_ONCE if way == "few" and spec.batch_invariant else 0
 
 
 def merging_constants(
@@ -197,7 +187,7 @@ def merging_constants(
     of_decodes = way in ("listed", "many")
     return merge_constants(
         merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
-        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many", many_at_once(spec, way),
+        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
     )  # fmt: skip
 
 

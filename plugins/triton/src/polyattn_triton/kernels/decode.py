@@ -65,7 +65,6 @@ def _attend(
     Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
     seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
-    PARTS, PART_LSE, part_row, next_row, segment,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -73,12 +72,10 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
-    ROWS_WAY: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+    ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l, part.
+    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
 
-    `SEGMENTS`: of the last `segment` key tiles or fewer, while those before each have their part stored,
-    at `part_row`, then from `next_row` on: in one loop, so that the next keys are on their way.
     `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it. `ROWS_WAY`: bits,
     1 the cache has rows of bytes, 2 and 4 keys' and values' elements of even and odd places come apart,
     8 as float16 (`functions.rows`).
@@ -173,7 +170,6 @@ def _attend(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
     block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
-    left = segment
     for i in range(first, last, step):
         key_pos = tile * BLOCK_N + offs_n
         offset = key_pos % BLOCK_SIZE
@@ -255,33 +251,7 @@ def _attend(
                     p.to(q.dtype), v_odd.to(q.dtype), odd * alpha[:, None], input_precision="ieee"
                 )
             m = m_new
-        if SEGMENTS:
-            left -= 1
-            if (left == 0) & (i + 1 < last):
-                of_all, top, total = _totals(
-                    acc, odd, m, sums, PAIRS or V_APART, WAY, RAISED, BLOCK_M, BLOCK_DV
-                )
-                store_part(
-                    of_all, top, total, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
-                )
-                part_row = next_row
-                next_row += 2 * ROWS
-                left = segment
-                acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-                odd = acc
-                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc, m, total = _totals(acc, odd, m, sums, PAIRS or V_APART, WAY, RAISED, BLOCK_M, BLOCK_DV)
-    return acc, m, total, part_row
-
-
-@triton.jit
-def _totals(
-    acc, odd, m, sums, APART: tl.constexpr, WAY: tl.constexpr, RAISED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Return what rows have summed: acc, m, l. `APART`: odd columns lie in `odd`."""
-    if APART:
+    if PAIRS or V_APART:
         acc = tl.join(acc, odd).reshape([BLOCK_M, BLOCK_DV])
     total = tl.sum(sums, 1)
     if WAY == 2:  # nothing is to be divided by
@@ -305,7 +275,7 @@ def decode_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
     SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
-    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -314,8 +284,6 @@ def decode_kernel(
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
-    `SEGMENTS`: a stretch of WORK is a segment of keys with a part of its own, and a program has `splits`
-    stretches, one after another.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -324,42 +292,26 @@ def decode_kernel(
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if LISTED:
-        program = tl.program_id(0)
-        programs = tl.num_programs(0)
-        share = tl.load(WORK)
-        if SEGMENTS:
-            program *= splits
-            programs = tl.load(WORK + 1) // share
-        at, stop, tile, low, high, seq, start = my_stretch(WORK, program, programs, FEW)
-        if SEGMENTS:
-            stop = tl.minimum(at + splits * share, tl.load(WORK + 1))
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
         while at < stop:
-            if SEGMENTS:
-                program = at // share
-            to = stop
-            if SEGMENTS == 2:
-                to = at + share
-            begin, end, part, first, last = piece_of(WORK, at, to, low, high, program)
-            part_row = part_at(part, kv_head, programs) * ROWS
-            next_row = part_at(2 * program + 2, kv_head, programs) * ROWS
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
             token0 = seq
             query_len = 1
             if FEW:
                 token0 = tl.load(STARTS + seq)
                 query_len = tl.load(STARTS + seq + 1) - token0
-            acc, m, l, part_row = _attend(
+            acc, m, l = _attend(
                 Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
-                PARTS, PART_LSE, part_row, next_row, share,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
                 ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-                ROWS, SEGMENTS == 1,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(
@@ -368,15 +320,9 @@ def decode_kernel(
                     kv_head * G + (start + rows) % G, row_ok,
                     o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
-            if SEGMENTS == 2:
-                at = tl.minimum(to, high)
-                if at == high:
-                    low = high
-                    tile, high, seq, start = next_tile(WORK, tile, programs, FEW)
-            else:
-                at = high
-                low = high
-                tile, high, seq, start = next_tile(WORK, tile, programs, FEW)
+            at = high
+            low = high
+            tile, high, seq, start = next_tile(WORK, tile, FEW)
     else:
         seq = tl.program_id(0)
         split = tl.program_id(2)
@@ -388,14 +334,13 @@ def decode_kernel(
         if SPLIT:
             begin = split
             step = splits
-        acc, m, l, _ = _attend(
+        acc, m, l = _attend(
             Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step, PARTS, PART_LSE, 0, 0, 0,
+            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
             ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-            ROWS, False,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

@@ -194,9 +194,7 @@ def mla_kernel(
     at = tl.program_id(0)
     stop = at + 1
     if SPLIT:
-        at, stop, tile, low, high, seq, start = my_stretch(
-            WORK, tl.program_id(0), tl.num_programs(0), True
-        )
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, True)
     else:
         seq = tl.load(WORK + at)
         start = tl.load(WORK + tl.num_programs(0) + at)
@@ -216,7 +214,7 @@ def mla_kernel(
         last = 0
         part = 0
         if SPLIT:
-            begin, end, part, first, last = piece_of(WORK, at, stop, low, high, tl.program_id(0))
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
         acc, m, l = _attend(
             Q, KV, BT, SLOTS, scale, q_t, q_h, kv_b, kv_t, table_s,
             seq, token0, query_len, length, start, begin, end,
@@ -235,6 +233,6 @@ def mla_kernel(
         if SPLIT:
             at = high
             low = high
-            tile, high, seq, start = next_tile(WORK, tile, tl.num_programs(0), True)
+            tile, high, seq, start = next_tile(WORK, tile, True)
         else:
             at = stop

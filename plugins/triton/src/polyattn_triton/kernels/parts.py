@@ -101,62 +101,6 @@ def _gathered(
 
 
 @triton.jit
-def _at_once(
-    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
-    MANY: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
-    """Merge parts `AT_ONCE`; with `MANY`, so many at once where there are more."""
-    if MANY:
-        if count > AT_ONCE:
-            acc, m, l = _gathered(
-                PARTS,
-                PART_LSE,
-                first,
-                count,
-                row_ok,
-                APART,
-                LISTED,
-                ROWS,
-                DV,
-                BLOCK_DV,
-                MANY,
-                SUMMED,
-            )
-        else:
-            acc, m, l = _gathered(
-                PARTS,
-                PART_LSE,
-                first,
-                count,
-                row_ok,
-                APART,
-                LISTED,
-                ROWS,
-                DV,
-                BLOCK_DV,
-                AT_ONCE,
-                SUMMED,
-            )
-    else:
-        acc, m, l = _gathered(
-            PARTS,
-            PART_LSE,
-            first,
-            count,
-            row_ok,
-            APART,
-            LISTED,
-            ROWS,
-            DV,
-            BLOCK_DV,
-            AT_ONCE,
-            SUMMED,
-        )
-    return acc, m, l
-
-
-@triton.jit
 def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Store rows of one part, normalised, with their LSE in base 2."""
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -184,7 +128,7 @@ def merge_kernel(
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
     BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr, SUMMED: tl.constexpr, MANY: tl.constexpr,
+    SCALES: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
@@ -192,7 +136,6 @@ def merge_kernel(
     `by_tile`: (tiles, ...), where these are fewer; one that has an uncut tile has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
-    `MANY`: how many parts are loaded at once of a tile with more than AT_ONCE; 0: as of others.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
@@ -203,7 +146,7 @@ def merge_kernel(
             low, high, seq, start = tile_of(WORK, program, programs, TILED)
             mine = high > low
         else:
-            at, stop, _tile, low, high, seq, start = my_stretch(WORK, program, programs, TILED)
+            at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
             mine = at < stop
         first = low // share
         last = (high - 1) // share
@@ -226,10 +169,9 @@ def merge_kernel(
             query_len = tl.load(STARTS + seq + 1) - token0
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
-        first_row = part * HEIGHT + rows
-        acc, m, l = _at_once(
-            PARTS, PART_LSE, first_row, count, ok, HEIGHT, LISTED, ROWS, DV, BLOCK_DV, AT_ONCE, MANY,
-            SUMMED,
+        acc, m, l = _gathered(
+            PARTS, PART_LSE, part * HEIGHT + rows, count, ok, HEIGHT, LISTED, ROWS, DV, BLOCK_DV,
+            AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),

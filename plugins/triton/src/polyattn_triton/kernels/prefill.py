@@ -344,11 +344,9 @@ def prefill_kernel(
     if SPLIT:
         if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
             tl.extra.cuda.gdc_launch_dependents()
-        at, stop, tile, low, high, seq, start = my_stretch(
-            WORK, tl.program_id(0), tl.num_programs(0), True
-        )
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, True)
         while at < stop:
-            begin, end, part, first, last = piece_of(WORK, at, stop, low, high, tl.program_id(0))
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             token0 = tl.load(STARTS + seq)
             seq_len = tl.load(SEQ_LENS + seq)
             query_len = tl.load(STARTS + seq + 1) - token0
@@ -380,7 +378,7 @@ def prefill_kernel(
                 )  # fmt: skip
             at = high
             low = high
-            tile, high, seq, start = next_tile(WORK, tile, tl.num_programs(0), True)
+            tile, high, seq, start = next_tile(WORK, tile, True)
     else:
         seq = tl.load(WORK + tl.program_id(0))
         start = tl.load(WORK + tl.num_programs(0) + tl.program_id(0))

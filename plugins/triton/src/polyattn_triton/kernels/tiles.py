@@ -167,11 +167,13 @@ def tiles_seen(
 
 
 @triton.jit
-def my_stretch(WORK, program, programs, TILED: tl.constexpr):
-    """One of the stretches of the line of tiles, and the tile that it begins in (`schedule`).
+def my_stretch(WORK, TILED: tl.constexpr):
+    """A program's stretch of the line of tiles, and the tile that it begins in (`schedule`).
 
     Returns where it begins and ends, the tile, where that begins and ends, its sequence and row.
     """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     share = tl.load(WORK)
     COLUMN = WORK + 4 + program
     tile = tl.load(COLUMN)
@@ -188,10 +190,10 @@ def my_stretch(WORK, program, programs, TILED: tl.constexpr):
 
 
 @triton.jit
-def next_tile(WORK, tile, programs, TILED: tl.constexpr):
+def next_tile(WORK, tile, TILED: tl.constexpr):
     """The tile after this one (past the last: that one): itself, its end, its sequence and row."""
     count = tl.load(WORK + 3)
-    LINE = WORK + 4 + (5 if TILED else 3) * programs
+    LINE = WORK + 4 + (5 if TILED else 3) * tl.num_programs(0)
     tile = tl.minimum(tile + 1, count - 1)
     seq = tile
     row = 0
@@ -215,10 +217,10 @@ def tile_of(WORK, tile, programs, TILED: tl.constexpr):
 
 
 @triton.jit
-def piece_of(WORK, at, stop, low, high, program):
-    """The piece of a tile that a stretch has: its key tiles [begin, end), its part, who else has any.
+def piece_of(WORK, at, stop, low, high):
+    """The piece of a tile that a program has: its key tiles [begin, end), its part, who else has any.
 
-    Returns begin, end, part, and the first and last stretch with a piece: the same if uncut.
+    Returns begin, end, part, and the first and last program with a piece: the same if uncut.
     """
     share = tl.load(WORK)
     keys_at = low + tl.load(WORK + 2)
@@ -226,6 +228,7 @@ def piece_of(WORK, at, stop, low, high, program):
     end = tl.minimum(stop, high) - keys_at
     first = low // share
     last = (high - 1) // share
+    program = tl.program_id(0)
     return begin, end, 2 * program + (first == program).to(tl.int32), first, last
 
 
