@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,35 @@ def test_where_a_latent_context_is_cut_follows_from_no_other_request(
     each = case.spec.num_heads * (case.spec.head_size + case.spec.v_head_size) * 4
     monkeypatch.setattr(planning, "EXPANDED_BYTES", 24 * each)
     run_case(case, backend, device, SEED)
+
+
+def test_the_products_around_a_latent_layer_are_each_request_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By products whose bits follow from how many rows they have, as those of some BLAS do."""
+    from polyattn import resolve_device
+    from polyattn.conformance.checks import invariance
+    from polyattn.conformance.checks.table import run_case
+    from polyattn.conformance.derive import derive
+    from polyattn.registry.discovery import discover
+
+    device = resolve_device("cpu")
+    cases = derive(discover().backends["TORCH_MLA"], device)
+    case = next(c for c in cases if c.check == "regrouped" and c.spec.needs_lse)
+    real, rows = {"bmm": torch.bmm, "einsum": torch.einsum}, set[int]()
+
+    def by_rows(name: str, among: int) -> Callable[..., Tensor]:
+        def product(*given: Any) -> Tensor:
+            found = real[name](*given)
+            if found.dtype == torch.float64:  # the reference's
+                return found
+            rows.add(count := found.shape[among])
+            return found * (1 + 1e-6 * (count % 7))
+
+        return product
+
+    monkeypatch.setattr(invariance, "DRAWS", 6)
+    monkeypatch.setattr(torch, "bmm", by_rows("bmm", 1))
+    monkeypatch.setattr(torch, "einsum", by_rows("einsum", 0))
+    run_case(case, "TORCH_MLA", device, SEED)
+    assert len(rows) > 4

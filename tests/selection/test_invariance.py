@@ -74,6 +74,11 @@ def test_mla_has_the_first_level_on_a_cpu_and_other_levels_and_gpus_are_refused_
         select(spec.replace(batch_invariant="steps"), "cpu")
     with pytest.raises(SelectionError, match="a GPU's products were not compared"):
         select(spec, "h200", backend="decode=TORCH_MLA")
+    assert select(spec, "h200").decision.decode == "TRITON_MLA"
+    with pytest.raises(SelectionError, match="its launches follow from the step"):
+        select(
+            spec.replace(graph_capture="single_token_decode"), "h200", backend="decode=TRITON_MLA"
+        )
 
 
 def test_a_recurrence_s_rounded_states_are_refused_where_steps_must_not_count() -> None:
@@ -135,7 +140,7 @@ LAYER = LayerSpec(num_heads=24, num_kv_heads=8, head_size=128)
 @pytest.mark.parametrize(
     ("device", "fields", "costly", "free"),
     [
-        ("h200", {"mask": "custom"}, "TORCH_SDPA", "TRITON_ATTN"),
+        ("a100", {}, "TRITON_ATTN", "FLASHINFER"),
         ("mi300x", {}, "TRITON_ATTN", "ROCM_ATTN"),
     ],
 )
@@ -172,7 +177,7 @@ def test_triton_gives_the_levels_on_a_gpu_and_names_what_it_does_not_give_them_f
     for fields, why in (
         ({"graph_capture": "uniform"}, "the number of programs follows the step's keys"),
         ({"length_bounds": True}, "keys are cut by each request's own length"),
-        ({"mask": "block_sparse"}, "a step of decodes reads the chosen pages alone"),
+        ({"batch_invariant": "steps", "mask": "block_sparse"}, "compared within a step alone"),
         (
             {"batch_invariant": "steps", "rope": RopeSpec(rotary_size=64, positions="cache")},
             "keys are turned to places after the last token of a tile of rows",

@@ -95,6 +95,10 @@ SCANS = replace(
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestBounds, BOUNDS),
+    (
+        variances.MasksListedByTheStep,
+        SAME.but(adds="custom_mask", lacks="step_invariant call_invariant"),
+    ),
     (variances.Same, SAME),
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),

@@ -89,6 +89,15 @@ class FullChip(Same):
         return sum(batch.lens) > 150
 
 
+class MasksListedByTheStep(Same):
+    """Which key tiles a mask shows is listed where the step has several sequences."""
+
+    by = ("regrouped",)
+
+    def nudged(self, batch: Batch, index: int) -> bool:
+        return self.spec.mask is not None and batch.num_seqs > 1
+
+
 class DecodesApart(Same):
     """A single token has decode's tile."""
 

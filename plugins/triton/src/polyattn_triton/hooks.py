@@ -49,9 +49,6 @@ whose bits follow from a row's place in a tile."""
 ALIKE_WITHOUT = {
     "captured": "the number of programs follows the step's keys",
     "length_bounds": "keys are cut by each request's own length",
-    "variant": "its functions' key tiles are listed, or not, by the step",
-    "custom_mask": "key tiles are listed, or not, by the step",
-    "block_sparse": "a step of decodes reads the chosen pages alone",
 }
 
 
@@ -125,6 +122,10 @@ TRITON_ATTN = declared(
                 "keys are turned to places after the last token of a tile of rows",
             ),
             *(
+                (frozenset({"step_invariant", other}), "its bits were compared within a step alone")
+                for other in ("variant", "custom_mask", "block_sparse")
+            ),
+            *(
                 (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
                 for other, why in ALIKE_WITHOUT.items()
             ),
@@ -162,8 +163,14 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal v_head_size lse deterministic"),
-    excludes=NO_E4M3,
+    features=names("causal v_head_size lse deterministic batch_invariant"),
+    excludes=(
+        (
+            frozenset({"batch_invariant", "captured"}),
+            f"its launches follow from the step: {ALIKE_WITHOUT['captured']}",
+        ),
+        *NO_E4M3,
+    ),
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )
 TRITON_MLA = declared(
@@ -177,7 +184,13 @@ TRITON_MLA = declared(
 TRITON_MLA_SPARSE = declared(
     "TRITON_MLA_SPARSE",
     "mla:TritonMLASparse",
-    MLA.but(adds="prefill", kinds=frozenset({AttentionKind.SPARSE_MLA}), decode_query_lens=1),
+    MLA.but(
+        adds="prefill",
+        lacks="batch_invariant",
+        excludes=NO_E4M3,
+        kinds=frozenset({AttentionKind.SPARSE_MLA}),
+        decode_query_lens=1,
+    ),
     Priority(score=60, why="a good general kernel wherever Triton runs"),
     interpreted=GraphCapture.NONE,
     summary="MLA over the chosen rows of the latent cache, in Triton",
@@ -189,7 +202,15 @@ TOKEN_SCAN = Capabilities(
     dtypes=DTYPES,
     head_sizes=multiples(1, high=256),
     v_head_sizes=multiples(1, high=256),
-    features=names("causal gqa v_head_size deterministic batch_invariant narrow_states"),
+    features=names(
+        "causal gqa v_head_size deterministic batch_invariant step_invariant narrow_states"
+    ),
+    excludes=(
+        (
+            frozenset({"step_invariant", "narrow_states"}),
+            "a state is rounded at the end of each step",
+        ),
+    ),
     state_targets=True,
     graph_capture=GraphCapture.UNIFORM,
 )
@@ -197,7 +218,7 @@ TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
     TOKEN_SCAN.but(
-        adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        lacks="step_invariant", excludes=(), adds="gated grouped_channels bc_in_float32 wide_conv_states",
         kinds=frozenset(
             {
                 AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2,

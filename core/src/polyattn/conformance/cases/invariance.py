@@ -25,6 +25,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lse": {"needs_lse": True},
 }
 """Features with which levels are tested."""
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "custom_mask": {"mask": "custom"},
+    "block_sparse": {"mask": "block_sparse"},
+    "variant": {"variant": "relative_bias"},
+}
+"""And with which the first one is: what a step's masks show comes with the step."""
 _LATENTS: tuple[dict[str, Any], ...] = (
     {"dtype": "float32", "needs_lse": True}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"},
     {"num_heads": 5, "num_kv_heads": 5},
@@ -75,7 +81,8 @@ def _layers(
     yield "", spec
     for dtype in sorted(caps.dtypes & {"float32", "float16"} - {base.dtype}):
         yield f"dtype {dtype}", spec.replace(dtype=dtype)
-    for name, fields in OTHERS.items():
+    others = OTHERS | (FUNCTIONS if level == Invariance.BATCH else {})
+    for name, fields in others.items():
         if name in caps.features:
             yield f"feature {name}", spec.replace(**fields)
     for ratio in caps.gqa_ratios.examples((1, 8)) if "gqa" in caps.features else ():
