@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_promises import assert_uploadable
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -82,6 +83,7 @@ def test_the_wheels_resolve_in_a_fresh_environment(tmp_path: Path) -> None:
     fresh = FreshEnvironment(tmp_path)
     # The tools that build are here already: an environment for each of the wheels costs half a minute.
     fresh.run(WHEELS[0], Path(sys.executable).parent, PIP_NO_BUILD_ISOLATION="0")
+    assert_uploadable(fresh.dist)
     (command,) = (c for c in INSTALLS if "[all]" in c)
     planned = fresh.planned(command)
     for plugin in (

@@ -1,7 +1,7 @@
 """A vendor's plugin that none of the hosts knows serves in each of them, unchanged.
 
-The plugin is `examples/plugin`. vLLM's engine is `integrations/vllm/tests/test_engine.py`, since it takes an environment
-of its own.
+The plugin is `examples/plugin`. vLLM's engine takes an environment of its own:
+`integrations/vllm/tests/test_engine.py` runs the plugin there.
 """
 
 from __future__ import annotations

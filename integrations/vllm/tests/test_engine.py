@@ -59,9 +59,7 @@ def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
     from polyattn_example.backend import ExampleAttention
 
     path, calls, run = save(name, folder), [], ExampleAttention.run
-    monkeypatch.setattr(
-        ExampleAttention, "run", lambda *args: (calls.append(name), run(*args))[1]
-    )
+    monkeypatch.setattr(ExampleAttention, "run", lambda *args: (calls.append(name), run(*args))[1])
     with Engine(path, own=True) as engine:
         expected = engine.tokens()
     monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")

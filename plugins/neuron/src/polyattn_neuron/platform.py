@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from polyattn.plugin import Device, find_spec
 
@@ -27,11 +28,12 @@ def detect(torch_device: str | None = None) -> Device | None:
     import torch
     import torch_neuronx  # noqa: F401 - registers the device
 
-    if not torch.neuron.device_count():
+    neuron: Any = torch.neuron  # type: ignore[attr-defined]
+    if not neuron.device_count():
         return None
     _, _, number = (torch_device or "").partition(":")
-    index = int(number) if number else torch.neuron.current_device()
-    name = str(torch.neuron.get_device_name(index))
+    index = int(number) if number else neuron.current_device()
+    name = str(neuron.get_device_name(index))
     found = re.search(r"trn\d", name.lower())
     arch = found[0] if found else name.lower()
     return Device(platform="neuron", arch=arch, name=name, torch_device=f"neuron:{index}")

@@ -47,7 +47,8 @@ class VarlenAttention(AttentionBackend):
         from vllm_xpu_kernels.flash_attn_interface import flash_attn_varlen_func
 
         cache, batch, params = frame.cache, plan.batch, frame.params
-        spec, key, value, scales = self.spec_of(batch), frame.key, frame.value, (None, None)
+        spec, key, value = self.spec_of(batch), frame.key, frame.value
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not batch.num_tokens:
             return
         if cache is not None:
