@@ -99,6 +99,7 @@ def build() -> None:
     wheels = sorted(FOLDER.glob("*.whl"))
     assert len(wheels) == len(folders), "one wheel for each distribution"
     assert all(f"-{version()}-" in wheel.name for wheel in wheels), "one version"
+    run(sys.executable, "-m", "twine", "check", "--strict", *(str(wheel) for wheel in wheels))
 
 
 def sign(key: Path) -> None:

@@ -27,7 +27,10 @@ from polyattn.workload.compare import lse_error, output_error
 from torch import Tensor
 
 FAKES = Path(__file__).parent / "fake_libraries"
-LIBRARIES = ("flash_attn", "flash_attn_interface", "flashinfer", "xformers", "aiter")
+LIBRARIES = (
+    "flash_attn", "flash_attn_interface", "flashinfer", "xformers", "aiter", "torch_npu",
+    "vllm_xpu_kernels", "nkilib",
+)  # fmt: skip
 
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch, empty_row: float) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_promises import assert_uploadable
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,9 +20,11 @@ WHEELS = re.findall(r"^(pip wheel .+)$", README, re.MULTILINE)
 
 
 def test_every_vendor_has_a_command_from_a_checkout_and_from_wheels() -> None:
-    assert len(INSTALLS) == 13 and len(WHEELS) == 1
+    assert len(INSTALLS) == 19 and len(WHEELS) == 1
     extras = set(re.findall(r'"polyattn\[(\w+)\]"', README))
-    assert extras == {"cpu", "cuda", "rocm", "tpu", "hpu", "metal", "all"}
+    assert extras == {
+        "ascend", "cpu", "cuda", "rocm", "tpu", "hpu", "metal", "neuron", "xpu", "all",
+    }  # fmt: skip
     assert len(README.splitlines()) <= 120
 
 
@@ -80,9 +83,12 @@ def test_the_wheels_resolve_in_a_fresh_environment(tmp_path: Path) -> None:
     fresh = FreshEnvironment(tmp_path)
     # The tools that build are here already: an environment for each of the wheels costs half a minute.
     fresh.run(WHEELS[0], Path(sys.executable).parent, PIP_NO_BUILD_ISOLATION="0")
+    assert_uploadable(fresh.dist)
     (command,) = (c for c in INSTALLS if "[all]" in c)
     planned = fresh.planned(command)
-    for plugin in ("cpu", "cuda", "hpu", "metal", "rocm", "tpu", "triton"):
+    for plugin in (
+        "ascend", "cpu", "cuda", "hpu", "metal", "neuron", "rocm", "tpu", "triton", "xpu",
+    ):  # fmt: skip
         assert f"polyattn-{plugin}-0" in planned
 
 

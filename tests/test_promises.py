@@ -145,6 +145,15 @@ def test_import_contracts() -> None:
     assert found.returncode == 0, found.stdout
 
 
+def assert_uploadable(folder: Path) -> None:
+    """Assert that `twine check` has nothing to say of a folder's wheels, a warning neither."""
+    wheels = [str(wheel) for wheel in folder.glob("*.whl")]
+    command = [sys.executable, "-m", "twine", "check", "--strict", *wheels]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert wheels and checked.returncode == 0, checked.stdout
+    assert checked.stdout.count("PASSED") == len(wheels), checked.stdout
+
+
 def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     found = subprocess.run(
@@ -152,6 +161,7 @@ def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
+    assert_uploadable(tmp_path)
     names = {n for wheel in tmp_path.glob("*.whl") for n in zipfile.ZipFile(wheel).namelist()}
     for needed in (
         "polyattn/py.typed",

@@ -55,7 +55,7 @@ def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
 def attend_paged(
     query: Tensor, key: Tensor, value: Tensor, starts: list[int], lens: list[int], table: Tensor,
     *, scale: float, window: tuple[int, int], soft_cap: float, slopes: Tensor | None,
-    scales: tuple[Tensor | float, Tensor | float] = (1.0, 1.0),
+    scales: tuple[Tensor | float, Tensor | float] = (1.0, 1.0), sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend over pages (blocks, block, KV heads, size); returns the output and LSE (heads, tokens).
 
@@ -71,8 +71,9 @@ def attend_paged(
             each = factor[index][:, None] if isinstance(factor, Tensor) else factor
             found.append(stored[blocks].flatten(0, 1)[:length].to(torch.float64) * each)
     return attend_each(
-        query, keys, values, starts, scale=scale, window=window, soft_cap=soft_cap, slopes=slopes
-    )
+        query, keys, values, starts, scale=scale, window=window, soft_cap=soft_cap, slopes=slopes,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 def attend_packed(

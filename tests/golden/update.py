@@ -15,6 +15,7 @@ TABLES = {
     "nvidia.md": ("a100", "l40s", "h100-sxm", "h200", "b200", "rtx4090", "rtx5090"),
     "amd.md": ("mi250x", "mi300x", "mi355x"),
     "hpu.md": ("gaudi2", "gaudi3"),
+    "accelerators.md": ("ascend-910b", "xpu-b580", "trn2"),
     "metal.md": ("metal-m4", "metal-m3-max"),
     "tpu.md": ("tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
     "cpu.md": ("x86-avx2", "x86-avx512", "x86-amx", "neoverse"),

@@ -35,6 +35,8 @@ LLAMA = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
         ("AITER", "ROCM_ATTN"),
         ("ROCM_AITER_FA", "ROCM_ATTN"),
         ("PALLAS", "PALLAS_ATTN"),
+        ("ASCEND", "ASCEND_ATTN"),
+        ("INTEL_XPU", "XPU_FLASH_ATTN"),
     ],
 )
 def test_the_engines_names_are_known(alias: str, name: str) -> None:

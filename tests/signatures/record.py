@@ -3,16 +3,19 @@
     python tests/signatures/record.py OUT PACKAGE VERSION FILE NAME...
 
 Reads the file with `ast`, so the package need not be importable here. NAME is a function, or
-Class.method.
+Class.method. Of a YAML file, such as torch-npu's, torch's schemas are read: its entries `func:`.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
@@ -43,12 +46,31 @@ def record(node: ast.FunctionDef) -> dict[str, Any]:
     }
 
 
+def schema(text: str, name: str) -> dict[str, Any]:
+    """Return the same of a declared operator's schema."""
+    line = re.search(rf"^ *- func: ({re.escape(name)}\(.*)$", text, re.MULTILINE)
+    assert line is not None, name
+    arguments = re.sub(r"Tensor\(\w!\)", "Tensor", line[1])
+    parsed = torch._C.parse_schema(f"recorded::{arguments}").arguments
+    optional = [a.has_default_value() for a in parsed if not a.kwarg_only]
+    return {
+        "positional": [a.name for a in parsed if not a.kwarg_only],
+        "defaults": sum(optional),
+        "varargs": None,
+        "keyword": {a.name: a.has_default_value() for a in parsed if a.kwarg_only},
+    }
+
+
 def main() -> None:
     out, package, version, file, *names = sys.argv[1:]
-    known = functions(ast.parse(Path(file).read_text()))
+    text = Path(file).read_text()
     path = Path(out)
     before = json.loads(path.read_text())["functions"] if path.exists() else {}
-    found = before | {name: record(known[name]) for name in names}
+    if file.endswith(".yaml"):
+        found = before | {name: schema(text, name) for name in names}
+    else:
+        known = functions(ast.parse(text))
+        found = before | {name: record(known[name]) for name in names}
     result = {"package": package, "version": version, "functions": found}
     path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -53,6 +53,21 @@ def test_greedy_tokens(case: str, folder: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`examples/plugin`, which knows nothing of vLLM, named as an operator does."""
+    from polyattn_example.backend import ExampleAttention
+
+    path, calls, run = save(name, folder), [], ExampleAttention.run
+    monkeypatch.setattr(ExampleAttention, "run", lambda *args: (calls.append(name), run(*args))[1])
+    with Engine(path, own=True) as engine:
+        expected = engine.tokens()
+    monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")
+    with Engine(path, own=False) as engine:
+        found = engine.tokens()
+    assert calls and found == expected
+
+
 @pytest.mark.parametrize("layers", [2, 3], ids=["the model itself", "another"])
 def test_a_draft_model(layers: int, folder: Path) -> None:
     """Every draft token of the model itself is accepted, nearly none of another's."""

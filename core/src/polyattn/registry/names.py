@@ -21,8 +21,6 @@ COUNTERPARTS = {
     "DUAL_CHUNK_FLASH_ATTN": "none serves dual chunk attention",
     "TURBOQUANT": "it is a format of the cache: LayerSpec(kv_cache_dtype='turboquant4')",
     "WAVE": "TRITON_ATTN serves attention on ROCm",
-    "ASCEND": "there is no plugin for Ascend",
-    "INTEL_XPU": "there is no plugin for Intel's GPUs",
     "AUTO": "leave the name out, and polyattn chooses",
     "IPEX": "NATIVE_ATTN is the CPU's backend",
     "EAGER": "TORCH_SDPA runs torch's own kernels, VANILLA the float64 reference",

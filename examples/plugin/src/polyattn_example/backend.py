@@ -9,26 +9,31 @@ from polyattn.kernel import AttentionBackend, Frame, Plan
 
 
 class ExampleAttention(AttentionBackend):
-    """Gathers each sequence's keys and values and attends in float32, prefill and decode alike."""
+    """Attends to each sequence's keys in float32, prefill and decode alike."""
 
     name: ClassVar[str] = "EXAMPLE_ATTN"
 
     def run(self, plan: Plan, frame: Frame) -> None:
-        cache = frame.cache
-        assert cache is not None  # only cached layers are claimed; it holds the new keys already
-        batch, ratio = plan.batch, self.spec.gqa_ratio
-        assert batch.block_table is not None
+        batch, cache, ratio = plan.batch, frame.cache, self.spec.gqa_ratio
+        spec = self.spec_of(batch)
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
-            blocks = batch.block_table[index, : -(-length // cache.block_size)].long()
-            keys = cache.key[blocks].flatten(0, 1)[:length].float().repeat_interleave(ratio, 1)
-            values = cache.value[blocks].flatten(0, 1)[:length].float().repeat_interleave(ratio, 1)
-            scores = torch.einsum("qhd,khd->qhk", frame.query[rows].float(), keys) * self.spec.scale
+            if cache is None:  # the keys are given whole
+                own = slice(batch.key_starts[index], batch.key_starts[index] + length)
+                assert frame.key is not None and frame.value is not None
+                keys, values = frame.key[own], frame.value[own]
+            else:  # its pages hold the new keys already
+                assert batch.block_table is not None
+                blocks = batch.block_table[index, : -(-length // cache.block_size)].long()
+                keys = cache.key[blocks].flatten(0, 1)[:length]
+                values = cache.value[blocks].flatten(0, 1)[:length]
+            keys, values = (x.float().repeat_interleave(ratio, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->qhk", frame.query[rows].float(), keys) * spec.scale
             position = torch.arange(length - batch.query_lens[index], length)[:, None, None]
             distance = position - torch.arange(length)
-            hidden = distance < 0
-            if self.spec.sliding_window is not None:
-                hidden = hidden | (distance >= self.spec.sliding_window)
+            hidden = distance < 0 if spec.causal else torch.zeros_like(distance, dtype=torch.bool)
+            if spec.sliding_window is not None:
+                hidden = hidden | (distance.abs() >= spec.sliding_window)
             if length:
                 scores.masked_fill_(hidden, -torch.inf)
             found = torch.logsumexp(scores, dim=-1)

@@ -10,19 +10,23 @@ from polyattn.plugin import (
     Capabilities,
     Priority,
     Proof,
+    Role,
     hookimpl,
     multiples,
+    names,
 )
 
 EXAMPLE_ATTN = BackendInfo(
     name="EXAMPLE_ATTN",
-    summary="paged attention in 40 lines of torch, to copy",
+    summary="attention in 50 lines of torch, to copy",
     path="polyattn_example.backend:ExampleAttention",
     capabilities=Capabilities(
         platforms={"cpu": ()},
+        roles=frozenset(Role),
+        cached=frozenset({True, False}),
         dtypes=frozenset({"float32", "bfloat16"}),
         head_sizes=multiples(8, high=256),
-        features=frozenset({"causal", "gqa", "sliding_window", "lse"}),
+        features=names("causal non_causal gqa sliding_window lse"),
     ),
     # Below every serious backend: chosen only when it is named.
     priorities=(Priority(score=-10, why="an example; chosen only by name"),),

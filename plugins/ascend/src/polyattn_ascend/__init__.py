@@ -1,0 +1,1 @@
+"""Huawei Ascend: CANN's fused attention through torch-npu."""

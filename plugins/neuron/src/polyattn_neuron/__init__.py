@@ -1,0 +1,1 @@
+"""AWS Trainium: attention by the NKI library."""

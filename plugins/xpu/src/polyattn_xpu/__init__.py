@@ -1,0 +1,1 @@
+"""Intel GPUs: FlashAttention through vllm-xpu-kernels."""

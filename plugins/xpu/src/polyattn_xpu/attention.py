@@ -1,0 +1,80 @@
+"""XPU_FLASH_ATTN: vllm-xpu-kernels' varlen FlashAttention, over pages or given keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    Frame,
+    Plan,
+    blank,
+    cumulative,
+    empty_rows,
+    store_lse,
+    window_sizes,
+)
+from torch import Tensor
+
+
+class VarlenPlan(Plan):
+    """Which tokens see no key, and where keys lie that are given whole; `rows` gathers gaps away."""
+
+    __slots__ = ("empty", "key_starts", "rows")
+
+    def __init__(self, batch: Batch, cached: bool, causal: bool):
+        super().__init__(batch)
+        self.empty = empty_rows(batch, causal)
+        self.key_starts: Tensor | None = None if cached else cumulative(batch.seq_lens)
+        self.rows: Tensor | None = None
+        if not cached and not batch.keys_packed:
+            spans = zip(batch.key_starts, batch.lens, strict=True)
+            spread = [torch.arange(start, start + count) for start, count in spans]
+            self.rows = torch.cat(spread).to(batch.device)
+
+
+class VarlenAttention(AttentionBackend):
+    """Prefill and decode are one function, which chooses its kernel by the longest query."""
+
+    name: ClassVar[str] = "XPU_FLASH_ATTN"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> VarlenPlan:
+        return VarlenPlan(batch, self.cache is not None, self.spec_of(batch).causal)
+
+    def run(self, plan: VarlenPlan, frame: Frame) -> None:
+        from vllm_xpu_kernels.flash_attn_interface import flash_attn_varlen_func
+
+        cache, batch, params = frame.cache, plan.batch, frame.params
+        spec, key, value = self.spec_of(batch), frame.key, frame.value
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if not batch.num_tokens:
+            return
+        if cache is not None:
+            key, value = cache.key, cache.value
+            if key.dtype != frame.query.dtype:
+                scales = self._scale(params.k_scale, batch), self._scale(params.v_scale, batch)
+        elif plan.rows is not None:
+            assert key is not None and value is not None
+            key, value = key[plan.rows], value[plan.rows]
+        # Its kernel for single tokens returns no LSE. Where one is asked for, all rows are a prefill's.
+        whole = frame.lse is not None
+        result = flash_attn_varlen_func(
+            frame.query, key, value, max(2 if whole else 1, batch.max_query_len),
+            batch.query_start_loc, batch.max_seq_len, cu_seqlens_k=plan.key_starts,
+            seqused_k=None if cache is None else batch.seq_lens, softmax_scale=spec.scale,
+            causal=spec.causal, window_size=list(window_sizes(spec)),
+            block_table=None if cache is None else batch.block_table, return_softmax_lse=whole,
+            k_descale=scales[0], v_descale=scales[1], is_mix_batch=not whole,
+            s_aux=None if params.sinks is None else params.sinks.to(frame.query.dtype),
+        )  # fmt: skip
+        frame.out.copy_(result[0] if whole else result)
+        if frame.lse is not None:
+            store_lse(frame.lse, result[1])
+        blank(plan.empty, frame.out, frame.lse)
+
+    def _scale(self, value: float, batch: Batch) -> Tensor:
+        """Return a scale as the library takes it: a view of one number."""
+        number = torch.tensor(value, dtype=torch.float32, device=batch.device)
+        return number.expand(batch.num_seqs, self.spec.num_kv_heads)

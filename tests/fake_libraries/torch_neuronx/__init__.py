@@ -1,0 +1,1 @@
+"""A fake: `find_spec` finds it."""
