@@ -173,7 +173,7 @@ def test_caches_beyond_2_31_elements(form: str) -> None:
     """Places there need 64 bits: what overflows 32 is an error."""
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form)
     queries = [70, 1] if form == "auto" else [1, 1]
-    way, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
+    _way, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
     assert kernels[0] == ("prefill_hopper_kernel" if form == "auto" else "packed_kernel")
 
 

@@ -19,7 +19,7 @@ MOST_IDLE = 32
 
 
 def contiguous_like(out: Tensor) -> Tensor:
-    """Return an output that a kernel can write by its address alone: `out`, or a new tensor to copy from."""
+    """Return `out`, or a new contiguous tensor to copy from where a kernel takes an address alone."""
     if out.is_contiguous():
         return out
     return torch.empty_like(out, memory_format=torch.contiguous_format)
