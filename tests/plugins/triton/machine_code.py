@@ -1,4 +1,4 @@
-"""Does a compiled kernel read a register that nothing wrote? Seen in ptxas's code, without a GPU."""
+"""Does a kernel for Hopper read a register that nothing wrote? Seen in ptxas's code, without a GPU."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def compile_kernel(
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, fixed, attrs)
     compiled = triton.compile(source, target=target_of(arch), options=options)
-    if "cubin" in compiled.asm:
+    if arch == "sm_90":  # whose instructions it knows
         unwritten = read_unwritten(compiled.asm["cubin"])
         assert not unwritten, f"{kernel.__name__} reads what nothing wrote: {unwritten}"
     return compiled
