@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -127,9 +127,10 @@ class _Kit:
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
-            for plans, checked in (n for name, n in report.user_properties if name == "plans"):
-                self.plans += plans
-                self.plans_checked += checked
+            properties: dict[str, Any] = dict(report.user_properties)
+            plans, checked = properties.get("plans", (0, 0))
+            self.plans += plans
+            self.plans_checked += checked
 
     def pytest_report_header(self) -> str:
         return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
