@@ -358,8 +358,10 @@ class Barriers:
 class Machine:
     """One program: its place in the grid, and its roles, which run until they wait, one at a time."""
 
-    def __init__(self, place: tuple[int, ...], grid: tuple[int, ...], order: tuple[int, ...]):
-        self.place, self.grid, self.order = place, grid, order
+    def __init__(
+        self, place: tuple[int, ...], grid: tuple[int, ...], order: tuple[int, ...], warps: int
+    ):
+        self.place, self.grid, self.order, self.warps = place, grid, order, warps
         self.own = threading.local()
         self.back = threading.Semaphore(0)
         self.turns: list[threading.Semaphore] = []
@@ -550,6 +552,9 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
     def init(barrier: Barrier, count: int) -> None:
         barrier.count = barrier.left = count
 
+    def demanded(holds: bool) -> None:
+        assert holds
+
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
@@ -563,10 +568,10 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
         zeros=lambda shape, kind, layout=None: full(shape, 0, kind),
         zeros_like=lambda x: full(x.shape, 0, x.dtype),
         convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=inline,
-        static_range=range, static_assert=nothing, reshape=lambda x, shape: x.reshape(shape),
+        static_range=range, static_assert=demanded, reshape=lambda x, shape: x.reshape(shape),
         program_id=lambda axis: Value(machine.place[axis], "int32"),
         num_programs=lambda axis: Value(machine.grid[axis], "int32"),
-        num_warps=lambda: SimpleNamespace(__eq__=lambda *_: True),
+        num_warps=lambda: machine.warps,
         pointer_type=lambda kind: SimpleNamespace(kind=kind),
         allocate_shared_memory=allocate_shared_memory, warp_specialize=machine.specialize,
         constexpr=lambda x: x,
@@ -594,7 +599,7 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
 
 
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], given: Sequence[Any], order: tuple[int, ...]
+    kernel: Any, grid: tuple[int, ...], given: Sequence[Any], order: tuple[int, ...], warps: int
 ) -> dict[str, Storage]:
     """Run all programs of a launch, one after another; returns the tensors' storages by argument."""
     storages: dict[int, Storage] = {}
@@ -618,7 +623,7 @@ def run_kernel(
         else:
             arguments.append(Value(int(x), "int32" if abs(x) < 1 << 31 else "int64"))
     for place in product(*map(range, grid)):
-        machine = Machine(place, tuple(grid), order)
+        machine = Machine(place, tuple(grid), order, warps)
         with patched(machine):
             kernel.fn(*arguments)
             assert not machine.products
@@ -654,7 +659,9 @@ def on_host(order: tuple[int, ...] = (0, 1, 2)) -> Iterator[list[tuple[Any, dict
         self: Any, grid: Any, tensors: Any, floats: Any, free: Any, kept: Any = launch.NONE
     ) -> None:
         given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
-        launches.append((self.kernel, run_kernel(self.kernel, grid, given, order)))
+        launches.append(
+            (self.kernel, run_kernel(self.kernel, grid, given, order, self.options["num_warps"]))
+        )
 
     with patch.object(launch.Site, "__call__", call):
         yield launches

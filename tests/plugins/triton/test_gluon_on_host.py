@@ -131,7 +131,7 @@ PREFILLS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str,
     "blocks of 256": ({"head_size": 128}, ([50, 60], [700, 60]), {"block": 256}),
     "its own keys": ({"head_size": 128}, ([200, 30], [200, 30]), {"fresh": True}),
     "pieces": ({}, ([9, 70], [1000, 800]), {"sms": 14}),
-    "pieces of a window": ({"sliding_window": 700}, ([64], [2100]), {"sms": 10}),
+    "pieces of a window": ({"sliding_window": 757}, ([64], [2100]), {"sms": 10}),
     "pieces of its own keys": ({"head_size": 128}, ([520], [520]), {"sms": 22, "fresh": True}),
 }
 
@@ -153,6 +153,8 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, name: str, order: tuple[int, .
 DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "decode": ({}, [40, 33, 64, 47], 1),
     "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
+    # A sequence ends where a program does: it isn't cut.
+    "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [64, 32, 128], 4),
     "many": ({}, [500, 470], 2),
 }
 
@@ -164,7 +166,7 @@ def test_packed_decode(name: str, form: str) -> None:
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form, **changes)
     way, kernels = run(spec, [1] * len(lens), lens, sms=sms)
     assert kernels == ["packed_kernel"] + ["merge_kernel"] * (name != "decode")
-    assert way == name
+    assert way == name.partition(",")[0]
 
 
 @pytest.mark.slow
@@ -173,7 +175,7 @@ def test_caches_beyond_2_31_elements(form: str) -> None:
     """Places there need 64 bits: what overflows 32 is an error."""
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form)
     queries = [70, 1] if form == "auto" else [1, 1]
-    _way, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
+    _, kernels = run(spec, queries, [90, 37], far=(1 << 31) // (16 * 2 * 72) + 9)
     assert kernels[0] == ("prefill_hopper_kernel" if form == "auto" else "packed_kernel")
 
 

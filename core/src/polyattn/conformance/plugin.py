@@ -166,9 +166,10 @@ class _Kit:
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed:
                 self.passed.append(case)
-            for plans, checked in (n for name, n in report.user_properties if name == "plans"):
-                self.plans += plans
-                self.plans_checked += checked
+            properties: dict[str, Any] = dict(report.user_properties)
+            plans, checked = properties.get("plans", (0, 0))
+            self.plans += plans
+            self.plans_checked += checked
             if time.monotonic() > self.due:
                 self._write()
 
