@@ -86,6 +86,7 @@ class Rows:
             return found
 
         values = _run(trace, {"place": lambda node: place, "load": loaded})
+        assert trace.score is not None
         found = jnp.broadcast_to(values[trace.score], shape)
         inside = lax.broadcasted_iota(jnp.int32, shape, 1) < self.size
         return jnp.where(inside, found, 0.0)

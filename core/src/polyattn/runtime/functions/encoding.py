@@ -398,14 +398,15 @@ class _Reader:
         while (count := left.at.shape[-1]) > 1:
             half = -(-count // 2)
             first, second = left.at[..., :half], left.at[..., half:]
+            other: Any
             if count % 2 and op == "add":
                 zero = _Array(
                     self.trace.add("constant", what=0, kind=INT), first[..., :1] * 0, value.dtype
                 )
-                second = self._cat([_Array(left.node, second, value.dtype), zero], -1)
+                other = self._cat([_Array(left.node, second, value.dtype), zero], -1)
             else:  # one of them twice, where they are odd
-                second = _Array(left.node, left.at[..., count - half :], value.dtype)
-            left = self._each(op, (_Array(left.node, first, value.dtype), second), value.dtype)
+                other = _Array(left.node, left.at[..., count - half :], value.dtype)
+            left = self._each(op, (_Array(left.node, first, value.dtype), other), value.dtype)
         shape = [1 if d in axes else n for d, n in enumerate(value.at.shape)]
         kept = left.at.reshape(shape if keepdim else [value.at.shape[d] for d in rest])
         return _Array(left.node, kept, value.dtype)
@@ -418,6 +419,7 @@ class _Reader:
         own = np.concatenate([np.full(_shape(p), i) for i, p in enumerate(parts)], dim)
         found = None
         for i, part in enumerate(parts):
+            spread: list[Any]
             if isinstance(part, _Array):
                 spread = [
                     part.at if i == j else np.zeros(_shape(p), np.int64)
@@ -507,7 +509,7 @@ def _changes(node: torch.fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False
-    source = node.args[0]
+    source: Any = node.args[0]
     if _name(source.target) in _MOVES or any(_name(user.target) in _MOVES for user in source.users):
         raise UntraceableError(f"operation {_name(node.target)!r} into part of a tensor")
     return True

@@ -94,7 +94,8 @@ class Rows:
 
     def constants(self, apart: bool) -> tuple[Any, ...]:
         """Return READ_K, READ_V and ROWS_WAY. `apart`: a kernel takes even and odd places apart."""
-        # One of them alone apart was read wrong by tiles of 64 rows (Triton 3.6, H100).
+        # Values alone apart gave wrong outputs, whose LSE was right, in tiles of 64 rows (wgmma), however
+        # many stages there were (Triton 3.6, H100).
         apart = bool(apart and self.key.both and self.value.both)
         key, value = apart and self.key.both, apart and self.value.both
         way = 1 + 2 * bool(key) + 4 * bool(value) + 8 * self.key.half
