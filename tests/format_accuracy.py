@@ -36,7 +36,7 @@ def by_gguf(kind: str, x: Tensor) -> Tensor:
 
 def by_mx(x: Tensor) -> Tensor:
     """torchao's MXFP4, its scales by OCP's section 6.3."""
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode  # type: ignore[import-untyped]
 
     made = MXTensor.to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
     found: Tensor = made.dequantize(torch.float32)
@@ -45,7 +45,7 @@ def by_mx(x: Tensor) -> Tensor:
 
 def by_nvfp4(x: Tensor) -> Tensor:
     """torchao's NVFP4 without a scale of the tensor's."""
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor  # type: ignore[import-untyped]
 
     found: Tensor = NVFP4Tensor.to_nvfp4(x).dequantize(torch.float32)
     return found
@@ -53,7 +53,7 @@ def by_nvfp4(x: Tensor) -> Tensor:
 
 def by_row(x: Tensor) -> Tensor:
     """torchao's int8, a scale a row."""
-    from torchao.quantization import quant_primitives as ao
+    from torchao.quantization import quant_primitives as ao  # type: ignore[import-untyped]
 
     whole, ends = (1, x.shape[-1]), (-127, 127)
     scale, zero = ao.choose_qparams_affine(
@@ -66,7 +66,7 @@ def by_row(x: Tensor) -> Tensor:
 
 def by_row_of_e4m3(x: Tensor) -> Tensor:
     """torchao's e4m3, a scale a row."""
-    from torchao.quantization import quant_primitives as ao
+    from torchao.quantization import quant_primitives as ao  # type: ignore[import-untyped]
 
     scale = ao._choose_scale_float8(x, [1, x.shape[-1]], torch.float8_e4m3fn)
     codes = ao._quantize_affine_float8(x, scale, torch.float8_e4m3fn)
@@ -116,7 +116,7 @@ def lines_of(format: RowFormat) -> int:
     names = [name for name in ("encode", "decode", "turn") if getattr(format, name) is not None]
     functions = [function_of(format, name) for name in names]
     fields = type(format).__dataclass_fields__.items()
-    given = sum(getattr(format, name) != field.default for name, field in fields)
+    given = sum(bool(getattr(format, name) != field.default) for name, field in fields)
     module = sys.modules[functions[0].__module__]
     text = inspect.getsource(module)
     known = {name: node for node in ast.parse(text).body for name in _named(node)}

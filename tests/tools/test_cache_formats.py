@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polyattn import LatentSpec, LayerSpec, row_formats
+from polyattn import AttentionKind, LatentSpec, LayerSpec, row_formats
 from polyattn.tools.tune import shapes, tuning
 from tools.commands import here
 from unseen_format import registered
 
 ATTENTION = LayerSpec(num_heads=4, num_kv_heads=2, head_size=128, dtype="float32")
 LATENT = LayerSpec(
-    kind="mla", num_heads=2, head_size=96, v_head_size=32, dtype="float32",
+    kind=AttentionKind.MLA, num_heads=2, head_size=96, v_head_size=32, dtype="float32",
     latent=LatentSpec(rank=512, rope_head_size=64),
 )  # fmt: skip
 V4 = LATENT.replace(latent=LatentSpec(rank=448, rope_head_size=64))
@@ -106,8 +106,8 @@ def test_explain_prices_a_format_by_its_own_times_once_tune_measured_it(
     tuned = asked("tune", *options, "--device=cpu", "--out", str(table))
     assert {m["layer"]["stored"] for m in tuned["models"]} == {name}
     monkeypatch.setenv("POLYATTN_TIMINGS", str(table))
-    options = ("explain", model, "--device", "cpu", "--backend", "TORCH_SDPA", "--formats")
-    rows = {row["kv_cache_dtype"]: row for row in asked(*options)["groups"][0]["formats"]}
+    line = ("explain", model, "--device", "cpu", "--backend", "TORCH_SDPA", "--formats")
+    rows = {row["kv_cache_dtype"]: row for row in asked(*line)["groups"][0]["formats"]}
     alone = name if "/" not in name else "int4"
     assert rows[alone]["bytes_per_token"] < rows["auto"]["bytes_per_token"]
     assert bool(rows[alone]["us"]) == (alone == name) and not rows["auto"]["us"]

@@ -65,7 +65,7 @@ class RowFormat:
     decode: Callable[..., Any] | str
     row_bytes: Callable[[int], int]
     largest: float = float("inf")
-    turn: Callable[[int], Any] | str | None = None
+    turn: Callable[..., Any] | str | None = None
     version: int = 1
     summary: str = ""
 
