@@ -24,7 +24,7 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import ROOM, Ints, Tiles, most_keys, segments
+from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
 from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
@@ -40,6 +40,8 @@ SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e)
 takes powers of two alone, so that few classes are in a step."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
+ROOM = 256 << 20
+"""Bytes of the parts of a launch: more tiles are in launches of their own."""
 WHOLE, FRESH = 0, 1
 """The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
 are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
@@ -182,21 +184,22 @@ class AlikeAttention(PlannedAttention):
             if plan.requests is not None:
                 kind, asked = plan.requests
                 launches[-1].requests = kind, asked & np.isin(np.arange(len(asked)), mine.seq)
-            self._plan_pieces(launches[-1], mine, each)
+            self._plan_pieces(launches[-1], mine, pieces[some], each)
         if not launches:
             self._keep(plan)
             return plan
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, each: int) -> None:
+    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
         """Give each piece of `each` key tiles a program."""
-        dealt, heads = segments(tiles.keys, each), self.spec.num_kv_heads
-        plan.grid = (dealt.programs, heads, 1)
-        if dealt.parts > 1:  # merged as many at a time whatever other tiles have
-            parts = max(dealt.parts, FEW_PARTS + 1)
-            plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
-            self._reserve(plan.rows, dealt.programs * heads)
+        line = np.concatenate([[0], pieces.cumsum() * each])
+        programs, most = int(pieces.sum()), int(pieces.max())
+        plan.grid = (programs, self.spec.num_kv_heads, 1)
+        if most > 1:  # merged as many at a time whatever other tiles have
+            plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
+            self._reserve(plan.rows, programs * self.spec.num_kv_heads)
+        dealt = Stretches(line, int(line[-1]), each, 0, programs, most)
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
         plan.work = sent(host, self.torch_device, None)
