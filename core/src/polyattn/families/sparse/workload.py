@@ -212,7 +212,9 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) 
         for position in range(length - query, length):
             for _ in range(sparse.choices(spec.num_heads, spec.num_kv_heads)):
                 seen = max(position, 0) // group + 1
-                ids = dice.order(seen + dice.integer(0, 3))[: dice.integer(least, sparse.budget + 1)]
+                ids = dice.order(seen + dice.integer(0, 3))[
+                    : dice.integer(least, sparse.budget + 1)
+                ]
                 if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
                     ids[dice.integer(0, len(ids))] = seen - 1
                 row = torch.full((sparse.budget,), -1, dtype=torch.int32)
