@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -310,7 +310,7 @@ class BackendInfo:
         same = (name, aliases) == (self.name, self.aliases)
         return self if same else replace(self, name=name, aliases=aliases)
 
-    @property
+    @cached_property
     def builds(self) -> tuple[BackendInfo, ...]:
         """The backend as each of its variants, the preferred one first; itself where it has none."""
         return tuple(map(self.as_built, self.variants)) or (self,)

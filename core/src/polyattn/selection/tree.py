@@ -250,11 +250,12 @@ def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[Backen
 
     A store or a merge is a candidate for its own phase alone.
     """
+    asked = {phase: _asked(spec, phase) for phase in phases}
 
     def takes(info: BackendInfo, phase: str) -> bool:
         caps = info.capabilities
         role = phase in caps.phases if phase in SERVICES else caps.attends
-        return role and bool(_asked(spec, phase) & caps.kinds)
+        return role and not asked[phase].isdisjoint(caps.kinds)
 
     return [b for b in facts.backends.values() if any(takes(b, phase) for phase in phases)]
 
