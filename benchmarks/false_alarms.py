@@ -1,7 +1,7 @@
 """Does the checker of plans call an honest plan wrong? The kit of each backend of the CPU. Resumable.
 
     python benchmarks/false_alarms.py --out benchmarks/results/cpu/false_alarms.json
-    python benchmarks/false_alarms.py --only NATIVE_ATTN,HPU_ATTN --out some.json
+    python benchmarks/false_alarms.py --only NATIVE_ATTN,HPU_ATTN --out some.json --reports some-kits.json
 
 Backends that a kernel language's interpreter runs take a part of their kits, which the output names. A
 row has the kit's counts, how many plans were made, how many of them the checker could read, and how
@@ -68,8 +68,10 @@ def isas() -> list[str]:
     return [*isas()]
 
 
-def judged(run: Run, jobs: int, budget: float, seconds: float) -> dict[str, object]:
-    """Run a kit in a process of its own; return its row."""
+def judged(
+    run: Run, jobs: int, budget: float, seconds: float, reports: list[dict[str, object]]
+) -> dict[str, object]:
+    """Run a kit in a process of its own; return its row. A whole kit's report is added to `reports`."""
     with tempfile.TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.json", time.monotonic()
         options = (*run.options, *(("-k", run.cases) if run.cases else ()))
@@ -91,6 +93,8 @@ def judged(run: Run, jobs: int, budget: float, seconds: float) -> dict[str, obje
         if not report.is_file():
             return {"error": (done.stdout + done.stderr).strip()[-300:]}
         held = json.loads(report.read_text())
+    if not run.cases:
+        reports.append(held)
     names = ("cases", "passed", "refused", "failed", "skipped", "plans", "plans_checked")
     return {name: held[name] for name in names} | {
         "alarms": sum(
@@ -109,7 +113,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="of each kit")
     parser.add_argument("--end", type=float, default=float("inf"), help="seconds of all of them")
     parser.add_argument("--out", type=Path, default=Path("false_alarms.json"))
+    parser.add_argument("--reports", type=Path, help="where whole kits' reports go, for proofs.py")
     args = parser.parse_args()
+    reports = json.loads(args.reports.read_text()) if args.reports and args.reports.exists() else []
     rows = json.loads(args.out.read_text()) if args.out.exists() else {}
     end, there = time.monotonic() + args.end, isas()
     for run in RUNS:
@@ -119,7 +125,9 @@ def main() -> None:
         left = min(args.seconds, end - time.monotonic())
         if not chosen or "alarms" in rows.get(name, ()) or isa not in (None, *there) or left < 10:
             continue
-        rows[name] = judged(run, args.jobs, args.budget, left)
+        rows[name] = judged(run, args.jobs, args.budget, left, reports)
+        if args.reports:
+            args.reports.write_text(json.dumps(reports, indent=1) + "\n")
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
         print(name, rows[name], flush=True)
     done = [row for row in rows.values() if "alarms" in row]
