@@ -1,13 +1,10 @@
 """Seeds bugs into our own planners and kernels, one at a time: which do tests and kits notice? Resumable.
-
     python benchmarks/mutants.py --each 20 --jobs 16 --out benchmarks/results/cpu/mutants.jsonl
     python benchmarks/mutants.py --score --out benchmarks/results/cpu/mutants.jsonl
 
-Each worker has a copy of the tree, so the checkout stays as it is. Each row of the output is one mutant:
-what was changed, and whether a test failed (`killed`), the time ran out (`hung`), or nothing noticed
-(`survived`). One that no compiler takes, or that leaves the library as it was, is `invalid` and isn't
-counted. `equivalent`, added by hand, is the argument why a survivor changes no answer; `judged`, too,
-is how a row came about that this script didn't write.
+Each worker has a copy of the tree. A row of the output is a mutant: what was changed, and whether a test
+failed (`killed`), the time ran out (`hung`), or nothing did (`survived`); `invalid`: no compiler takes
+it. By hand: `equivalent`, why a survivor changes no answer; `judged`, who wrote the row.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from polyattn import Batch, Device, LayerGroup, LayerSpec, __version__, select
+from polyattn import Batch, Device, LayerGroup, LayerSpec, SparseSpec, __version__, select
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.families.mla import planning as mla_planning
@@ -295,8 +295,8 @@ def triton_sparse(dice: Dice) -> Drawn:
 
     arch, sms = dice.choice(CHIPS)
     dense, form = latents(dice), latent_form(dice)
-    latent = LatentSpec(rank=64, rope_head_size=16, topk=dice.choice((1, 17, 64, 512, 2048)))
-    spec = dense.replace(kind="sparse_mla", latent=latent)
+    sparse = SparseSpec(budget=dice.choice((1, 17, 64, 512, 2048)))
+    spec = dense.replace(kind="sparse_mla", sparse=sparse)
     with ExitStack() as stack:
         on_chip(stack, sms)
         backend = TritonMLASparse(spec, form, Device("cuda", arch, torch_device="cpu"))

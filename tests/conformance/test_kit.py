@@ -163,14 +163,16 @@ def test_a_kit_goes_on_where_its_report_ended(
     first = _Kit(config)
     ids = [case.id for case in first.cases]
     for case in ids[:2]:
-        told = {"when": "call", "failed": False, "skipped": False, "passed": True}
+        told: Any = {"when": "call", "failed": False, "skipped": False, "passed": True}
+        told |= {"outcome": "passed", "user_properties": [("plans", (3, 2))]}
         first.pytest_runtest_logreport(
-            SimpleNamespace(nodeid=f"test[{case}]", outcome="passed", **told)  # type: ignore[arg-type]
+            SimpleNamespace(nodeid=f"test[{case}]", **told)  # type: ignore[arg-type]
         )
     first._write()
     again = _Kit(config)
     assert again.seed == first.seed and again.summary()["ids"] == sorted(ids[:2])
-    assert {again.summary()[name] for name in ("cases", "passed")} == {2}
+    counts = ("cases", "passed", "plans", "plans_checked")
+    assert [again.summary()[name] for name in counts] == [2, 2, 6, 4]
     items: Any = [SimpleNamespace(nodeid=f"test[{case}]") for case in ids]
     whole = list(items)
     again.pytest_collection_modifyitems(config, items)

@@ -257,7 +257,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
 )
 def test_who_does_not_claim_it_is_refused_by_name(changes: dict[str, str], feature: str) -> None:
     spec = SPEC.replace(**changes)
-    for device, backend in (("cpu", "NATIVE_ATTN"), ("h200", "FLASHINFER"), ("gaudi3", "HPU_ATTN")):
+    for device, backend in (("cpu", "NATIVE_ATTN"), ("h200", "FLASH_ATTN"), ("gaudi3", "HPU_ATTN")):
         with pytest.raises(SelectionError, match=f"{feature}: wanted"):
             select(spec, device, backend=backend)
     chosen = dict(select(spec.replace(dtype="bfloat16"), "h200").decision.chosen)

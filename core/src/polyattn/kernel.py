@@ -35,7 +35,7 @@ from polyattn.runtime.conventions import (
     store_lse,
 )
 from polyattn.runtime.function_backend import backend
-from polyattn.runtime.functions.encoding import trace_encode, width_of
+from polyattn.runtime.functions.encoding import trace_encode
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import (
@@ -156,7 +156,6 @@ __all__ = [
     "turned",
     "untraceable",
     "visible_entries",
-    "width_of",
     "window_sizes",
     "write_output",
 ]

@@ -24,7 +24,7 @@ from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent import workload as recurrent
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
-from polyattn.kernel import Frame
+from polyattn.kernel import Frame, turned
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import Part
@@ -32,7 +32,7 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.spec.decompose import absorbed
-from polyattn_tpu.backends import buckets
+from polyattn_tpu.backends import buckets, rows_of
 from polyattn_tpu.bridge import to_torch
 from torch import Tensor
 
@@ -65,15 +65,18 @@ class FunctionsPart(AttentionBackend):
         spec = self.spec_of(plan.batch)
         size = None if self.cache is None else self.cache.block_size
         made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
+        formats = rows_of(self.cache)
+        query = turned_query(frame.query, formats)
         rows, options = attention_inputs(
-            made, frame.query, frame.key, frame.value, frame.params, frame.lse
+            made, query, frame.key, frame.value, frame.params, frame.lse
         )
         options |= functions(spec, plan.batch, frame.params)
         if frame.cache is None:
             found = attend_given(made, spec, *rows, **options)
         else:
-            found = attend(made, spec, rows[0], cache_of(frame.cache), **options)
-        give(*found, frame.out, frame.lse)
+            held = cache_of(frame.cache)
+            found = attend(made, spec, rows[0], held, rows=formats, **options)
+        give(*found, frame.out, frame.lse, formats)
 
 
 def cache_of(cache: KVCache) -> pt.Cache:
@@ -122,16 +125,26 @@ def functions(spec: Any, batch: Batch, params: Any) -> dict[str, Any]:
     }
 
 
-def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None) -> None:
+def turned_query(query: Tensor, formats: Any) -> Tensor:
+    """Return the query as the cache's format turns its keys."""
+    if formats is None or formats[0].format.turn is None:
+        return query
+    return turned(query, formats[0].format).to(query.dtype)
+
+
+def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None, formats: Any = None) -> None:
+    """Write what was computed to `out`, turned back where a format turns values, and `lse`."""
     out.copy_(to_torch(found, out)[: len(out)])
+    if formats is not None and formats[1].format.turn is not None:
+        out.copy_(turned(out, formats[1].format, back=True))
     if lse is not None:
         lse.copy_(to_torch(logs, lse)[: len(lse)])
 
 
-static = ("spec", "functions", "lse", "interpret")
+static = ("spec", "functions", "lse", "interpret", "rows")
 attend = jax.jit(pt.attend, static_argnames=static)
 attend_given = jax.jit(pt.attend_given, static_argnames=static)
-store = jax.jit(pt.store, donate_argnames="cache")
+store = jax.jit(pt.store, static_argnames="rows", donate_argnames="cache")
 
 
 class FunctionsAttention(Attention):
@@ -145,6 +158,8 @@ class FunctionsAttention(Attention):
         out = query.new_empty(step.out_shape) if out is None else out
         if not len(query):
             return out
+        formats = rows_of(self.group.cache_format)
+        query = turned_query(query, formats)
         rows, options = attention_inputs(plan, query, key, value, params, lse)
         options |= functions(self.spec, step.batch, params)
         if cache is None:
@@ -152,23 +167,24 @@ class FunctionsAttention(Attention):
         else:
             made, scales = cache_of(cache), options["scales"]
             if key is not None and step.batch.slot_mapping is not None:
-                made = store(plan, *(pt.pad(plan, array) for array in rows[1:]), made, scales)
-            found = attend(plan, self.spec, rows[0], made, **options)
+                given = [pt.pad(plan, array) for array in rows[1:]]
+                made = store(plan, *given, made, scales, rows=formats)
+            found = attend(plan, self.spec, rows[0], made, rows=formats, **options)
             bring(made, cache)
-        give(*found, out, lse)
+        give(*found, out, lse, formats)
         return out
 
 
 @functools.partial(
-    jax.jit, static_argnames=("spec", "lse", "form"), donate_argnames="cache"
+    jax.jit, static_argnames=("spec", "lse", "form", "rows"), donate_argnames="cache"
 )  # fmt: skip
-def over_latents(plan, dense, spec, query, entry, cache, weights, scales, chosen, lse, form):  # type: ignore[no-untyped-def]
-    cache = pt.store(plan, entry, None, cache, scales)
+def over_latents(plan, dense, spec, query, entry, cache, weights, scales, chosen, lse, form, rows):  # type: ignore[no-untyped-def]
+    cache = pt.store(plan, entry, None, cache, scales, rows=rows)
     options = {"scales": scales, "lse": lse}
     if form == "absorbed by the caller":
-        found = pt.attend(plan, absorbed(spec), query, cache, **options)
+        found = pt.attend(plan, absorbed(spec), query, cache, rows=rows, **options)
     elif form == "absorbed":
-        found = pt.attend_latent(plan, spec, query, cache, *weights, **options)
+        found = pt.attend_latent(plan, spec, query, cache, *weights, rows=rows, **options)
     elif form == "expanded":
         found = pt.attend_expanded(*dense, spec, query, cache, *weights, **options)
     else:
@@ -206,7 +222,7 @@ class FunctionsLatent(LatentAttention):
         scales = pt.Scales(self.params.k_scale, self.params.k_scale)
         made, found = over_latents(
             plan, dense, spec, pt.pad(plan, q), entry, cache_of(cache), weights, scales, chosen,
-            lse is not None, form,
+            lse is not None, form, rows_of(self.group.cache_format),
         )  # fmt: skip
         bring(made, cache)
         give(*found, out, lse)

@@ -453,51 +453,80 @@ class Described:
         return found
 
 
-def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
-    """Return what stands for Gluon's and Triton's language, and for what modules import by name."""
+def over(compute: Any) -> Any:
+    return lambda a, b: both(a, b, compute)
 
-    def over(compute: Any) -> Any:
-        return lambda a, b: both(a, b, compute)
 
-    def along(compute: Any) -> Any:
-        return lambda x, axis: Value(compute(x.a, axis=axis), x.dtype)
+def along(compute: Any) -> Any:
+    return lambda x, axis: Value(compute(x.a, axis=axis), x.dtype)
 
-    def alone(compute: Any) -> Any:
-        def of(x: Value) -> Value:
-            with np.errstate(all="ignore"):
-                return Value(compute(x.a).astype(x.a.dtype), x.dtype)
 
-        return of
+def alone(compute: Any) -> Any:
+    def of(x: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return Value(compute(x.a).astype(x.a.dtype), x.dtype)
 
-    def where(condition: Any, a: Any, b: Any) -> Value:
-        given = [x for x in (a, b) if isinstance(x, Value)]
-        kind = kind_of(a, b) if given else ("float32" if isinstance(a, float) else "int32")
-        return Value(np.where(plain(condition), plain(a), plain(b)), kind)
+    return of
 
-    def inline(
-        asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
-    ) -> Any:
-        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-        shape = np.broadcast_shapes(*(x.a.shape for x in args))
-        registers = []
-        for x in args:
-            bits = encoded(np.broadcast_to(x.a, shape), x.dtype).reshape(-1)
-            assert pack * BYTES[x.dtype] == 4
-            registers.append(np.ascontiguousarray(bits).view(np.uint32))
-        found = [
-            Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind)
-            for bits, kind in zip(run_ptx(asm, len(kinds), registers), kinds, strict=True)
-        ]
-        return tuple(found) if isinstance(dtype, tuple) else found[0]
 
-    def split(x: Value) -> tuple[Value, Value]:
-        return Value(x.a[..., 0], x.dtype), Value(x.a[..., 1], x.dtype)
+def where(condition: Any, a: Any, b: Any) -> Value:
+    given = [x for x in (a, b) if isinstance(x, Value)]
+    kind = kind_of(a, b) if given else ("float32" if isinstance(a, float) else "int32")
+    return Value(np.where(plain(condition), plain(a), plain(b)), kind)
 
-    def full(shape: Any, value: Any, kind: str, layout: Any = None) -> Value:
-        held = bool if kind == "int1" else np.float32 if kind in FLOATS else np.int64
-        return Value(np.full([int(n) for n in shape], plain(value), held), kind)
 
-    def wgmma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+def inline(
+    asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
+) -> Any:
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    shape = np.broadcast_shapes(*(x.a.shape for x in args))
+    registers = []
+    for x in args:
+        bits = encoded(np.broadcast_to(x.a, shape), x.dtype).reshape(-1)
+        assert pack * BYTES[x.dtype] == 4
+        registers.append(np.ascontiguousarray(bits).view(np.uint32))
+    found = [
+        Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind)
+        for bits, kind in zip(run_ptx(asm, len(kinds), registers), kinds, strict=True)
+    ]
+    return tuple(found) if isinstance(dtype, tuple) else found[0]
+
+
+def split(x: Value) -> tuple[Value, Value]:
+    return Value(x.a[..., 0], x.dtype), Value(x.a[..., 1], x.dtype)
+
+
+def full(shape: Any, value: Any, kind: str, layout: Any = None) -> Value:
+    held = bool if kind == "int1" else np.float32 if kind in FLOATS else np.int64
+    return Value(np.full([int(n) for n in shape], plain(value), held), kind)
+
+
+def demanded(holds: bool) -> None:
+    assert holds
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.left = count
+
+
+def expect(barrier: Barrier, size: int) -> None:
+    barrier.bytes += size
+    barrier.left -= 1
+
+
+class Language:
+    """What stands for Gluon's and Triton's language on a machine."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def wgmma(
+        self, a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False
+    ) -> Value:
         assert is_async
         found = Pending([a.shape[0], b.shape[1]])
 
@@ -506,15 +535,15 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
             found._numbers = left @ b.load().a + (acc.a if use_acc else 0)
             found.there = True
 
-        machine.products.append(finish)
+        self.machine.products.append(finish)
         return found
 
-    def wgmma_wait(left: int, deps: Sequence[Value]) -> Any:
-        while len(machine.products) > left:
-            machine.products.pop(0)()
+    def wgmma_wait(self, left: int, deps: Sequence[Value]) -> Any:
+        while len(self.machine.products) > left:
+            self.machine.products.pop(0)()
         return deps[0] if len(deps) == 1 else tuple(deps)
 
-    def copy_async(to: Shared, pointer: Pointer, mask: Any = None) -> None:
+    def copy_async(self, to: Shared, pointer: Pointer, mask: Any = None) -> None:
         places, seen = chosen(pointer, mask)
         size = BYTES[pointer.kind]
         assert [*places.shape] == to.shape and to.dtype == pointer.kind
@@ -524,14 +553,14 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
         def arrive() -> None:
             to.bits[...] = found
 
-        machine.groups[-1].append(arrive)
+        self.machine.groups[-1].append(arrive)
 
-    def wait_group(left: int) -> None:
-        while len(machine.groups) - 1 > left:
-            for arrive in machine.groups.pop(0):
+    def wait_group(self, left: int) -> None:
+        while len(self.machine.groups) - 1 > left:
+            for arrive in self.machine.groups.pop(0):
                 arrive()
 
-    def copy_box(descriptor: Described, at: Sequence[Any], full: Barrier, to: Shared) -> None:
+    def copy_box(self, descriptor: Described, at: Sequence[Any], full: Barrier, to: Shared) -> None:
         row, column = (int(x) for x in at)
         assert abs(row) < 1 << 31 and abs(column) < 1 << 31
         box = descriptor.box(row, column)
@@ -539,63 +568,57 @@ def language_of(machine: Machine) -> tuple[SimpleNamespace, dict[str, Any]]:
         to.bits[...] = box
         full.arrived(bytes_less=box.nbytes)
 
-    def expect(barrier: Barrier, size: int) -> None:
-        barrier.bytes += size
-        barrier.left -= 1
-
-    def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
+    def wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
         if pred:
             parity = int(phase)
             assert parity in (0, 1)
-            machine.wait(lambda: (barrier.phases & 1) != parity)
+            self.machine.wait(lambda: (barrier.phases & 1) != parity)
 
-    def init(barrier: Barrier, count: int) -> None:
-        barrier.count = barrier.left = count
+    def language(self) -> SimpleNamespace:
+        """Return `gl`, which is `tl`, too."""
+        kinds = {name: name for name in (*INTS, *FLOATS)}
+        return SimpleNamespace(
+            **kinds, load=load, store=store, minimum=over(np.minimum), maximum=over(np.maximum),
+            where=where, max=along(np.max), sum=along(np.sum), exp2=alone(np.exp2), log2=alone(np.log2),
+            abs=alone(np.abs), cdiv=lambda a, b: (a + (b - 1)) // b, split=split, full=full,
+            join=lambda a, b: Value(np.stack([a.a, b.a], -1), a.dtype),
+            arange=lambda low, high, layout=None: Value(np.arange(low, high), "int32"),
+            zeros=lambda shape, kind, layout=None: full(shape, 0, kind),
+            zeros_like=lambda x: full(x.shape, 0, x.dtype),
+            convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=inline,
+            static_range=range, static_assert=demanded, reshape=lambda x, shape: x.reshape(shape),
+            program_id=lambda axis: Value(self.machine.place[axis], "int32"),
+            num_programs=lambda axis: Value(self.machine.grid[axis], "int32"),
+            num_warps=lambda: self.machine.warps,
+            pointer_type=lambda kind: SimpleNamespace(kind=kind),
+            allocate_shared_memory=allocate_shared_memory, warp_specialize=self.machine.specialize,
+            constexpr=lambda x: x,
+            **dict.fromkeys(
+                ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout",
+                 "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), nothing,
+            ),
+            extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=nothing)),
+        )  # fmt: skip
 
-    def demanded(holds: bool) -> None:
-        assert holds
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    kinds = {name: name for name in (*INTS, *FLOATS)}
-    gl = SimpleNamespace(
-        **kinds, load=load, store=store, minimum=over(np.minimum), maximum=over(np.maximum),
-        where=where, max=along(np.max), sum=along(np.sum), exp2=alone(np.exp2), log2=alone(np.log2),
-        abs=alone(np.abs), cdiv=lambda a, b: (a + (b - 1)) // b, split=split, full=full,
-        join=lambda a, b: Value(np.stack([a.a, b.a], -1), a.dtype),
-        arange=lambda low, high, layout=None: Value(np.arange(low, high), "int32"),
-        zeros=lambda shape, kind, layout=None: full(shape, 0, kind),
-        zeros_like=lambda x: full(x.shape, 0, x.dtype),
-        convert_layout=lambda x, *_, **__: x, inline_asm_elementwise=inline,
-        static_range=range, static_assert=demanded, reshape=lambda x, shape: x.reshape(shape),
-        program_id=lambda axis: Value(machine.place[axis], "int32"),
-        num_programs=lambda axis: Value(machine.grid[axis], "int32"),
-        num_warps=lambda: machine.warps,
-        pointer_type=lambda kind: SimpleNamespace(kind=kind),
-        allocate_shared_memory=allocate_shared_memory, warp_specialize=machine.specialize,
-        constexpr=lambda x: x,
-        **dict.fromkeys(
-            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout",
-             "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), nothing,
-        ),
-        extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=nothing)),
-    )  # fmt: skip
-    barriers = SimpleNamespace(
-        init=init, wait=wait, expect=expect, MBarrierLayout=lambda: Barrier,
-        arrive=lambda barrier: barrier.arrived(times=1),
-    )  # fmt: skip
-    names = {
-        "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
-        "gdc_launch_dependents": nothing, "warpgroup_mma": wgmma, "warpgroup_mma_wait": wgmma_wait,
-        "tma": SimpleNamespace(async_copy_global_to_shared=copy_box), "k_units_layout": nothing,
-        "async_copy": SimpleNamespace(
-            async_copy_global_to_shared=copy_async, wait_group=wait_group,
-            commit_group=lambda: machine.groups.append([]),
-        ),
-        "mma_v2": lambda a, b, acc: Value(a.a @ b.a + acc.a, "float32"),
-    }  # fmt: skip
-    return gl, names
+    def names(self) -> tuple[SimpleNamespace, dict[str, Any]]:
+        """Return the language, and what modules import by name."""
+        gl = self.language()
+        barriers = SimpleNamespace(
+            init=init, wait=self.wait, expect=expect, MBarrierLayout=lambda: Barrier,
+            arrive=lambda barrier: barrier.arrived(times=1),
+        )  # fmt: skip
+        names = {
+            "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
+            "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
+            "warpgroup_mma_wait": self.wgmma_wait,
+            "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box), "k_units_layout": nothing,
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self.copy_async, wait_group=self.wait_group,
+                commit_group=lambda: self.machine.groups.append([]),
+            ),
+            "mma_v2": lambda a, b, acc: Value(a.a @ b.a + acc.a, "float32"),
+        }  # fmt: skip
+        return gl, names
 
 
 def run_kernel(
@@ -633,7 +656,7 @@ def run_kernel(
 @contextmanager
 def patched(machine: Machine) -> Iterator[None]:
     """Give the kernels' modules this file's language, and each other's functions as they are."""
-    _, names = language_of(machine)
+    _, names = Language(machine).names()
     with ExitStack() as stack:
         for module in MODULES:
             for name, held in [*vars(module).items()]:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import numpy as np
 import torch
 from gluon_on_host import on_host
-from polyattn import Batch, Device, KVCache, LatentSpec, LayerSpec
+from polyattn import Batch, Device, KVCache, LatentSpec, LayerSpec, SparseSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import CacheFormat, Frame, LayerParams, quantize
 from polyattn.selection.cache_format import format_of
@@ -201,28 +201,36 @@ def test_sparse_mla(topk: int, sms: int, block: int) -> None:
     latent([1, 2], [300, 700], block, 20, sms, topk)
 
 
-def latent(
-    queries: list[int], lens: list[int], block: int, heads: int, sms: int, topk: int | None
-) -> None:
-    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once."""
-    spec = LayerSpec(
-        kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
-        v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64, topk=topk),
-        needs_lse=True,
-    )  # fmt: skip
-    form = CacheFormat(
-        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16"
-    )
-    chance = torch.Generator().manual_seed(len(lens))
+def latents(
+    form: CacheFormat, lens: list[int], chance: torch.Generator
+) -> tuple[KVCache, torch.Tensor]:
+    """Return a cache of random latents, NaN behind each sequence's last, and its block table."""
+    block = form.block_size
     width = max(-(-n // block) for n in lens)
     cache = KVCache.allocate(form, width * len(lens))
     table = torch.randperm(width * len(lens), generator=chance).int().view(len(lens), width)
     cache.key.fill_(float("nan"))
     for pages, length in zip(table.tolist(), lens, strict=True):
         for at in range(length):
-            cache.key[pages[at // block], at % block, 0] = torch.randn(
-                576, generator=chance
-            ).bfloat16()
+            row = torch.randn(576, generator=chance).bfloat16()
+            cache.key[pages[at // block], at % block, 0] = row
+    return cache, table
+
+
+def latent(
+    queries: list[int], lens: list[int], block: int, heads: int, sms: int, topk: int | None
+) -> None:
+    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once."""
+    spec = LayerSpec(
+        kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
+        v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
+        sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True,
+    )  # fmt: skip
+    form = CacheFormat(
+        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16"
+    )
+    chance = torch.Generator().manual_seed(len(lens))
+    cache, table = latents(form, lens, chance)
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
     out = query.new_full((len(query), heads, 512), float("nan"))
     lse = torch.full(out.shape[:2], float("nan"))

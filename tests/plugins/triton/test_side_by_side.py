@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What Triton would be asked for: a merge, for sm_90, in a cache that is empty."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(triton, "compile", lambda source, target, options: (source, options))
+        patch.setattr(triton_ahead, "compile_source", lambda source, _, options: (source, options))
         source, options = triton_ahead.compile_phase(
             LayerSpec(num_heads=4, head_size=64), "sm_90", "merge"
         )

@@ -341,8 +341,12 @@ def compile_kernel(
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, fixed, attrs)
+    return compile_source(source, arch, options)
+
+
+def compile_source(source: Any, arch: str, options: dict[str, int]) -> Any:
     compiled = triton.compile(source, target=target_of(arch), options=options)
     if arch == "sm_90":  # whose instructions it knows
         unwritten = read_unwritten(compiled.asm["cubin"])
-        assert not unwritten, f"{kernel.__name__} reads what nothing wrote: {unwritten}"
+        assert not unwritten, f"{source.fn.__name__} reads what nothing wrote: {unwritten}"
     return compiled

@@ -208,6 +208,15 @@ class RecurrentFrame:
     ):
         self.inputs, self.params, self.states, self.out = inputs, params, states, out
 
+    def but(self, **changes: Any) -> RecurrentFrame:
+        """Return a copy with these fields changed.
+
+        Args:
+            changes: fields by name.
+
+        """
+        return RecurrentFrame(**{name: getattr(self, name) for name in self.__slots__} | changes)
+
     def part(self, rows: slice | Tensor) -> RecurrentFrame:
         """Return the frame of some tokens.
 
@@ -249,7 +258,21 @@ def put_rows(tensor: Tensor, rows: Tensor, part: Tensor) -> None:
 
 
 class Op(ABC):
-    """One instruction of a step, over some of its tokens. It runs for any frames and remembers none."""
+    """One instruction of a step, over some of its tokens. It runs for any frames and remembers none.
+
+    Attributes:
+        rows: the tokens that it is of; None for all.
+        inner: the ops, or plans, that this one runs.
+        calls: the backends' parts of the step that it runs.
+
+    Examples:
+        >>> class Twice(Op):
+        ...     def run(self, frame):
+        ...         frame.out.mul_(2)
+        >>> Twice().calls
+        ()
+
+    """
 
     rows: Rows = None
     inner: Sequence[Any] = ()
@@ -265,6 +288,10 @@ class Op(ABC):
         """Read and write the tensors of the frame, which is of `rows` alone.
 
         An op over all rows may set the frame's fields: what comes after it reads those.
+
+        Args:
+            frame: a call's tensors.
+
         """
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from polyattn_tpu import functions, latent, recurrence
 from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_pages
 from polyattn_tpu.buckets import Buckets
-from polyattn_tpu.functions import Cache, Scales
+from polyattn_tpu.functions import Scales
 from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
 from polyattn_tpu.reading import reads_of
 from polyattn_tpu.rows import Rows
@@ -75,19 +75,10 @@ def rows_of(cache: CacheFormat | None) -> tuple[Rows, Rows] | None:
     return Rows(cache.rows[0], cache.head_size), Rows(cache.rows[1], cache.v_head_size)
 
 
-def write(
-    cache: Cache, key: Any, value: Any, slots: Any, scales: Scales, rows: Any = None
-) -> Cache:
-    """Return the cache with rows (tokens, heads, size) at `slots`, -1 for none."""
-    of_key, of_value = rows or (None, None)
-    made = functions.scatter(cache.key, key, slots, scales.key, of_key)
-    if cache.value is None:
-        return Cache(made)
-    return Cache(made, functions.scatter(cache.value, value, slots, scales.value, of_value))
-
-
 stored = {
-    donated: jax.jit(write, static_argnames=("rows",), donate_argnames=("cache",) * donated)
+    donated: jax.jit(
+        functions.write, static_argnames=("rows",), donate_argnames=("cache",) * donated
+    )
     for donated in (False, True)
 }
 

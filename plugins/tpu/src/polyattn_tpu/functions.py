@@ -108,9 +108,9 @@ def attend(
     `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
     anything. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA:
     the absorbed query, over the latents, with `absorbed(spec)`. A layer with functions of scores: these,
-    of `functions_of(spec)`, and
-    what they read, `functions.given({name: array})`. Returns (plan.num_tokens, heads, V head size) and
-    the LSE, float32 (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
+    of `functions_of(spec)`, and what they read, `functions.given({name: array})`. Returns
+    (plan.num_tokens, heads, V head size) and the LSE, float32 (plan.num_tokens, heads), natural
+    logarithm, where asked. Raises `BatchError`.
     """
     _check(plan, spec, query, sinks, alibi_slopes)
     if plan.cached != (plan.pack is None):
@@ -155,22 +155,35 @@ def attend_given(
 
 
 def store(
-    plan: AttentionPlan, key: Array, value: Array | None, cache: Cache, scales: Scales | None = None
+    plan: AttentionPlan,
+    key: Array,
+    value: Array | None,
+    cache: Cache,
+    scales: Scales | None = None,
+    rows: Any = None,
 ) -> Cache:
     """Return the cache with the step's keys and values (plan.num_tokens, KV heads, size) in it.
 
     Donate the cache: then it is written in place. For MLA `key` is (…, 1, rank + rope), `value` None.
+    `rows`, a cache's formats of bytes, is static.
     """
     if plan.slots is None:
         raise BatchError(
             "the plan has no slots: its step has no slot_mapping; pass one to store keys"
         )
-    scales = scales or Scales()
-    rows = scatter(cache.key, key, plan.slots, scales.key)
+    return write(cache, key, value, plan.slots, scales or Scales(), rows)
+
+
+def write(
+    cache: Cache, key: Array, value: Array | None, slots: Array, scales: Scales, rows: Any = None
+) -> Cache:
+    """Return the cache with keys and values (tokens, heads, size) at `slots`, -1 for none."""
+    of_key, of_value = rows or (None, None)
+    made = scatter(cache.key, key, slots, scales.key, of_key)
     if cache.value is None:
-        return Cache(rows)
+        return Cache(made)
     assert value is not None
-    return Cache(rows, scatter(cache.value, value, plan.slots, scales.value))
+    return Cache(made, scatter(cache.value, value, slots, scales.value, of_value))
 
 
 def scatter(pages: Array, rows: Array, slots: Array, scale: Any, format: Any = None) -> Array:

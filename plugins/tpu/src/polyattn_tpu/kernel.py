@@ -388,6 +388,6 @@ def paged_attention(
     )  # fmt: skip
 
     def gathered(found: Any) -> Any:
-        return results.transpose(1, 0, 2, 3).reshape(tokens, heads, results.shape[3])
+        return found.transpose(1, 0, 2, 3).reshape(tokens, heads, found.shape[3])
 
     return gathered(results[0]), gathered(results[1][..., :1])[..., 0] if form.lse else None

@@ -17,7 +17,6 @@ from polyattn.kernel import (
     sizes_of,
     trace_encode,
     trace_rows,
-    width_of,
 )
 
 from polyattn_tpu.pointwise_ops import floor_div, floor_mod, log2, sigmoid
@@ -94,7 +93,7 @@ class Rows:
     def written(self, values: Any) -> Any:
         """Return values (tokens, heads, size), over their scale, as bytes (tokens, heads, bytes)."""
         trace = trace_encode(self.format, self.size)
-        width = width_of(trace, self.size)
+        width = trace.width(self.size)
 
         def padded(array: Any) -> Any:
             missing = width - array.shape[-1]
@@ -106,12 +105,16 @@ class Rows:
             "gather": lambda node, x: padded(
                 jnp.broadcast_to(x, (*x.shape[:-1], width))[..., jnp.asarray(node.what)]
             ),
-        })  # fmt: skip
+        }, lax.optimization_barrier)  # fmt: skip
         return values[trace.score][..., : trace.length].astype(jnp.uint8)
 
 
-def _run(trace: Trace, own: dict[str, Any]) -> list[Any]:
-    """Compute a trace's operations; `own`: those that aren't each element's, of their nodes."""
+def _run(trace: Trace, own: dict[str, Any], apart: Any = lambda args: args) -> list[Any]:
+    """Compute a trace's operations; `own`: those that aren't each element's, of their nodes.
+
+    `apart` keeps XLA from an operation's inputs. It makes `x + c - c`, which rounds, `x`, and a division
+    by one number a product.
+    """
     values: list[Any] = []
     for node in trace.nodes:
         args = [values[i] for i in node.args]
@@ -128,6 +131,6 @@ def _run(trace: Trace, own: dict[str, Any]) -> list[Any]:
                 args = [args[0].astype(jnp.bool_), *(a.astype(KINDS[node.kind]) for a in args[1:])]
             elif node.op not in ("half", "single", "bits"):
                 args = [a.astype(KINDS["float" if node.op == "truediv" else most]) for a in args]
-            found = OPERATIONS[node.op](*(jnp.broadcast_arrays(*args) if len(args) > 1 else args))
+            found = OPERATIONS[node.op](*apart(jnp.broadcast_arrays(*args)))
         values.append(found.astype(KINDS[node.kind]))
     return values

@@ -92,17 +92,6 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
     return found
 
 
-def width_of(trace: Trace, size: int) -> int:
-    """Return how many entries the longest vector of a traced `encode` has.
-
-    Args:
-        trace: the operations.
-        size: elements of a row.
-
-    """
-    return max([size, *(len(n.what) for n in trace.nodes if n.op in ("gather", "vector"))])
-
-
 def replayed(trace: Trace, row: Tensor) -> Tensor:
     """Return the bytes that a traced `encode` makes of a row.
 
@@ -111,7 +100,7 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
         row: float32 (size,).
 
     """
-    width, values = width_of(trace, len(row)), list[Tensor]()
+    width, values = trace.width(len(row)), list[Tensor]()
     for node in trace.nodes:
         args = [values[i] for i in node.args]
         dtype = {FLOAT: torch.float32, INT: torch.int32, BOOL: torch.bool}[node.kind]

@@ -134,6 +134,15 @@ class Trace:
             self.nodes.append(Node(op, args, kind, what))
         return self._known[key]
 
+    def width(self, size: int) -> int:
+        """Return how many entries the longest vector of a traced `encode` has.
+
+        Args:
+            size: elements of a row.
+
+        """
+        return max([size, *(len(n.what) for n in self.nodes if n.op in ("gather", "vector"))])
+
     def _kind(self, op: str, args: tuple[int, ...]) -> str:
         if op in _TO_BOOL:
             return BOOL

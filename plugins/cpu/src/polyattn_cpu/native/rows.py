@@ -21,7 +21,6 @@ from polyattn.kernel import (
     sizes_of,
     trace_encode,
     trace_rows,
-    width_of,
 )
 
 OPS = (
@@ -119,7 +118,7 @@ def writer(format: RowFormat, size: int) -> Program:
     Raises `UntraceableError`.
     """
     trace = trace_encode(format, size)
-    found = _Steps(trace, width := width_of(trace, size), format.row_bytes(size), trace.length)
+    found = _Steps(trace, width := trace.width(size), format.row_bytes(size), trace.length)
     packed, table = np.array(found.steps, np.int32).reshape(-1, 6), np.zeros(1, np.int32)
     text = _FORMAT.pack(
         TRACED, 0, size, format.row_bytes(size), width, len(packed), found.registers,
