@@ -274,9 +274,8 @@ def latent(
         if mine:
             scores = query[at].double() @ rows[mine].T * spec.scale
             wanted[at], sums[at] = scores.softmax(1) @ rows[mine][:, :512], scores.logsumexp(1)
-    tolerance = tolerance_of(spec)
-    assert output_error(out, wanted) <= tolerance.output
-    assert lse_error(lse, sums) <= tolerance.lse
+    assert output_error(out, wanted) <= tolerance_of(spec).output
+    assert lse_error(lse, sums) <= tolerance_of(spec).lse
     each_written_once(launches, out, lse)
 
 
