@@ -60,8 +60,8 @@ class Harness:
     def group(self, spec: LayerSpec, layout: str | None = None) -> LayerGroup:
         """Return a fresh group: nothing is left of another case. All its plans are checked."""
         group = LayerGroup(self.select(spec, layout))
-        group.plan_checks = PlanChecks(share=inf)
-        self.checks.append(group.plan_checks)
+        group.plan_checks = checks = PlanChecks(share=inf)
+        self.checks.append(checks)
         return group
 
     def layer(
