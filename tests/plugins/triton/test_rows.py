@@ -15,7 +15,7 @@ SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="nv
 @pytest.mark.slow
 def test_interpreted() -> None:
     """nvfp4 is written by TRITON_STORE, too; others, and one that no kernel knows, are read."""
-    names = interpreted(Path(__file__).with_name("interpreted_rows.py")).split("\n")
+    names = interpreted(Path(__file__).with_name("interpreted_rows.py")).splitlines()
     assert names[:3] == ["numbers", "one tensor", "by head"] and names[-2:] == ["logs6", "captured"]
 
 
