@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -139,6 +139,9 @@ def snapshot() -> dict[str, Any]:
     return found
 
 
+Result = TypeVar("Result")
+
+
 def _restore_environment(before: dict[str, str]) -> None:
     for name in SETTINGS["the environment"]().keys() - before.keys():
         del os.environ[name]
@@ -153,24 +156,25 @@ RESTORED: dict[str, Callable[[Any], None]] = {
 """What libraries change where a first step imports or compiles them, and what puts it back."""
 
 
-def runs_alone(run: Callable[[], None]) -> None:
-    """Run, and assert that the process' settings and random states stay as they were.
+def runs_alone(run: Callable[[], Result]) -> Result:
+    """Return what a run returns; assert that the process' settings and random states stay as they were.
 
     Where modules were imported and only `RESTORED` changed, that is put back and it runs again: what each
     step does is told, what the first one of a process does is not. FLA's and mamba-ssm's first steps
     import packages that set environment variables; torch's compiler raises the recursion limit.
     """
     before, modules = snapshot(), len(sys.modules)
-    run()
+    result = run()
     changes = _changes(before, modules)
     if len(sys.modules) > modules and changes and changes.keys() <= RESTORED.keys():
         for name in changes:
             RESTORED[name](before[name])
         before, modules = snapshot(), len(sys.modules)
-        run()
+        result = run()
         changes = _changes(before, modules)
     said = ", ".join(name + change for name, change in changes.items())
     assert not changes, f"the process isn't as it was: {said}"
+    return result
 
 
 def _changes(before: dict[str, Any], modules: int) -> dict[str, str]:
