@@ -15,6 +15,7 @@ import pytest
 import yaml
 from polyattn.device import Device
 from polyattn.plugin import Proof
+from polyattn.registry.info import Record
 from polyattn_cpu.hooks import NATIVE_ATTN
 from polyattn_cpu.native import build, library
 
@@ -79,13 +80,18 @@ def test_what_the_compiler_fails_at_is_said(tmp_path, no_vectors, capfd):
     assert done.stdout.strip() == f"{(isas[-1],)} {isas[-1]}{left_out}"
 
 
-def test_proof_is_of_the_set_that_runs_whatever_the_build_lacks():
+def test_proof_is_of_the_set_that_runs_whatever_the_build_lacks(monkeypatch):
+    def record(runs: str, of: int) -> Record:
+        return Record("x86_64", "", runs, of == 839, 839, of, "", "2026-11-26", "a.json")
+
+    records = (record("amx", 900), record("avx512", 839))
+    monkeypatch.setattr("polyattn.registry.info._all", lambda: {"NATIVE_ATTN": records})
     info = replace(NATIVE_ATTN, proof_of_runs={"avx2": Proof.COMPILED})
     device = Device("cpu", "x86_64")
     assert info.proof_on(device, "avx2 (built without amx)") is Proof.COMPILED
-    assert info.proof_on(device, "amx (built without avx2)") is Proof.IN_PART  # there are records
+    assert info.proof_on(device, "amx (built without avx2)") is Proof.IN_PART
     assert info.proof_on(device, "avx512 (built without amx)") is Proof.MEASURED
-    assert info.proof_on(device, "avx10 (built without amx)") is Proof.DECLARED  # and none of these
+    assert info.proof_on(device, "avx10 (built without amx)") is Proof.DECLARED  # has no record
 
 
 def test_a_wheel_for_others_lacks_no_instruction_set(tmp_path, no_vectors, monkeypatch):
