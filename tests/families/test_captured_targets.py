@@ -81,7 +81,7 @@ def test_a_captured_plan_is_of_its_own_kind() -> None:
         pytest.param(
             "TRITON_SCAN", "reuse and linear and three and target", 2, marks=pytest.mark.slow
         ),
-        ("TRITON_TOKEN_SCAN", "reuse and rg_lru and target", 4),
+        pytest.param("TRITON_TOKEN_SCAN", "reuse and rg_lru and target", 4, marks=pytest.mark.slow),
         pytest.param("TRITON_SCAN", "reuse", 40, marks=pytest.mark.sweep),
         pytest.param("TRITON_TOKEN_SCAN", "reuse", 12, marks=pytest.mark.sweep),
     ],

@@ -99,6 +99,7 @@ def compare(backend: str, changes: dict[str, Any], way: str = "calls") -> None:
     assert lse_error(lse, expected_lse) <= tolerance_of(spec).lse
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernels_serve_both_ways() -> None:
     pytest.importorskip("triton")
     environ = {**os.environ, "TRITON_INTERPRET": "1"}

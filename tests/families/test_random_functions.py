@@ -63,6 +63,7 @@ def run_apart(backend: str, count: int, **variables: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_generated_ones_in_triton_s_interpreter() -> None:
     pytest.importorskip("triton")
     run_apart("TRITON_ATTN", 8, TRITON_INTERPRET="1")

@@ -45,8 +45,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_records_are_those_of_the_result_files(made: ModuleType) -> None:
     """Else: python benchmarks/proofs.py."""
-    assert json.loads(made.PROOFS.read_text()) == json.loads(json.dumps(made.records()))
-    for rows in made.records().values():
+    records = made.records()
+    assert json.loads(made.PROOFS.read_text()) == json.loads(json.dumps(records))
+    for rows in records.values():
         assert all((ROOT / row["path"]).is_file() and row["cases"] > 0 for row in rows)
 
 

@@ -72,6 +72,7 @@ def test_beams_take_over_each_others_tokens(backend: str, window: int | None) ->
     histories_agree(backend, **({} if window is None else {"sliding_window": window}))
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernel_takes_beams() -> None:
     pytest.importorskip("triton")
     environ = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -26,6 +26,7 @@ def report(command: list[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_serve_what_one_serves() -> None:
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "polyattn"]
     two = report([*launch, *SERVE, "--context-parallel=2"])

@@ -8,6 +8,7 @@ import pytest
 from interpreting import interpreted
 
 
+@pytest.mark.slow
 def test_kernels_round_as_torch_does() -> None:
     assert interpreted(Path(__file__).with_name("interpreted_rounding.py")).strip() == "16"
 

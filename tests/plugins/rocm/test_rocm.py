@@ -38,6 +38,7 @@ def test_conforms_over_the_fake(backend: str, profile: str, chip: str) -> None:
     conforms(backend, 40, "--polyattn-as", profile, "-x", **over_the_fakes(chip))
 
 
+@pytest.mark.slow
 def test_the_wrong_fp8_flavour_is_caught() -> None:
     """The negative control: a chip that computes OCP bits over a cache that was written as FNUZ."""
     _, counts = kit("ROCM_ATTN", "--polyattn-as", "mi300x", "-x", **over_the_fakes("gfx950"))

@@ -82,6 +82,7 @@ def test_nothing_is_tied_to_the_host_s_memory() -> None:
     assert "PALLAS_ATTN" in said and "JAX_STORE" in said
 
 
+@pytest.mark.slow
 def test_a_cache_is_written_in_place_and_a_clone_of_it_survives() -> None:
     run("""
 from polyattn_tpu.bridge import root, unshared
@@ -111,6 +112,7 @@ with environment:
 """)
 
 
+@pytest.mark.slow
 def test_what_is_written_to_a_view_reaches_the_whole() -> None:
     """Operators in place, and items named by tensors, on a view and on a view of one."""
     run("""

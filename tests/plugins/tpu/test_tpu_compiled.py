@@ -160,6 +160,7 @@ def test_heads_spread_over_devices(arch: str, devices: int) -> None:
             assert word not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=sweep)])
 def test_vmem_bounds_the_pages(phase: str) -> None:
     """The largest page that is claimed compiles on the smallest VMEM, and a larger one does not."""

@@ -18,27 +18,25 @@ from triton_ahead import compile_hopper
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")
 SHAPES = [
-    pytest.param({}, 16, True),
-    *(
-        pytest.param(changes, block_size, split, marks=mark)
-        for mark, changes, block_size, split in (
-            (pytest.mark.slow, {}, 0, False),
-            (pytest.mark.slow, {"head_size": 64}, 16, True),
-            (pytest.mark.slow, {"sliding_window": 1000, "needs_lse": True}, 64, False),
-            (pytest.mark.slow, {"head_size": 256}, 16, True),
-            (pytest.mark.slow, {"causal": False}, 0, False),
-            (pytest.mark.slow, {"variant": "flash_sigmoid"}, 16, True),
-            (pytest.mark.sweep, {"variant": "flash_sigmoid", "sliding_window": 100}, 0, False),
-            (pytest.mark.sweep, {}, 16, False),
-            (pytest.mark.sweep, {"sliding_window": 1000}, 16, True),
-            (pytest.mark.sweep, {"causal": False, "needs_lse": True}, 16, True),
-            (pytest.mark.sweep, {"needs_lse": True}, 256, False),
-            (pytest.mark.sweep, {"head_size": 64, "dtype": "float16"}, 64, False),
-            (pytest.mark.sweep, {"num_heads": 28, "num_kv_heads": 4, "needs_lse": True}, 64, True),
-            (pytest.mark.sweep, {"num_heads": 8}, 8, False),
-            (pytest.mark.sweep, {"head_size": 256, "sliding_window": 512}, 0, False),
-        )
-    ),
+    pytest.param(changes, block_size, split, marks=mark)
+    for mark, changes, block_size, split in (
+        (pytest.mark.slow, {}, 16, True),
+        (pytest.mark.slow, {}, 0, False),
+        (pytest.mark.slow, {"head_size": 64}, 16, True),
+        (pytest.mark.slow, {"sliding_window": 1000, "needs_lse": True}, 64, False),
+        (pytest.mark.slow, {"head_size": 256}, 16, True),
+        (pytest.mark.slow, {"causal": False}, 0, False),
+        (pytest.mark.slow, {"variant": "flash_sigmoid"}, 16, True),
+        (pytest.mark.sweep, {"variant": "flash_sigmoid", "sliding_window": 100}, 0, False),
+        (pytest.mark.sweep, {}, 16, False),
+        (pytest.mark.sweep, {"sliding_window": 1000}, 16, True),
+        (pytest.mark.sweep, {"causal": False, "needs_lse": True}, 16, True),
+        (pytest.mark.sweep, {"needs_lse": True}, 256, False),
+        (pytest.mark.sweep, {"head_size": 64, "dtype": "float16"}, 64, False),
+        (pytest.mark.sweep, {"num_heads": 28, "num_kv_heads": 4, "needs_lse": True}, 64, True),
+        (pytest.mark.sweep, {"num_heads": 8}, 8, False),
+        (pytest.mark.sweep, {"head_size": 256, "sliding_window": 512}, 0, False),
+    )
 ]
 
 

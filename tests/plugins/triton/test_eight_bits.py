@@ -17,10 +17,8 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["numbers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("by head", "window"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["numbers", "by head", "window"])
 def test_interpreted(name: str) -> None:
     assert f"{name}: off by" in interpreted(SCRIPT, name, PYTHONPATH=str(Path(__file__).parents[2]))
 

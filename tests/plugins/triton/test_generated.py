@@ -66,6 +66,7 @@ print([kernel.cache_key for kernel in kernels])
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_s_key_depends_on_no_order(tmp_path: Path) -> None:
     """Else what one process has compiled, another that begins with another kernel compiles again."""
     told = [

@@ -14,7 +14,7 @@ NAMES = (
     "not causal", "int8", "captured", "latent",
 )  # fmt: skip
 slow = pytest.mark.slow
-MARKS = {"soft cap, sinks": slow, "captured": [], "latent": slow}
+MARKS = {"soft cap, sinks": slow, "captured": slow, "latent": slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, sweep)) for n in NAMES])

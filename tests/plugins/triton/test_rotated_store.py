@@ -34,6 +34,7 @@ print(count)
 """
 
 
+@pytest.mark.slow
 def test_interpreted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

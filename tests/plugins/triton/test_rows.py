@@ -19,7 +19,9 @@ def test_interpreted() -> None:
     assert names[:3] == ["numbers", "one tensor", "by head"] and names[-2:] == ["logs6", "captured"]
 
 
-@pytest.mark.parametrize("phase", ["decode", "paged", "write"])
+@pytest.mark.parametrize(
+    "phase", ["decode", *(pytest.param(p, marks=pytest.mark.slow) for p in ("paged", "write"))]
+)
 def test_compiles_to_machine_code(phase: str) -> None:
     from triton_ahead import compile_phase
 
@@ -27,7 +29,8 @@ def test_compiles_to_machine_code(phase: str) -> None:
     assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
 
 
-@pytest.mark.parametrize("name", ["int4", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
 def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_path: Path) -> None:
     from polyattn_triton.hopper.packing import PLACES
     from polyattn_triton.variants import FEW_ON_ONE

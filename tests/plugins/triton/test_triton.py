@@ -38,7 +38,7 @@ SHARED_KIB = {
 }  # fmt: skip
 """What a program may use of each chip's shared memory (NVIDIA) or LDS (AMD)."""
 TARGETS = tuple(SHARED_KIB)
-FP8_TARGETS = ("sm_90", *(pytest.param(a, marks=pytest.mark.slow) for a in ("gfx942", "gfx950")))
+FP8_TARGETS = ("sm_90", "gfx942", "gfx950")
 
 
 LARGEST = ("listed", "paged pieces", "prefix high", "merge", "merge many", "write")
@@ -65,14 +65,17 @@ def compiled_bytes(
 slow = pytest.mark.slow
 sweep = pytest.mark.sweep  # not yet run whole on the work lists' kernels
 WHOLE = [
-    pytest.param(arch, variant, marks=[] if (arch, variant) == ("sm_90", "plain") else [sweep])
+    pytest.param(arch, variant, marks=slow if (arch, variant) == ("sm_90", "plain") else sweep)
     for arch in TARGETS
     for variant in VARIANTS
 ]
-"""Every variant for every target; the quick suite has one chip's plain layer."""
+"""Every variant for every target; CI has one chip's plain layer."""
 QUICK = [
-    *(("sm_90", variant) for variant in VARIANTS if variant != "plain"),
-    *((arch, "plain") for arch in TARGETS if arch != "sm_90"),
+    pytest.param(*case, marks=() if case in (("sm_90", "ALiBi"), ("gfx942", "plain")) else slow)
+    for case in (
+        *(("sm_90", variant) for variant in VARIANTS if variant != "plain"),
+        *((arch, "plain") for arch in TARGETS if arch != "sm_90"),
+    )
 ]
 
 
@@ -130,6 +133,7 @@ def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel(tmp_path: Path
     assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces"), tmp_path) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", MANY)
 def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
@@ -153,6 +157,7 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
         assert held[way] >= on_one(MANY[layer], config, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
 def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
     """Of each tile that was measured; nothing of a thread lies in memory."""
@@ -168,6 +173,7 @@ def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: P
         assert ("xf16>" in kernel.asm["ttir"]) == (cached != "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", FP8_TARGETS)
 def test_compiles_fp8_caches(arch: str) -> None:
     """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""
@@ -191,7 +197,10 @@ FAMILY_MODELS = (
 SAMPLE = ("deepseek-v3", "qwen3-next-80b-a3b")
 """An MLA and a recurrence: what CI compiles for each target, of one NVIDIA and one AMD chip all."""
 FAMILY_CASES = [
-    *(pytest.param("sm_90", model) for model in FAMILY_MODELS),
+    *(
+        pytest.param("sm_90", model, marks=() if model == "deepseek-v3.2" else slow)
+        for model in FAMILY_MODELS
+    ),
     *(
         pytest.param(arch, model, marks=slow if arch == "gfx942" or model in SAMPLE else sweep)
         for arch in TARGETS
@@ -241,7 +250,7 @@ def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arch", [pytest.param(a, marks=[] if a == "sm_90" else [sweep]) for a in TARGETS]
+    "arch", [pytest.param(a, marks=slow if a == "sm_90" else sweep) for a in TARGETS]
 )
 @pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
 def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:

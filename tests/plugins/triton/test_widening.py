@@ -27,20 +27,16 @@ SCRIPT = Path(__file__).parent / "widened.py"
 E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "e4m3, heads apart, window",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "e4m3",
-                "e5m2, blocks of 1",
-                "e5m2, blocks of 64, window",
-                "int8, not causal",
-                "int8, heads apart",
-            )
-        ),
+        "e4m3",
+        "e5m2, blocks of 1",
+        "e5m2, blocks of 64, window",
+        "int8, not causal",
+        "int8, heads apart",
     ],
 )
 def test_interpreted(name: str) -> None:
