@@ -130,6 +130,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(f"{CHROMIUM} doesn't start here")
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     reference = (site / "reference" / "polyattn" / "index.html").read_text()
     assert 'id="polyattn.select"' in reference and 'id="polyattn.LayerSpec"' in reference

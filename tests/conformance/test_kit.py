@@ -37,8 +37,11 @@ CPU = resolve_device("cpu")
 
 
 NATIVE = [
-    pytest.param(name, marks=pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"))
-    for name in ("NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE")
+    pytest.param(
+        name,
+        marks=(pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"), *marks),
+    )
+    for name, *marks in (("NATIVE_ATTN",), ("NATIVE_MLA", pytest.mark.slow), ("NATIVE_STORE",))
 ]
 
 

@@ -49,8 +49,8 @@ sweep = pytest.mark.sweep
     ("backend", "interpreted", "least"),
     [
         ("TORCH_MLA", False, 30),
-        ("TORCH_MLA_SPARSE", False, 30),
-        ("TORCH_STORE", False, 50),
+        pytest.param("TORCH_MLA_SPARSE", False, 30, marks=pytest.mark.slow),
+        pytest.param("TORCH_STORE", False, 50, marks=pytest.mark.slow),
         ("TORCH_MERGE", False, 25),
         pytest.param("TORCH_SCAN", False, 70, marks=pytest.mark.slow),
         pytest.param("TRITON_MLA", True, 15, marks=sweep),

@@ -252,6 +252,7 @@ def test_three_hundred_plugins_are_listed_in_time(tmp_path: Path) -> None:
     assert float(seconds) < 4  # catches what grows with the square; a plugin takes a millisecond
 
 
+@pytest.mark.slow
 def test_doctor_names_who_keeps_others_waiting(tmp_path: Path) -> None:
     """A plugin that works is no problem; that all who list wait for its torch is said."""
     from zoo.animals import backends

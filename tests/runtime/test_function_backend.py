@@ -53,7 +53,7 @@ def packed(query, key, value, scale, query_start_loc, key_start_loc, out):  # ty
 
 
 @pytest.fixture(
-    params=[smallest, pytest.param(decodes, marks=pytest.mark.slow), packed],
+    params=[*(pytest.param(f, marks=pytest.mark.slow) for f in (smallest, decodes)), packed],
     ids=["SMALLEST", "DECODES", "PACKED"],
 )
 def registered(request: pytest.FixtureRequest) -> Iterator[Any]:
