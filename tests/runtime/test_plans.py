@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -208,3 +209,13 @@ def test_a_plan_tells_gaudis_phase(
     blocks = torch.tensor(table, dtype=torch.int32)
     plan = group.plan(Batch.from_lens(queries, lens, blocks, 16))
     assert f"HPU_ATTN (phase {phase})" in plan.explain()
+
+
+def test_copies_and_parts_of_a_frame_have_every_field() -> None:
+    names = [field.name for field in dataclasses.fields(Frame)]
+    values: list[Any] = [torch.full((2, 3, 4), float(index)) for index in range(len(names))]
+    frame = Frame(*values)
+    other, first = frame.but(lse=None), frame.part(slice(0, 1))
+    for name, value in zip(names, values, strict=True):
+        assert getattr(other, name) is (None if name == "lse" else value)
+        assert torch.equal(getattr(first, name)[:1], value[:1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.inputs import bad_input, check_is_tensor
-from polyattn.runtime.program import Frame, Op, Rows
+from polyattn.runtime.program import Frame, Op, Rows, by_request
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Merged(Op):
         counts: Sequence[int] | None = None,
     ):
         self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
-        self.counts = None if counts is None else list(counts)
+        self.counts = counts
         self.inner = [op for _, op in self.parts]
 
     def run(self, frame: Frame) -> None:
@@ -181,13 +181,8 @@ class Merged(Op):
         for rows, op in others:
             if rows is None:
                 op.run(frame.but(out=part, lse=part_lse))
-                if self.counts is None:
-                    self.merge.run(total, total_lse, part, part_lse)
-                    continue
-                states = total, total_lse, part, part_lse
-                for each in zip(*(state.split(self.counts) for state in states), strict=True):
-                    if len(each[0]):
-                        self.merge.run(*each)
+                for states in by_request(self.counts, total, total_lse, part, part_lse):
+                    self.merge.run(*states)
                 continue
             some, some_lse = total[rows], total_lse[rows]
             found, found_lse = part[: len(some)], part_lse[: len(some)]

@@ -20,9 +20,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_cuda.outputs import quantized_after
 from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
-from polyattn_cuda.quantizing import quantized_after
 from polyattn_cuda.splits import captured_splits
 
 SHORT = 16

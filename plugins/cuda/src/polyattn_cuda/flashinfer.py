@@ -29,9 +29,9 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, contiguous_like
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.outputs import contiguous_after, quantized_after
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
-from polyattn_cuda.quantizing import quantized_after
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
@@ -218,7 +218,10 @@ class FlashInferAttention(AttentionBackend):
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
+    # The kernels of FlashAttention-2's kind take an output's address, not its strides
+    # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).
     @quantized_after
+    @contiguous_after
     def run(self, plan: FlashInferPlan, frame: Frame) -> None:
         cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
@@ -232,15 +235,10 @@ class FlashInferAttention(AttentionBackend):
         else:
             assert cache is not None
             keys = ((cache.key, cache.value),)
-        # The kernels of FlashAttention-2's kind take an output's address, not its strides
-        # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).
-        out = contiguous_like(frame.out)
         plan.lease.wrapper.run(
-            frame.query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
+            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
-        if out is not frame.out:
-            frame.out.copy_(out)
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, frame.out, lse)  # older releases say -5e4 where nothing was attended to
