@@ -174,9 +174,12 @@ def check_supported(
     """
     heads = {"num_heads": 1, "num_kv_heads": 1} | fields
     spec = LayerSpec(
-        head_size=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size,
+        head_size=head_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
         **heads,
-    )  # fmt: skip
+    )
     try:
         select(spec, device, backend=backend)
     except SelectionError as error:

@@ -89,9 +89,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 """What a case must leave as it was, by name."""
 IMPORTED: dict[str, Callable[[], Any]] = {
     "the filters of warnings": lambda: list(warnings.filters),
-    "logging": lambda: {
-        "logging.disable": logging.root.manager.disable, **_loggers(),
-    },
+    "logging": lambda: {"logging.disable": logging.root.manager.disable, **_loggers()},
     "sys.path": lambda: list(sys.path),
     "the finders of modules": lambda: [*sys.meta_path, *sys.path_hooks],
     "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
@@ -101,7 +99,7 @@ IMPORTED: dict[str, Callable[[], Any]] = {
         for name, value in vars(module).items()
         if callable(value)
     },
-}  # fmt: skip
+}
 """What a library may change when it is first imported, and no step may."""
 
 

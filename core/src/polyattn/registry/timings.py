@@ -206,9 +206,13 @@ def read_table(path: Path) -> TimingTable:
         reason = next((stale[name] for name in of if name in stale), "")
         entries.append(Entry(layer, model, reason))
     return TimingTable(
-        str(path), str(device.get("platform")), str(device.get("name")),
-        plain(str(data.get("measured", ""))), tuple(entries), tuple(problems),
-    )  # fmt: skip
+        str(path),
+        str(device.get("platform")),
+        str(device.get("name")),
+        plain(str(data.get("measured", ""))),
+        tuple(entries),
+        tuple(problems),
+    )
 
 
 def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any], ...], list[str]]:

@@ -318,9 +318,7 @@ def _check_parameters(name: str, names: tuple[str, ...], form: str) -> None:
                 f"backend {name}: parameter {parameter!r} is unknown{nearest(parameter, known)}; over "
                 f"{form} a function may take {', '.join(sorted(known))}"
             )
-    required = {
-        "sequence": (), "packed": ("key_start_loc",), "pages": ("seq_lens",)
-    }[form]  # fmt: skip
+    required = {"sequence": (), "packed": ("key_start_loc",), "pages": ("seq_lens",)}[form]
     for parameter in ("query", "key", "value", "scale", *required):
         if parameter not in names:
             raise PluginError(

@@ -140,12 +140,15 @@ class MergeBuffers:
         key = (shape, query.dtype, query.device, several)
         if key != self._key:
             precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-            self._key, self._kept = key, (
-                query.new_empty(shape if several else (0,), dtype=precise),
-                query.new_empty(rows, dtype=precise),
-                query.new_empty(shape),
-                query.new_empty(rows, dtype=precise),
-            )  # fmt: skip
+            self._key, self._kept = (
+                key,
+                (
+                    query.new_empty(shape if several else (0,), dtype=precise),
+                    query.new_empty(rows, dtype=precise),
+                    query.new_empty(shape),
+                    query.new_empty(rows, dtype=precise),
+                ),
+            )
         return self._kept
 
 

@@ -203,11 +203,14 @@ def in_turn(launches: Sequence[Reads]) -> Reads:
         begun, rooms, parts = begun + len(cut), rooms + reads.room, parts + len(own.places)
     joined = Merges(*map(np.concatenate, zip(*merges, strict=True)))
     return replace(
-        first, items=Items(*map(np.concatenate, zip(*items, strict=True))),
+        first,
+        items=Items(*map(np.concatenate, zip(*items, strict=True))),
         keys=Keys(*map(np.concatenate, zip(*keys, strict=True))),
-        merges=joined._replace(first=np.concatenate([[0], joined.first])), room=rooms,
-        apart=np.concatenate(apart), faults=faults,
-    )  # fmt: skip
+        merges=joined._replace(first=np.concatenate([[0], joined.first])),
+        room=rooms,
+        apart=np.concatenate(apart),
+        faults=faults,
+    )
 
 
 def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool_]:
@@ -369,8 +372,11 @@ def _unevenly_read(spec: LayerSpec, grid: _Grid, reads: Reads) -> list[str]:
     last = np.zeros(grid.cells, np.int64)
     np.maximum.at(last, cell, end)
     whole = grid.lens[grid.seq[all_cells % grid.rows]] if grid.rows else last
-    gaps = (np.concatenate([cell, all_cells]), np.concatenate([before, last]),
-            np.concatenate([begin, whole]))  # fmt: skip
+    gaps = (
+        np.concatenate([cell, all_cells]),
+        np.concatenate([before, last]),
+        np.concatenate([begin, whole]),
+    )
     twice = cell, begin, np.minimum(end, before)
     found = []
     for words, regions in (("is attended to by no item", gaps), ("by several items", twice)):
@@ -437,11 +443,13 @@ def _unevenly_written(grid: _Grid, reads: Reads) -> list[str]:
             np.add.at(written, (head, rows), by)
             np.add.at(written, (head_end, rows), -by)
     written = written.cumsum(0).cumsum(1)[:-1, :-1]
-    return _told([
-        f"{grid.name(int(h) * grid.rows + int(r), int(grid.bounds[r]), None)}: its output is written "
-        f"{written[h, r]} times"
-        for h, r in np.argwhere(written != 1)
-    ])  # fmt: skip
+    return _told(
+        [
+            f"{grid.name(int(h) * grid.rows + int(r), int(grid.bounds[r]), None)}: its output is written "
+            f"{written[h, r]} times"
+            for h, r in np.argwhere(written != 1)
+        ]
+    )
 
 
 def _overlapping(reads: Reads) -> list[str]:
@@ -456,11 +464,13 @@ def _overlapping(reads: Reads) -> list[str]:
     begin, which = begin[order], which[order]
     end = begin + reads.items.extent[cut][which]
     bad = np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1])
-    return _told([
-        f"items {cut[which[i]]} and {cut[which[i + 1]]}: both partial results lie at {begin[i + 1]} "
-        "of the workspace"
-        for i in bad
-    ])  # fmt: skip
+    return _told(
+        [
+            f"items {cut[which[i]]} and {cut[which[i + 1]]}: both partial results lie at {begin[i + 1]} "
+            "of the workspace"
+            for i in bad
+        ]
+    )
 
 
 def _unmerged(reads: Reads) -> list[str]:
@@ -519,8 +529,10 @@ def _other_tables(batch: Batch, reads: Reads) -> list[str]:
     item, block = keys.item[other][which], first[which] + copy
     table = batch.host_block_table
     theirs, own = table[items.table[item], block], table[items.seq[item], block]
-    return _told([
-        f"sequence {items.seq[item[i]]}, key {block[i] * size}: read from block {theirs[i]}, it lies in "
-        f"{own[i]}"
-        for i in np.flatnonzero(theirs != own)
-    ])  # fmt: skip
+    return _told(
+        [
+            f"sequence {items.seq[item[i]]}, key {block[i] * size}: read from block {theirs[i]}, "
+            f"it lies in {own[i]}"
+            for i in np.flatnonzero(theirs != own)
+        ]
+    )

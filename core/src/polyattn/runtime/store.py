@@ -128,8 +128,10 @@ class Store(Op):
         if key is None or value is None:
             return query, None, None
         return (
-            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
-        )  # fmt: skip
+            query,
+            dequantized(key, params.k_scale, dtype),
+            dequantized(value, params.v_scale, dtype),
+        )
 
     @cached_property
     def keeps_keys(self) -> bool:

@@ -222,9 +222,11 @@ def over_rows(spec: LayerSpec) -> LayerSpec | None:
 
 
 def questions(
-    spec: LayerSpec, phase: str, accelerator: bool = False,
+    spec: LayerSpec,
+    phase: str,
+    accelerator: bool = False,
     kinds: frozenset[AttentionKind] = frozenset(),
-) -> tuple[LayerSpec, ...]:  # fmt: skip
+) -> tuple[LayerSpec, ...]:
     """Return the specs that a backend for `phase` must serve: `spec`, or the layers that it runs as.
 
     On an `accelerator` the host can't wait for a sparse layer's choice. `kinds`: the backend's, which

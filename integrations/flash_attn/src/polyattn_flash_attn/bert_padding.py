@@ -7,9 +7,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "index_first_axis", "index_put_first_axis", "pad_input", "unpad_input",
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]  # fmt: skip
+]
 
 
 def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:

@@ -54,9 +54,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     ) -> Result:  # fmt: skip
         """Attend for q_nope (tokens, heads, rank). Returns the output, or (output, LSE)."""
         refuse(
-            profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale,
-        )  # fmt: skip
+            profiler_buffer=profiler_buffer,
+            o_scale=o_scale,
+            ckv_scale=ckv_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            kpe_scale=kpe_scale,
+        )
         rank, query = ckv_cache.shape[2], torch.cat([q_nope, q_pe], -1)
         rows, step = _joined(ckv_cache, kpe_cache, self._planned_step)
         cache = KVCache(rows[:, :, None], rows[:, :, None, :rank])

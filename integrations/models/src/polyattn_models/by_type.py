@@ -233,13 +233,16 @@ def step(cfg: Config) -> Towers:
         cfg.values.pop(name, None)
     layers = {
         kind: LayerSpec(
-            num_heads=heads if kind == FULL else near, num_kv_heads=cfg.need("num_key_value_heads"),
-            head_size=size, dtype=cfg.dtype, scale=scalar**-0.5,
+            num_heads=heads if kind == FULL else near,
+            num_kv_heads=cfg.need("num_key_value_heads"),
+            head_size=size,
+            dtype=cfg.dtype,
+            scale=scalar**-0.5,
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
             rope=read_rope(cfg, size, layer_type=kind, partial=1.0),
         )
         for kind in {*types}
-    }  # fmt: skip
+    }
     return {"text": [(layers[kind],) for kind in types]}
 
 
@@ -272,10 +275,14 @@ def gemma4(cfg: Config) -> Towers:
             own_heads = part.integer("num_key_value_heads") or kv_heads
             cfg.parts.append(part)
         return LayerSpec(
-            num_heads=cfg.need("num_attention_heads"), num_kv_heads=own_heads, head_size=own_size,
-            scale=1.0, dtype=cfg.dtype, rope=rope(cfg, own_size, index, kind),
+            num_heads=cfg.need("num_attention_heads"),
+            num_kv_heads=own_heads,
+            head_size=own_size,
+            scale=1.0,
+            dtype=cfg.dtype,
+            rope=rope(cfg, own_size, index, kind),
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
-        )  # fmt: skip
+        )
 
     layers = [layer(index, kind) for index, kind in enumerate(types)]
     return {"text": [(one,) for one in shared_keys(cfg, layers, types)]}
@@ -306,9 +313,11 @@ def lfm3(cfg: Config) -> Towers:
 
 
 COMPASS = Decoder(
-    listed=True, window=needed_window, head_dim=False,
+    listed=True,
+    window=needed_window,
+    head_dim=False,
     rope=rope_by_type({}, None, sections=(24, 20, 20), interleaved=True),
-)  # fmt: skip
+)
 
 
 def cohere_compass(cfg: Config) -> Towers:

@@ -135,9 +135,12 @@ def absorbed(
 
 
 DOTS3_WINDOWED = {
-    "num_attention_heads": 64, "kv_lora_rank": 1024, "head_dim": 256, "qk_nope_head_dim": 192,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 1024,
+    "head_dim": 256,
+    "qk_nope_head_dim": 192,
     "v_head_dim": 128,
-}  # fmt: skip
+}
 """Sizes of dots3's windowed layers, which files may change under names with `swa_`."""
 
 
@@ -158,9 +161,7 @@ def dots3(cfg: Config) -> Towers:
     cfg.integer("swa_q_lora_rank")
     turned = cfg.integer("swa_qk_rope_head_dim") or sizes["head_dim"] - sizes["qk_nope_head_dim"]
     layers = []
-    thetas = {
-        SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)
-    }  # fmt: skip
+    thetas = {SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)}
     for index, kind in enumerate(types):
         values = cfg.layer_values(index)
         if values is None:

@@ -101,10 +101,12 @@ class FlashInferAttention(AttentionBackend):
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
-            "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
-            "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+            "logits_soft_cap": spec.logit_soft_cap,
+            "sm_scale": spec.scale,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.kv_dtype,
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
-        }  # fmt: skip
+        }
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
@@ -158,10 +160,14 @@ class FlashInferAttention(AttentionBackend):
             return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
 
         return make(
-            buffer, "NHD", use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-            paged_kv_indptr_buffer=ints(count + 1), paged_kv_indices_buffer=ints(capacity),
+            buffer,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=self.tensor_cores,
+            paged_kv_indptr_buffer=ints(count + 1),
+            paged_kv_indices_buffer=ints(capacity),
             paged_kv_last_page_len_buffer=ints(count),
-        )  # fmt: skip
+        )
 
     def _plan_decode(self, plan: FlashInferPlan, reuse: Plan | None) -> None:
         """Plan decodes; where graphs are captured, in buffers of the wrapper's own."""
@@ -213,10 +219,13 @@ class FlashInferAttention(AttentionBackend):
         plan.lease.plan(
             torch.tensor(batch.starts, dtype=torch.int32, device=place),
             torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
-            spec.num_heads, spec.num_kv_heads,
-            spec.head_size, head_dim_vo=spec.v_head_size,
-            causal=spec.causal and not masked, **self._options(masked),
-        )  # fmt: skip
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            head_dim_vo=spec.v_head_size,
+            causal=spec.causal and not masked,
+            **self._options(masked),
+        )
 
     # The kernels of FlashAttention-2's kind take an output's address, not its strides
     # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).

@@ -181,9 +181,13 @@ class FlashLinearChannels(SlotStates):
         else:
             call = fused_recurrent_rwkv7 if decode else chunk_rwkv7
         result, final = call(
-            **given, scale=spec.scale, initial_state=plan.initial(states), output_final_state=True,
-            cu_seqlens=plan.starts, **options,
-        )  # fmt: skip
+            **given,
+            scale=spec.scale,
+            initial_state=plan.initial(states),
+            output_final_state=True,
+            cu_seqlens=plan.starts,
+            **options,
+        )
         states[plan.slots] = final
         plan.put(out, result[0])
 
@@ -292,9 +296,13 @@ class CausalConv1d(SlotStates):
             # Both states channels last, as the kernel wants them beside such an input.
             before = initial[first:last].transpose(1, 2).contiguous().transpose(1, 2)
             found, final = causal_conv1d_fn(
-                part, params["weight"].to(x.dtype), _bias(params, x), initial_states=before,
-                return_final_states=True, activation=self.spec.recurrent.activation,
-            )  # fmt: skip
+                part,
+                params["weight"].to(x.dtype),
+                _bias(params, x),
+                initial_states=before,
+                return_final_states=True,
+                activation=self.spec.recurrent.activation,
+            )
             result[rows] = found.transpose(1, 2).flatten(0, 1)
             states[plan.slots[first:last]] = final
         plan.put(out, result)
@@ -307,9 +315,12 @@ class CausalConv1d(SlotStates):
         assert self.spec.recurrent is not None
         x, state = plan.take(inputs)["x"], plan.initial(states)
         result = causal_conv1d_update(
-            x, state, params["weight"].to(x.dtype), _bias(params, x),
+            x,
+            state,
+            params["weight"].to(x.dtype),
+            _bias(params, x),
             activation=self.spec.recurrent.activation,
-        )  # fmt: skip
+        )
         states[plan.slots] = state
         plan.put(out, result)
 

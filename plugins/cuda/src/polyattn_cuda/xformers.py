@@ -82,9 +82,12 @@ class XFormersAttention(AttentionBackend):
         taken = frame.query if plan.empty is None else frame.query[~plan.empty]
         if len(taken):
             inputs = self.fmha.Inputs(
-                query=taken.contiguous()[None], key=self._repeat(key), value=self._repeat(value),
-                attn_bias=plan.mask, scale=self.spec.scale,
-            )  # fmt: skip
+                query=taken.contiguous()[None],
+                key=self._repeat(key),
+                value=self._repeat(value),
+                attn_bias=plan.mask,
+                scale=self.spec.scale,
+            )
             # The operator itself: the functions around it refuse where xFormers' own library was
             # built for another torch, though this kernel is torch's (xFormers 0.0.35).
             result, context = self.operator.apply(inputs, needs_gradient=True)

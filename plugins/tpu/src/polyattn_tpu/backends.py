@@ -178,9 +178,13 @@ class XlaSparse(SparseBackend):
             return
         size = _bucket(count)
         result, logs = attend_rows(
-            _padded(to_jax(frame.query), size), _padded(to_jax(frame.choice), size), pages(frame.cache),
-            scale=spec.scale, rank=spec.latent.rank, k_scale=frame.params.k_scale,
-        )  # fmt: skip
+            _padded(to_jax(frame.query), size),
+            _padded(to_jax(frame.choice), size),
+            pages(frame.cache),
+            scale=spec.scale,
+            rank=spec.latent.rank,
+            k_scale=frame.params.k_scale,
+        )
         assign(frame.out, result[:count])
         if frame.lse is not None:
             assign(frame.lse, logs[:count])

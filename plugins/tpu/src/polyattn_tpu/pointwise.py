@@ -134,9 +134,13 @@ class Changes:
 
     @classmethod
     def of(
-        cls, functions: Functions, inputs: dict[str, Given], places: Places, heads: tuple[int, int],
+        cls,
+        functions: Functions,
+        inputs: dict[str, Given],
+        places: Places,
+        heads: tuple[int, int],
         keys: int,
-    ) -> Changes:  # fmt: skip
+    ) -> Changes:
         """Compute what functions hand to the kernel. `heads`: query's and KV; `keys`: a step's."""
         split = Split(functions.call, inputs)
         all_heads, kv_heads = heads

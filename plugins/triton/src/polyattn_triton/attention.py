@@ -282,9 +282,11 @@ class TritonAttention(AlikeAttention):
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
         each = (
-            (*strides.query, 1), (*strides.key, 1), (*strides.value, 1),
+            (*strides.query, 1),
+            (*strides.key, 1),
+            (*strides.value, 1),
             (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
-        )  # fmt: skip
+        )
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = [
             self._decode_site(plan, each, (dtype, dtype), lse, self._none) for lse in (False, True)
@@ -305,9 +307,13 @@ class TritonAttention(AlikeAttention):
         merger, width = self.merger, spec.num_heads * spec.v_head_size
 
         def run(
-            query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            params: LayerParams,
+            out: Tensor,
             lse: Tensor | None,
-        ) -> None:  # fmt: skip
+        ) -> None:
             sinks, alibi = params.sinks, params.alibi_slopes
             some = none if sinks is None else sinks, none if alibi is None else alibi
             tensors = query, key, value, out, out if lse is None else lse, *some, none, *scales
@@ -467,6 +473,8 @@ def _site(
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
     return Site(
-        kernel, (*q[:2], *kept, *out[:2]), constants,
+        kernel,
+        (*q[:2], *kept, *out[:2]),
+        constants,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )  # fmt: skip
+    )

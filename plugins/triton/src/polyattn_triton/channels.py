@@ -47,9 +47,13 @@ def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
     """Return `pair_kernel`'s constants, in its order."""
     assert spec.recurrent is not None
     return (
-        spec.num_heads // spec.num_kv_heads, spec.head_size, power(spec.head_size), CHUNK,
-        spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm,
-    )  # fmt: skip
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_size,
+        power(spec.head_size),
+        CHUNK,
+        spec.kind is AttentionKind.KDA,
+        spec.recurrent.qk_norm,
+    )
 
 
 def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
@@ -129,13 +133,19 @@ class Channels:
         starts, _, slots = meta
         _pair(
             (len(tiles[0]), spec.num_heads, 1),
-            (q, k, g, beta, a, b, work, starts, slots, *tiles), (),
-            (*strides[:4], *strides[6:], beta.stride(0), *along), (), pair_constants(spec),
+            (q, k, g, beta, a, b, work, starts, slots, *tiles),
+            (),
+            (*strides[:4], *strides[6:], beta.stride(0), *along),
+            (),
+            pair_constants(spec),
             PAIR_OPTIONS,
-        )  # fmt: skip
+        )
         _chunk(
             (slots.numel(), spec.num_heads, triton.cdiv(spec.v_head_size, self.constants[4])),
-            (q, k, v, g, a, b, work, out, states, *meta), (spec.scale,),
-            (*strides, *along, *out.stride()[:2], *states.stride()[:2]), (), self.constants,
+            (q, k, v, g, a, b, work, out, states, *meta),
+            (spec.scale,),
+            (*strides, *along, *out.stride()[:2], *states.stride()[:2]),
+            (),
+            self.constants,
             {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},
-        )  # fmt: skip
+        )

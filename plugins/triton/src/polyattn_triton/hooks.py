@@ -53,9 +53,13 @@ ALIKE_WITHOUT = {
 
 
 def declared(
-    name: str, path: str, claims: Capabilities, *priorities: Priority,
-    interpreted: GraphCapture | None = None, **fields: Any,
-) -> BackendInfo:  # fmt: skip
+    name: str,
+    path: str,
+    claims: Capabilities,
+    *priorities: Priority,
+    interpreted: GraphCapture | None = None,
+    **fields: Any,
+) -> BackendInfo:
     """Return a backend of two builds: the compiled one, and the interpreted one for tests.
 
     `interpreted`: what the interpreter's may be captured in, where that differs.

@@ -289,9 +289,10 @@ def _whole(plan: AttentionPlan, work: Work, backend: PlannedAttention) -> Pieces
         inside = at - section * count * plan.at_once
         done = np.bincount(
             np.minimum(inside // plan.at_once, count - 1) * heads
-            + section * plan.at_once + inside % plan.at_once,
+            + section * plan.at_once
+            + inside % plan.at_once,
             minlength=jobs,
-        )  # fmt: skip
+        )
         for job in np.flatnonzero(done != 1)[:5].tolist():
             work.faults.append(
                 f"tile {job // heads} of KV head {job % heads} is computed {done[job]} times"
@@ -364,10 +365,14 @@ def _of_splits(
         if grid[0] != len(seq) or grid[1] * plan.merging.rows(height) < group:
             faults.append(f"splits are merged by a grid of {grid}")
     return Merges(
-        seq, 0 * seq, 0 * seq + group, 0 * seq, 0 * seq + heads,
+        seq,
+        0 * seq,
+        0 * seq + group,
+        0 * seq,
+        0 * seq + heads,
         np.arange(len(seq) + 1) * merged,
         ((seq * heads * splits)[:, None] + np.arange(merged)).ravel() * height,
-    )  # fmt: skip
+    )
 
 
 def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Reads:
@@ -403,14 +408,12 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
     )  # fmt: skip
     keys = Keys(np.arange(len(seq)), begin[which], end[which])
     room = room_of(plan.kept.tensors, spec.v_head_size)
-    return Reads(
-        group, heads, items, keys, merges, room, part_rows, launcher.block_size, faults
-    )  # fmt: skip
+    return Reads(group, heads, items, keys, merges, room, part_rows, launcher.block_size, faults)
 
 
 def latent_reads(
     spec: LayerSpec, config: MLAConfig, space: Workspace, plan: LatentPlan, batch: Batch
-) -> Reads:  # fmt: skip
+) -> Reads:
     """Return what TRITON_MLA reads of a step: tiles of (token, head) rows over one latent a token."""
     faults: list[str] = []
     work, step = Work(plan.work, faults), step_of(batch)

@@ -74,5 +74,9 @@ class TritonTokenScan(RecurrentBackend):
         _unit(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
             (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots, to),
-            (), strides, (), token_constants(self.spec, plan.targets is not None), self._options,
-        )  # fmt: skip
+            (),
+            strides,
+            (),
+            token_constants(self.spec, plan.targets is not None),
+            self._options,
+        )

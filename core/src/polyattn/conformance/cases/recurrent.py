@@ -20,9 +20,12 @@ from polyattn.workload.steps import RECURRENT
 
 def _sized(heads: int, size: int, groups: int, value: int = 0, **form: Any) -> dict[str, Any]:
     return {
-        "num_heads": heads, "num_kv_heads": groups, "head_size": size, "v_head_size": value or size,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_size": size,
+        "v_head_size": value or size,
         "recurrent": RecurrentSpec(**form),
-    }  # fmt: skip
+    }
 
 
 EACH, LAST = "each tokens target", "each sequences target"

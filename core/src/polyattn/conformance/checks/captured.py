@@ -136,9 +136,13 @@ def reuse(case: Case, harness: Harness) -> None:
     rows = len(lengths) + 2
     query_len = max(query for query, _ in lengths)
     buffers = StepBuffers(
-        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device,
+        rows,
+        query_len,
+        8 * form.block_size,
+        form.block_size,
+        harness.torch_device,
         padding_rows=layer.group.planner.padding_rows,
-    )  # fmt: skip
+    )
     buffers.seq_lens.fill_(buffers.padding_len)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
@@ -200,9 +204,13 @@ def bounds(case: Case, harness: Harness) -> None:
     assert batch.block_table is not None
     longest = batch.block_table.shape[1] * form.block_size
     bounded = Batch.on_buffers(
-        batch.starts, [longest] * batch.num_seqs, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, batch.slot_mapping,
-    )  # fmt: skip
+        batch.starts,
+        [longest] * batch.num_seqs,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.slot_mapping,
+    )
     plan = layer.group.plan(bounded)
     given.check("planned by bounds: ", plan)
     # The same plan, after the device's lengths have changed.

@@ -60,9 +60,7 @@ def forest_graph(case: Case, harness: Harness) -> None:
     steps = [_step(layer, name, harness) for name in FORESTS]
     blocks = max(given.cache.num_blocks for given, _ in steps if given.cache is not None)
     cache = layer.group.allocate_cache(blocks)
-    graphs = StepGraphs(
-        [layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True
-    )  # fmt: skip
+    graphs = StepGraphs([layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True)
     graphs.capture({"query": steps[0][0].query})
     for given, levels in (*steps, steps[0]):
         held = given.remembered().held

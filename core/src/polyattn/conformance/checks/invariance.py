@@ -74,9 +74,7 @@ def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
 def _kept(step: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return a step's LSE and the states that it left, where it has them."""
     lse, states = step.__dict__.get("lse"), step.__dict__.get("states")
-    return (
-        None if lse is None else lse.clone(), None if states is None else states.data.clone()
-    )  # fmt: skip
+    return (None if lse is None else lse.clone(), None if states is None else states.data.clone())
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
@@ -131,9 +129,13 @@ class Told:
         table = work.batch.block_table[[s for s, _, _ in pieces]]
         host = table.cpu().numpy()
         step = work.but(
-            lengths=lengths, query=work.query[rows], key=work.key[rows], value=work.value[rows],
-            cache=self.cache, batch=paged(lengths, table, self.block, host_block_table=host),
-        )  # fmt: skip
+            lengths=lengths,
+            query=work.query[rows],
+            key=work.key[rows],
+            value=work.value[rows],
+            cache=self.cache,
+            batch=paged(lengths, table, self.block, host_block_table=host),
+        )
         what = ", ".join(f"tokens {a} to {b} of sequence {s}" for s, a, b in pieces[:4])
         what += "…" if len(pieces) > 4 else ""
         same_bits(step.run(), self.out[rows], what)

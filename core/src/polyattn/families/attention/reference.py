@@ -159,9 +159,13 @@ def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tenso
 
 
 def read_cache(
-    spec: LayerSpec, cache: KVCache, batch: Batch, index: int, params: LayerParams,
+    spec: LayerSpec,
+    cache: KVCache,
+    batch: Batch,
+    index: int,
+    params: LayerParams,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return one sequence's keys and values, (seq_len, num_kv_heads, size), scales applied."""
     assert batch.block_table is not None
     length, size = batch.lens[index], cache.block_size

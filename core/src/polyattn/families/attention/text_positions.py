@@ -60,6 +60,9 @@ def _by_chunk(batch: Batch, firsts: list[int], chunk: int) -> Batch:
             positions.append(begin)
             at = stop
     return Batch(
-        [0, *accumulate(query_lens)], lens, key_starts=starts, first_positions=positions,
+        [0, *accumulate(query_lens)],
+        lens,
+        key_starts=starts,
+        first_positions=positions,
         device=batch.device,
-    )  # fmt: skip
+    )

@@ -218,9 +218,12 @@ class AttentionWorkload(Workload):
         rows = picked_rows(queries, requests, self.device)
         tokens = picked_rows(lens, requests, self.device)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], brought=self.brought.picked(requests),
-            query=self.query[rows], keys=self.keys[tokens], values=self.values[tokens],
-        )  # fmt: skip
+            lengths=[self.lengths[i] for i in requests],
+            brought=self.brought.picked(requests),
+            query=self.query[rows],
+            keys=self.keys[tokens],
+            values=self.values[tokens],
+        )
         queries, lens = lens_of(work.lengths)
         parts = [(work.query, queries), (work.keys, lens), (work.values, lens)]
         spoil_requests(parts, spoilt, self.dice)

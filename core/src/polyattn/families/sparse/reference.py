@@ -91,16 +91,18 @@ def forward(
                     chosen_slots(
                         spec, ids, length - stop + token, length, table[index], cache.block_size
                     ),
-                    dtype=torch.int64, device=cache.key.device,
-                )  # fmt: skip
+                    dtype=torch.int64,
+                    device=cache.key.device,
+                )
                 of_key = heads // spec.gqa_ratio
                 place = slots // cache.block_size, slots % cache.block_size
                 keys, values = (
                     exact(_at(stored, place), scale, dtype)[:, of_key].transpose(0, 1)
                     for stored, scale in (
-                        (cache.key, params.k_scale), (cache.value, params.v_scale)
+                        (cache.key, params.k_scale),
+                        (cache.value, params.v_scale),
                     )
-                )  # fmt: skip
+                )
                 own = None if sinks is None else sinks[heads]
                 output[token, heads], lse[token, heads] = attend(
                     spec, query[token, heads], keys, values, own

@@ -72,9 +72,12 @@ def encoded(row: Tensor, format: RowFormat) -> Tensor:
 
 
 def decoded(
-    rows: Tensor, format: RowFormat, size: int, dtype: torch.dtype = torch.float32,
+    rows: Tensor,
+    format: RowFormat,
+    size: int,
+    dtype: torch.dtype = torch.float32,
     turn: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the elements that a row format's bytes stand for, without the layer's scale.
 
     Args:

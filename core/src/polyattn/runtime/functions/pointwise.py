@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from polyattn.runtime.step.batch import Batch
 
 INPUT_DTYPES = {
-    "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
-}  # fmt: skip
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
 _COLUMN = VariantInput("int64", ("num_seqs",))
 _BITS = {"mask_bits": VariantInput("bool", ("*",))}
 _STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = {

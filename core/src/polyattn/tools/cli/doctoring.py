@@ -114,9 +114,13 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
         environment = os.environ | {"POLYATTN_DISABLE_PLUGINS": ",".join(known)}
         try:
             said = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
-                check=True, timeout=settings.plugin_timeout * len(registry.plugins),
-            )  # fmt: skip
+                [sys.executable, "-c", code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=settings.plugin_timeout * len(registry.plugins),
+            )
             found = json.loads(said.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             notes.append("whether more plugins' hook modules import torch couldn't be asked")
@@ -198,12 +202,15 @@ def _timings(
     problems += tables.broken
     return [
         {
-            "path": table.path, "device": table.device, "measured": table.measured,
-            "models": len(table.entries), "here": any(table.is_for(d) for d in devices.values()),
+            "path": table.path,
+            "device": table.device,
+            "measured": table.measured,
+            "models": len(table.entries),
+            "here": any(table.is_for(d) for d in devices.values()),
             "ignored": [note for d in devices.values() for note in table.notes(d)],
         }
         for table in tables.tables
-    ]  # fmt: skip
+    ]
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -217,9 +224,10 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["timings"]:
         where = "" if row["here"] else "; no such device here"
         add_row(
-            facts, "timings",
+            facts,
+            "timings",
             f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}",
-        )  # fmt: skip
+        )
     for name, text in report["variables"].items():
         add_row(facts, "set", f"{name}={text}")
     console.print(facts, "")

@@ -81,8 +81,9 @@ def print_forecast(text: str, found: dict[str, Any]) -> None:
         console.print(
             f"  {call['kind']}, {call['rows']}: {shape['rows']} rows, {shape['queries']} query tokens, "
             f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}",
-            markup=False, highlight=False,
-        )  # fmt: skip
+            markup=False,
+            highlight=False,
+        )
         if not call["candidates"]:
             continue
         rows = table("  backend", ">us", *(f">{term}" for term in TERMS))

@@ -122,8 +122,10 @@ def show(options: RunOptions) -> int:
     whole = None
     if options.weights is not None:
         if options.layers is not None:
-            raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
-                                "whole; drop one of them")  # fmt: skip
+            raise SettingsError(
+                f"--layers={options.layers} and --weights: a model with weights runs "
+                "whole; drop one of them"
+            )
         if options.context_parallel > 1:
             raise SettingsError(
                 f"--context-parallel={options.context_parallel} and --weights: ranks share the layers' "
@@ -320,9 +322,13 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         add_row(
             phases,
             "with prefill" if name == "prefill" else "decode only",
-            str(row["steps"]), str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['p50_ms']:.2f}",
-            f"{row['p99_ms']:.2f}", *(format(row[rate], form) for rate, form in rates.items()),
-        )  # fmt: skip
+            str(row["steps"]),
+            str(row["tokens"]),
+            f"{row['seconds']:.2f}",
+            f"{row['p50_ms']:.2f}",
+            f"{row['p99_ms']:.2f}",
+            *(format(row[rate], form) for rate, form in rates.items()),
+        )
     console.print("", phases, "")
     console.print(
         f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
@@ -337,8 +343,9 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
         f"ms, p99 {times['ttft_p99_ms']:.2f} ms; between tokens p50 {times['itl_p50_ms']:.2f} ms, p99 "
         f"{times['itl_p99_ms']:.2f} ms",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
     for index, tokens in enumerate(report.outputs):
         ids = " ".join(map(str, tokens))
         console.print(f"tokens of request {index}: {ids}", markup=False, highlight=False)

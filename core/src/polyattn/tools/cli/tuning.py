@@ -129,16 +129,20 @@ def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: 
         tuning.run(specs, seconds, lambda spec, done, total: None)
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         tuning.run(
-            specs, seconds,
+            specs,
+            seconds,
             lambda spec, done, total: progress.update(
                 task, description=spec[:60], completed=done, total=total
             ),
-        )  # fmt: skip
+        )
 
 
 def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> dict[str, Any]:
@@ -169,18 +173,25 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
         layer = row["layer"]
         form = "overlap" if row["overlap"] else "sum"
         add_row(
-            fitted, row["backend"], row["kind"],
+            fitted,
+            row["backend"],
+            row["kind"],
             f"{layer['dtype']} over {layer['stored']}, heads of {layer['head_size']}",
-            str(row["points"]), f"{row['error']:.1%}",
+            str(row["points"]),
+            f"{row['error']:.1%}",
             f"{form}, cut below {row['whole']} tiles" if row["whole"] else form,
-        )  # fmt: skip
+        )
     console.print(fitted, "")
     chosen = table("kind", ">steps", ">chosen / best", ">p95", ">worst")
     for kind, row in report["choice"].items():
         add_row(
-            chosen, kind, str(row["steps"]), f"{row['over_best']:.3f}", f"{row['p95']:.2f}",
+            chosen,
+            kind,
+            str(row["steps"]),
+            f"{row['over_best']:.3f}",
+            f"{row['p95']:.2f}",
             f"{row['worst']:.2f}",
-        )  # fmt: skip
+        )
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)

@@ -110,9 +110,12 @@ class Checker:
         spec = layer.spec
         heads = sorted(self._random.sample(range(spec.num_heads), min(HEADS, spec.num_heads)))
         alone = LayerSpec(
-            num_heads=len(heads), head_size=spec.head_size, v_head_size=spec.v_head_size,
-            scale=spec.scale, causal=False,
-        )  # fmt: skip
+            num_heads=len(heads),
+            head_size=spec.head_size,
+            v_head_size=spec.v_head_size,
+            scale=spec.scale,
+            causal=False,
+        )
         assert layer.weights is not None
         w_uk, w_uv = layer.weights
         indices = [i for i, n in enumerate(batch.query_lens) if n]

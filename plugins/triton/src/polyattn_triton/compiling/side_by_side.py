@@ -95,9 +95,11 @@ class Compilers:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", worker.__name__, str(theirs.fileno())],
-                    env=os.environ | said, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    env=os.environ | said,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             self._connection = ours
             self._forgotten = weakref.finalize(self, _end_group, self._process.pid)
             self._forgotten.atexit = False  # it ends with this process anyhow

@@ -83,15 +83,18 @@ class _Writer:
         once = [i for i in needed if self.shapes[i] in (ONE, ROW)]
         tile = [i for i in needed if self.shapes[i] in (KEY, TILE)]
         told = {
-            word for i in needed if self._gathers(i, needed)
+            word
+            for i in needed
+            if self._gathers(i, needed)
             for word in WORDS.findall(" ".join(bounds(self, i) or ()))
-        }  # fmt: skip
+        }
         # Rows hand over what the tile's operations take; a constant is written where it is used.
         passed = [
-            i for i in once
+            i
+            for i in once
             if nodes[i].op not in ("constant",)
             and (i in results or any(i in nodes[j].args for j in tile) or f"x{i}" in told)
-        ]  # fmt: skip
+        ]
         early = {name for i in once for name in _inputs(nodes[i])}
         later = {name for i in tile if nodes[i].op != "size" for name in _inputs(nodes[i])}
         late = [name for name in self.trace.inputs if name in later]
@@ -156,9 +159,8 @@ class _Writer:
         lines += [f"    {word} = rows[{place}]" for place, word in enumerate(handed)]
         first = self if before is None else _Writer(self.trace)
         lines += [
-            self._line(i) for i in needed
-            if first.shapes[i] in (KEY, TILE) and i not in self.alike
-        ]  # fmt: skip
+            self._line(i) for i in needed if first.shapes[i] in (KEY, TILE) and i not in self.alike
+        ]
         return lines + self._ending(score, mask, hidden)
 
     def _ending(self, score: int | None, mask: int | None, hidden: str) -> list[str]:

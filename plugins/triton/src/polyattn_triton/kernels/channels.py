@@ -181,6 +181,7 @@ def chunk_kernel(
         h = tl.dot(tl.trans((k * until).to(kind)), fresh, h, input_precision="ieee")
         tl.store(
             OUT + row[:, None] * o_t + head * o_h + vv[None, :],
-            (y * scale).to(OUT.dtype.element_ty), mask=ok & v_ok,
-        )  # fmt: skip
+            (y * scale).to(OUT.dtype.element_ty),
+            mask=ok & v_ok,
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=state_ok)

@@ -84,23 +84,26 @@ def conv_kernel(
         at = t - (WIDTH - 1) + w
         new = tl.load(
             x_row + at[:, None] * x_t + c[None, :],
-            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :],
+            other=0.0,
+        ).to(tl.float32)
         if WIDTH > 1:
             column = at + WIDTH - 1
             if RING:  # before the sequence's first position: what its start left there, 0
                 column = (before + at + RING) % RING
             new += tl.load(
                 state[None, :] + column[:, None],
-                mask=((at < 0) & begun)[:, None] & c_ok[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+                mask=((at < 0) & begun)[:, None] & c_ok[None, :],
+                other=0.0,
+            ).to(tl.float32)
         acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc))
     tl.store(
-        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :], acc.to(OUT.dtype.element_ty),
+        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :],
+        acc.to(OUT.dtype.element_ty),
         mask=(t < count)[:, None] & c_ok[None, :],
-    )  # fmt: skip
+    )
     if RING:
         if first == 0:
             tl.debug_barrier()  # every thread has read what another may overwrite
@@ -108,9 +111,10 @@ def conv_kernel(
                 source = count - RING + w
                 given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
                 tl.store(
-                    state + (before + source + RING) % RING, given.to(STATE.dtype.element_ty),
+                    state + (before + source + RING) % RING,
+                    given.to(STATE.dtype.element_ty),
                     mask=c_ok & ((source >= 0) | (begun == 0)),
-                )  # fmt: skip
+                )
     elif first == 0:
         # In the order of the state, so that what is read is never yet overwritten.
         for w in tl.static_range(WIDTH - 1):
@@ -174,16 +178,19 @@ def gated_kernel(
         row = (start + at).to(tl.int64)
         q = tl.load(
             Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         k = tl.load(
             K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         x = tl.load(
             V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & v_ok[None, :],
+            other=0.0,
+        )
         v = x
         if MAMBA:
             dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
@@ -211,9 +218,10 @@ def gated_kernel(
             at_z = row[:, None] * z_t + head * z_h + vv[None, :]
             y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
         tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
+            y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
-        )  # fmt: skip
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
 
 
@@ -257,16 +265,19 @@ def delta_kernel(
         row = (start + at).to(tl.int64)
         q = tl.load(
             Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         k = tl.load(
             K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         v = tl.load(
             V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & v_ok[None, :],
+            other=0.0,
+        )
         kind = v.dtype
         g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
         beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
@@ -296,7 +307,8 @@ def delta_kernel(
         kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
         h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
         tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
+            y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
-        )  # fmt: skip
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])

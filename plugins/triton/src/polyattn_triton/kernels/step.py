@@ -58,9 +58,10 @@ def conv_drafts_kernel(
         tl.store(OUT + (start + t).to(tl.int64) * o_t + c, y.to(OUT.dtype.element_ty), mask=c_ok)
         to = draft_place(TARGETS, targets_t, seq, t)
         tl.store(
-            STATE + to * st_s + columns - 1, window.to(STATE.dtype.element_ty),
+            STATE + to * st_s + columns - 1,
+            window.to(STATE.dtype.element_ty),
             mask=c_ok[:, None] & (w > 0)[None, :] & (w < WIDTH)[None, :] & (to >= 0),
-        )  # fmt: skip
+        )
 
 
 @triton.jit

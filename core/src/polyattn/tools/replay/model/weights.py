@@ -193,8 +193,10 @@ class Checkpoint(Weights):
                 wrong.append(f"{name} has shape {found}, expected {shape} by the config")
             elif dtype not in DTYPES:
                 wrong.append(f"{name} is {dtype}, expected one of {', '.join(DTYPES)}")
-        wrong += [f"has {name}, which the config's model has no use for"
-                  for name in _unread(self._where, shapes, model)]  # fmt: skip
+        wrong += [
+            f"has {name}, which the config's model has no use for"
+            for name in _unread(self._where, shapes, model)
+        ]
         if wrong:
             more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             raise WeightsError(
