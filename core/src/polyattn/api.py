@@ -108,17 +108,17 @@ def select(
     return selection
 
 
-def _with_costs(found: Selection, settings: Settings) -> Selection:
+def _with_costs(selection: Selection, settings: Settings) -> Selection:
     """Note, and warn of, the backends that `batch_invariant` rules out, and what that costs."""
-    spec, device = found.spec, found.device
+    spec, device = selection.spec, selection.device
     with suppress(SelectionError):
         free = select(spec.replace(batch_invariant=False), device, settings=settings, verify=False)
-        lines = costs(found, free, timings(settings).models(spec, device))
+        lines = costs(selection, free, timings(settings).models(spec, device))
         for line in lines:
             log.warning("%s", line)
-        decision = replace(found.decision, notes=(*found.decision.notes, *lines))
-        found = replace(found, decision=decision)
-    return found
+        decision = replace(selection.decision, notes=(*selection.decision.notes, *lines))
+        selection = replace(selection, decision=decision)
+    return selection
 
 
 def _less_invariant(spec: LayerSpec, device: Device, settings: Settings) -> str:

@@ -188,9 +188,9 @@ class Merged(Op):
                     self.merge.run(*states)
                 continue
             some, some_lse = total[rows], total_lse[rows]
-            found, found_lse = part[: len(some)], part_lse[: len(some)]
-            op.run(frame.but(query=query[rows], out=found, lse=found_lse))
-            self.merge.run(some, some_lse, found, found_lse)
+            of_rows, found_lse = part[: len(some)], part_lse[: len(some)]
+            op.run(frame.but(query=query[rows], out=of_rows, lse=found_lse))
+            self.merge.run(some, some_lse, of_rows, found_lse)
             total[rows], total_lse[rows] = some, some_lse
         out.copy_(total if several else part)
         if frame.lse is not None:

@@ -66,8 +66,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if step.scores.causal and max(step.query_lens, default=1) == 1:
             layer = _layer(query.device, query.dtype, query.shape[1], rank, query.shape[2],
                            rows.shape[1], step.scores.sm_scale, return_lse)  # fmt: skip
-            found = layer(query, None, None, cache, step.paged)
-            values, sums = found if return_lse else (found, None)
+            output = layer(query, None, None, cache, step.paged)
+            values, sums = output if return_lse else (output, None)
             sums = None if sums is None else sums * LOG2E
         else:  # as attention whose one KV head's values are parts of its keys
             values, sums = step.attend(query, cache, needs_lse=return_lse)

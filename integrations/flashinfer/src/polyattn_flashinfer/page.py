@@ -36,13 +36,13 @@ def get_batch_indices_positions(
     inside = row < len(lens)
     at = row.clamp(max=len(lens) - 1)
     place = token - indptr[at + 1] + lens[at]
-    found = (
+    pairs = (
         row.masked_fill(~inside, -1).int(),
         place.masked_fill(~inside, 0).int(),
     )
     if batch_indices is None or positions is None:
-        return found
-    return batch_indices.copy_(found[0]), positions.copy_(found[1])
+        return pairs
+    return batch_indices.copy_(pairs[0]), positions.copy_(pairs[1])
 
 
 def append_paged_kv_cache(

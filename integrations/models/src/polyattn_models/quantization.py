@@ -50,9 +50,9 @@ def cache_dtype_of(cfg: Config) -> str:
     """
     dtypes = {cache_dtype_of(part) for part in cfg.parts}
     for place in WHERE:
-        found = cfg.values.get(place)
-        for path, value in _schemes(found, place):
-            dtype = "fp8_e4m3" if _is_quark_e4m3(path, value, found) else _dtype_of(path, value)
+        stated = cfg.values.get(place)
+        for path, value in _schemes(stated, place):
+            dtype = "fp8_e4m3" if _is_quark_e4m3(path, value, stated) else _dtype_of(path, value)
             if dtype is None or dtypes - {"auto", dtype}:
                 raise cfg.error(
                     path,

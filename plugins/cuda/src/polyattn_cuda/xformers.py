@@ -99,14 +99,14 @@ class XFormersAttention(AttentionBackend):
         return (tensor.repeat_interleave(ratio, 1) if ratio > 1 else tensor.contiguous())[None]
 
     def _store(
-        self, plan: XFormersPlan, result: Tensor, found: Tensor, out: Tensor, lse: Tensor | None
+        self, plan: XFormersPlan, result: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if plan.empty is None:
             out.copy_(result)
         else:
             out[~plan.empty] = result
         if lse is not None:
-            packed = found[plan.rows[0], :, plan.rows[1]]
+            packed = own_lse[plan.rows[0], :, plan.rows[1]]
             packed = packed.masked_fill(packed == torch.inf, -torch.inf)  # no key at all
             if plan.empty is None:
                 lse.copy_(packed)

@@ -267,11 +267,11 @@ def _check(
     wanted = (plan.num_tokens, spec.num_heads, spec.head_size)
     if query.shape != wanted:
         raise BatchError(f"query has shape {query.shape}; the plan takes {wanted}: see pad()")
-    for name, given, asked in (
+    for name, value, asked in (
         ("sinks", sinks, spec.learned_sinks),
         ("alibi_slopes", slopes, spec.alibi),
     ):
-        if (given is not None) != asked:
+        if (value is not None) != asked:
             raise BatchError(
                 f"{name} {'is missing' if asked else 'was given'}: the spec "
                 f"{'asks for it' if asked else 'does not ask for it'} ({spec})"

@@ -90,7 +90,7 @@ class Functions:
         Those of any size, or of one for each sequence, get padding up to a power of two: a program is
         compiled for each size.
         """
-        found = {}
+        arrays = {}
         for name, declared in self.trace.inputs.items():
             if name in self.trace.constants:
                 array = jnp.asarray(self.trace.constants[name].detach().cpu().numpy())
@@ -99,10 +99,10 @@ class Functions:
             array = array.astype(DTYPES[declared.dtype])
             sizes = np.asarray(array.shape, np.int32)
             missing = [(0, _room(n, d)) for n, d in zip(array.shape, declared.dims, strict=True)]
-            found[name] = Given(
+            arrays[name] = Given(
                 jnp.pad(array, missing) if any(m for _, m in missing) else array, sizes
             )
-        return found
+        return arrays
 
 
 def _room(size: int, dim: int | str) -> int:

@@ -366,14 +366,14 @@ class PlannedAttention(AttentionBackend):
     def _resident(self, plan: AttentionPlan) -> int:
         """Return how many of a plan's programs a multiprocessor holds at once."""
         key = (plan.way, plan.config, self.on_one)
-        found = self._residents.get(key)
-        if found is None:
+        programs = self._residents.get(key)
+        if programs is None:
             most = self.on_one or on_one(self.spec, plan.config, plan.way)
             if plan.config == self.packed:
                 most = FEW_ON_ONE * PLACES
             needed = shared_bytes(self.spec, plan.config, plan.way)
-            found = self._residents[key] = fitting(self.torch_device, needed, most)
-        return found
+            programs = self._residents[key] = fitting(self.torch_device, needed, most)
+        return programs
 
     def _deal(
         self,

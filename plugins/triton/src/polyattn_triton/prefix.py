@@ -117,13 +117,13 @@ class PrefixLauncher:
 
     def programs(self, config: PrefixConfig) -> int:
         """Return how many programs of each KV head fill the chip."""
-        found = self._programs.get(config)
-        if found is None:
+        most = self._programs.get(config)
+        if most is None:
             needed = prefix_bytes(self.spec, config)
             on_one = fitting(self.torch_device, needed, config.on_one)
-            found = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
-            self._programs[config] = found
-        return found
+            most = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
+            self._programs[config] = most
+        return most
 
     def run(self, plan: PrefixPlan, step: PrefixStep) -> None:
         """Attend to all pieces, then merge each row's parts."""

@@ -80,10 +80,10 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
     )
     at = program * share
     stop = np.minimum(at + share, total)
-    found: list[tuple[Ints, ...]] = []
+    reads: list[tuple[Ints, ...]] = []
     while True:
         some = at < stop
-        if not some.any() or share <= 0 or len(found) > count + 1:
+        if not some.any() or share <= 0 or len(reads) > count + 1:
             break
         program, at, stop, tile, low, high, seq, row = (
             x[some] for x in (program, at, stop, tile, low, high, seq, row)
@@ -91,7 +91,7 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         keys_at = low + item
         first, last = low // share, (high - 1) // share
         part = np.where(last > first, 2 * program + (first == program), -1)
-        found.append(
+        reads.append(
             (seq, row, np.maximum(at - keys_at, 0), np.minimum(stop, high) - keys_at, part)
         )
         at, low = high, high
@@ -100,10 +100,10 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         seq, row = tile, 0 * tile
         if tiled:
             seq, row = work[line + count + 1 + tile], work[line + 2 * count + 1 + tile]
-    if len(found) > count + 1:
+    if len(reads) > count + 1:
         work.faults.append(f"a program goes on after {count} tiles")
     none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
-    return Pieces(*(np.concatenate(same) for same in zip(*(found or [none]), strict=True)))
+    return Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
 
 
 def merged_tiles(work: Work, programs: int, merge: Merge, tiled: bool) -> tuple[Ints, ...]:
@@ -182,9 +182,9 @@ def keys_of(
     )
 
 
-def room_of(kept: tuple[Tensor, ...], width: int) -> int:
-    """Return how many rows of parts a workspace holds, whose outputs and LSEs `kept` begins with."""
-    rows: int = min(kept[1].numel(), kept[0].numel() // width)
+def room_of(tensors: tuple[Tensor, ...], width: int) -> int:
+    """Return how many rows of parts a workspace holds, whose outputs and LSEs `tensors` begins with."""
+    rows: int = min(tensors[1].numel(), tensors[0].numel() // width)
     return rows
 
 

@@ -172,11 +172,11 @@ class TritonScan(RecurrentBackend):
         if self._channels is not None:
             self._by_channel(plan, inputs, states, out)
             return
-        given, phase = frozenset(params), plan.phase
-        constants = self._constants.get((phase, given))
+        names, phase = frozenset(params), plan.phase
+        constants = self._constants.get((phase, names))
         if constants is None:
-            constants = scan_constants(self.spec, phase, self.device.arch, given)
-            self._constants[phase, given] = constants
+            constants = scan_constants(self.spec, phase, self.device.arch, names)
+            self._constants[phase, names] = constants
         kind = self.spec.kind
         if kind is AttentionKind.SHORT_CONV:
             self._convolve(plan, inputs["x"], params, states, out, constants)
@@ -188,11 +188,11 @@ class TritonScan(RecurrentBackend):
     def _by_channel(self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor) -> None:
         assert self._channels is not None
         meta = (plan.starts, plan.seq_lens, plan.slots)
-        given = given_inputs(self.spec, inputs, self._none)
+        tensors = given_inputs(self.spec, inputs, self._none)
         if plan.phase != "prefill":
-            by_token(self.spec, given, out, states, meta, TOKEN_OPTIONS, plan.targets)
+            by_token(self.spec, tensors, out, states, meta, TOKEN_OPTIONS, plan.targets)
         elif len(plan.tile_seq):
-            self._channels(given, out, states, meta, (plan.tile_seq, plan.tile_start))
+            self._channels(tensors, out, states, meta, (plan.tile_seq, plan.tile_start))
 
     def _convolve(
         self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
@@ -228,14 +228,14 @@ class TritonScan(RecurrentBackend):
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
-        given.append(dense(inputs["z"]) if "z" in inputs else given[0])
+        tensors = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
+        tensors.append(dense(inputs["z"]) if "z" in inputs else tensors[0])
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
             assert self._selective is not None and plan.cut is not None
-            self._selective(given, params, out, states, meta, plan.cut)
+            self._selective(tensors, params, out, states, meta, plan.cut)
             return
-        x, dt, B, C, z = given
+        x, dt, B, C, z = tensors
         config = pick_scan(self.device.arch, self.spec.kind, "decode")
         to, each = plan.goal
         _mamba1(

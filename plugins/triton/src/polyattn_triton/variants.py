@@ -304,16 +304,16 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
         return tuple(replace(c, block_n=_most_keys(spec, arch, c.block_n)) for c in known)
-    found: list[PrefixConfig] = []
+    configs: list[PrefixConfig] = []
     height = least
-    while not found or height <= UNTUNED_TALLEST:
+    while not configs or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
         small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
-        found.append(PrefixConfig(*tile, on_one, small, 22, 40))
+        configs.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2
-    return tuple(found)
+    return tuple(configs)
 
 
 def prefix_constants(

@@ -89,5 +89,5 @@ def refused(info: BackendInfo, spec: LayerSpec) -> str | None:
     variant = variant_of(spec)
     if variant is None or info.variant_check is None:
         return None
-    found: str | None = load_object(info.variant_check)(variant)
-    return found
+    problem: str | None = load_object(info.variant_check)(variant)
+    return problem

@@ -234,25 +234,25 @@ def by_heads(tensor: Tensor) -> Tensor:
 
 def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Return the values of which a backend may serve a layer."""
-    found = dict(VALUES)
+    values = dict(VALUES)
     for name, sizes in (
         ("head_size", caps.head_sizes),
         ("group", caps.gqa_ratios),
         ("block_size", caps.block_sizes),
         ("v_head_size", caps.v_head_sizes),
     ):
-        found[name] = tuple(each for each in VALUES[name] if not each or each in sizes)
+        values[name] = tuple(each for each in VALUES[name] if not each or each in sizes)
     for name, claimed in (
         ("dtype", caps.dtypes),
         ("kv_cache_dtype", caps.kv_cache_dtypes),
         ("layout", caps.layouts),
     ):
-        found[name] = tuple(each for each in VALUES[name] if each in claimed)
+        values[name] = tuple(each for each in VALUES[name] if each in claimed)
     if not base.cached:
-        found |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
-        del found["layout"]
+        values |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
+        del values["layout"]
     if "prefill" not in caps.phases:
-        found["query"] = (1,)
+        values["query"] = (1,)
     unclaimed = {
         "group": "gqa", "causal": "non_causal", "chunk_size": "chunked", "needs_lse": "lse",
         **{n: n for n in ("sliding_window", "sink_tokens", "logit_soft_cap", "alibi", "learned_sinks")},
@@ -260,8 +260,8 @@ def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     }  # fmt: skip
     for name, feature in unclaimed.items():
         if feature not in caps.features or (name == "v_head_size" and caps.v_head_pairs):
-            found[name] = VALUES[name][:1]
-    return {name: each or (getattr(base, name),) for name, each in found.items()}
+            values[name] = VALUES[name][:1]
+    return {name: each or (getattr(base, name),) for name, each in values.items()}
 
 
 def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:

@@ -88,13 +88,13 @@ def sparse_graph(case: Case, harness: Harness) -> None:
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})
     for chosen in (pairs(first.batch), pairs(first.batch)[::-1]):
-        given = harness.step(layer, chosen)
-        for mine, theirs in ((cache.key, given.cache.key), (cache.value, given.cache.value)):
+        work = harness.step(layer, chosen)
+        for mine, theirs in ((cache.key, work.cache.key), (cache.value, work.cache.value)):
             mine[: len(theirs)] = theirs
-        eager = given.remembered().run()
-        replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
+        eager = work.remembered().run()
+        replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
         assert torch.equal(replayed, eager)
-        given.check()
+        work.check()
 
 
 def sparse_reuse(case: Case, harness: Harness) -> None:

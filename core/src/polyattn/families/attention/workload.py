@@ -166,8 +166,8 @@ class AttentionWorkload(Workload):
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
         for run in (run for level in shared for run in level):
             _share(run, table, (self.keys, self.values), lens, form.block_size)
-        kept = replace(form, interleaved=self.packed)
-        self.cache = cache = KVCache.allocate(kept, num_blocks, self.device)
+        own = replace(form, interleaved=self.packed)
+        self.cache = cache = KVCache.allocate(own, num_blocks, self.device)
         poison(cache)
         slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
         assert slots is not None

@@ -134,15 +134,15 @@ def candidates(
         products = (weights.to("cpu", dtype) @ products)[None]
     elif spec.fold == "sum":
         products = products.sum(0, keepdim=True)
-    found = []
+    ranked = []
     for row in products:
         scores: dict[int, float] = {}
         for entry, score in enumerate(row.tolist()):
             if within is None or spec.within is None or entry // spec.within in within:
                 candidate = entry // spec.pool
                 scores[candidate] = max(score, scores.get(candidate, -math.inf))
-        found.append(scores)
-    return found
+        ranked.append(scores)
+    return ranked
 
 
 def choose(spec: IndexerSpec, scores: dict[int, float], position: int) -> list[int]:
@@ -214,8 +214,8 @@ def indexed(spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
     ids = torch.full(frame.out.shape, -1, dtype=torch.int32)
     for token, position in enumerate(token_places(batch)[1].tolist()):
         for at, scores in enumerate(scored(spec, batch, frame, token)):
-            found = choose(spec.indexer, scores, position)
-            ids[token, at, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            choice = choose(spec.indexer, scores, position)
+            ids[token, at, : len(choice)] = torch.tensor(choice, dtype=torch.int32)
     return ids
 
 

@@ -253,12 +253,12 @@ MOST_ENTRIES = 1 << 12
 """Entries that a check of an indexer scores at most."""
 
 
-def index_problem(found: Selection, seed: int) -> str | None:
+def index_problem(selection: Selection, seed: int) -> str | None:
     """Return how an indexer's choices differ from their definition's, or None.
 
     Scores are summed in float32: what is chosen may differ where they are equal but for rounding.
     """
-    indexer, layer = Indexer(found), found.spec
+    indexer, layer = Indexer(selection), selection.spec
     spec, block, device = indexer.spec, 16, indexer.group.torch_device
     dice, dtype = Dice(seed, device), STORAGE_DTYPES[layer.dtype]
     group = spec.tokens_per_entry * spec.pool

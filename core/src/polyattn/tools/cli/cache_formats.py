@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from polyattn.api import select
@@ -67,7 +67,7 @@ def _time(selection: Selection, lengths: list[tuple[int, int]]) -> float | None:
     return total if calls else None
 
 
-def print_formats(rows: list[dict[str, Any]], steps: Sequence[str]) -> None:
+def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
     """Print the formats that a group of layers could cache in, and why it couldn't in the others."""
     console.print("cache formats, bytes of a token in these layers:", markup=False)
     made = table("  kv_cache_dtype", ">bytes", "  decode", *(f">us, {step}" for step in steps))

@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
         "devices": [],
         "timings": [],
         "plugins": [],
-        "integrations": [found.to_dict() for found in integrations()],
+        "integrations": [each.to_dict() for each in integrations()],
         "backends": [],
     }
     problems += _requirements()
@@ -98,7 +98,7 @@ def _torch(problems: list[str]) -> str:
 def _requirements() -> list[str]:
     """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
-    return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
+    return [f"{problem}; pip install '{t}'" for t in own if (problem := requirement_problem(t))]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
@@ -108,9 +108,9 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
     """
     code = "from polyattn import discover; import json; found = discover().torch_importers\n"
     code += "print('', json.dumps(found), sep='\\n')"  # a hook may have printed
-    found, known, notes = registry.torch_importers, list(settings.disabled_plugins), []
-    while found:
-        known += found
+    importers, known, notes = registry.torch_importers, list(settings.disabled_plugins), []
+    while importers:
+        known += importers
         environment = os.environ | {"POLYATTN_DISABLE_PLUGINS": ",".join(known)}
         try:
             said = subprocess.run(
@@ -121,11 +121,11 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
                 check=True,
                 timeout=settings.plugin_timeout * len(registry.plugins),
             )
-            found = json.loads(said.stdout.splitlines()[-1])
+            importers = json.loads(said.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             notes.append("whether more plugins' hook modules import torch couldn't be asked")
             break
-        notes += found.values()
+        notes += importers.values()
     return notes
 
 

@@ -90,14 +90,14 @@ def _check_beams(options: RunOptions) -> None:
             f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
             f"--weights=random"
         )
-    for name, given, usual in (
+    for name, value, usual in (
         ("samples", options.samples, None),
         ("arrivals", options.arrivals, "all"),
         ("plot", options.plot, None),
     ):
-        if given != usual:
+        if value != usual:
             raise SettingsError(
-                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
+                f"{flag} and --{name}={value} don't go together: a search's rows come and go with its "
                 "beams; drop one of them"
             )
 
@@ -197,11 +197,11 @@ def _serve(
     return 0
 
 
-def _print_beams(found: dict[str, Any], options: RunOptions, path: str) -> int:
+def _print_beams(report: dict[str, Any], options: RunOptions, path: str) -> int:
     if options.json:
-        print_json({"model": _name(path), "weights": options.weights, **found})
+        print_json({"model": _name(path), "weights": options.weights, **report})
     else:
-        print_search(found)
+        print_search(report)
     return 0
 
 

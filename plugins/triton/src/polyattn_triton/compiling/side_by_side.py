@@ -40,9 +40,9 @@ _log = logging.getLogger("polyattn")
 class _Pickler(pickle.Pickler):
     """Says kernels, and functions that they are given, by their modules and names."""
 
-    def reducer_override(self, given: Any) -> Any:
-        if isinstance(given, triton.JITFunction):
-            return worker.function_of, (given.fn.__module__, given.fn.__name__)
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, triton.JITFunction):
+            return worker.function_of, (value.fn.__module__, value.fn.__name__)
         return NotImplemented
 
 

@@ -113,8 +113,8 @@ def blank_inputs(spec: LayerSpec, num_seqs: int, device: torch.device) -> dict[s
     """Return an example of every input that a layer's functions read."""
     pointwise = Pointwise.of(spec)
     words = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
-    found = {}
+    kernels = {}
     for name, declared in {} if pointwise is None else pointwise.inputs.items():
         shape = [words.get(d, 1) if isinstance(d, str) else d for d in declared.dims]
-        found[name] = torch.ones(shape, dtype=INPUT_DTYPES[declared.dtype], device=device)
-    return found
+        kernels[name] = torch.ones(shape, dtype=INPUT_DTYPES[declared.dtype], device=device)
+    return kernels

@@ -238,8 +238,8 @@ class _Writer:
             elif node.op not in ("load", "half", "single"):
                 zeros[number] = np.nan  # nobody knows
         assert self.trace.score is not None
-        found = zeros[self.trace.score]
-        return bool(np.isfinite(np.asarray(found, dtype=np.float64)).all())
+        element = zeros[self.trace.score]
+        return bool(np.isfinite(np.asarray(element, dtype=np.float64)).all())
 
     def _put(self, text: str, kind: str = "x") -> str:
         """Give an expression a name, once."""

@@ -208,8 +208,8 @@ class _Writer:
             return self._load(node, [ref(i, "") for i in range(len(args))])
         if op == "written":
             called, names = node.what
-            given = [f"{name}={self._given(name)}" for name in names]
-            return f"{called}({', '.join([*(ref(i, '') for i in range(len(args))), *given])})"
+            arguments = [f"{name}={self._given(name)}" for name in names]
+            return f"{called}({', '.join([*(ref(i, '') for i in range(len(args))), *arguments])})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -296,10 +296,10 @@ def _inputs(node: Any) -> tuple[str, ...]:
 
 
 def _joined(shapes: list[str]) -> str:
-    found = set(shapes) - {ONE}
-    if not found:
+    widths = set(shapes) - {ONE}
+    if not widths:
         return ONE
-    return found.pop() if len(found) == 1 else TILE
+    return widths.pop() if len(widths) == 1 else TILE
 
 
 def literal_of(value: Any, kind: str) -> str:

@@ -35,12 +35,12 @@ def _blocks(
     """Return where a tile's rows lie: slots, block numbers, or the one block number of them all."""
     at = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=LAYOUT)
     if SPARSE:
-        found = gl.load(SLOTS + at, mask=at < length, other=-1)
+        slots = gl.load(SLOTS + at, mask=at < length, other=-1)
     elif BLOCK_SIZE % BLOCK_N == 0:
-        found = gl.load(BT + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < length, other=0)
+        slots = gl.load(BT + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < length, other=0)
     else:
-        found = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
-    return found
+        slots = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
+    return slots
 
 
 @gluon.jit

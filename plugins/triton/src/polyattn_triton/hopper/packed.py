@@ -87,10 +87,10 @@ def _unpacked(units, scales, FLOAT: gl.constexpr):
 @gluon.jit
 def _scales(smem, LAYOUT: gl.constexpr, FLOAT: gl.constexpr):
     """Load scales as float16; those of e2m1 64 times as large."""
-    found = smem.load(LAYOUT)
+    scale = smem.load(LAYOUT)
     if FLOAT:
-        found = found.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
-    return found
+        scale = scale.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
+    return scale
 
 
 @gluon.jit
