@@ -142,7 +142,8 @@ def test_merge_is_attention_over_all_keys(parts: list[int], seed: int, order: ob
     left = shuffled[0]
     for state in shuffled[1:]:
         left = left.merge(state)
-    for merged in (merge_states(states), left, AttentionState.identity(left).merge(left)):
+    nothing = AttentionState(torch.zeros_like(left.output), torch.full_like(left.lse, -torch.inf))
+    for merged in (merge_states(states), left, nothing.merge(left)):
         torch.testing.assert_close(merged.output, expected.output)
         torch.testing.assert_close(merged.lse, expected.lse)
 

@@ -35,16 +35,6 @@ class AttentionState:
     output: Tensor
     lse: Tensor
 
-    @classmethod
-    def identity(cls, like: AttentionState) -> AttentionState:
-        """Return the state over no keys: outputs 0, LSE -inf.
-
-        Args:
-            like: a state whose shapes, dtypes and device it has.
-
-        """
-        return cls(torch.zeros_like(like.output), torch.full_like(like.lse, -torch.inf))
-
     def merge(self, other: AttentionState) -> AttentionState:
         """Return the state over both parts' keys; associative and commutative.
 

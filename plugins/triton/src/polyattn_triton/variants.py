@@ -262,11 +262,6 @@ WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
 stretches, of stretches with a few query tokens a sequence; prefill of whole tiles, of stretches."""
 
 
-def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
-    """Return the ways there are: where a program merges no splits, a kernel merges few of them too."""
-    return tuple(way for way in WAYS if way != "split" or most_merged_by_one(spec, arch))
-
-
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
     if way in ("prefill", "pieces"):

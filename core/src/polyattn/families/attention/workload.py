@@ -345,17 +345,6 @@ def widths(spec: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int
     )
 
 
-def attention_inputs(
-    spec: LayerSpec, tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normal (query, key, value) of `tokens` tokens, in what they come in."""
-    query, key, value = (
-        torch.randn(tokens, *width, generator=generator).to(input_dtype(spec))
-        for width in widths(spec)
-    )
-    return query, key, value
-
-
 def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:
     """Return a random scale, as the spec has them: a number, or a tensor."""
     many = spec.scales == "head" and name != "out_scale"
