@@ -13,6 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
+def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
+    """A sequence's slot, first token, number of tokens (0 without slot), and whether its state began."""
+    slot = tl.load(STATE_SLOTS + seq)
+    start = tl.load(STARTS + seq)
+    count = tl.where(slot < 0, 0, tl.load(STARTS + seq + 1) - start)
+    return slot, start, count, tl.load(SEQ_LENS + seq) > count
+
+
+@triton.jit
 def _softplus(x):
     """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
 
@@ -150,14 +159,9 @@ def gated_kernel(
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ok = kk < KS
@@ -226,7 +230,7 @@ def gated_kernel(
 
 
 @triton.jit
-def _unit(x):
+def unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
@@ -243,14 +247,9 @@ def delta_kernel(
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ok = kk < KS
@@ -282,8 +281,8 @@ def delta_kernel(
         g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
         beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
         if NORM:
-            q = _unit(q.to(tl.float32)).to(kind)
-            k = _unit(k.to(tl.float32)).to(kind)
+            q = unit(q.to(tl.float32)).to(kind)
+            k = unit(k.to(tl.float32)).to(kind)
         total = tl.cumsum(g, 0)
         last = _at_end(total, at, first, count, CHUNK)
         decay = tl.exp(
