@@ -95,7 +95,12 @@ class TorchDevices:
     describe: Callable[[Any, int], Device]
 
     def detect(self, torch_device: str | None = None) -> Device | None:
-        """Return the device asked for, or the current one; None where there is none."""
+        """Return the device asked for, or the current one; None where there is none.
+
+        Args:
+            torch_device: torch's name, with an index or without; None: the current device.
+
+        """
         kind, _, number = (torch_device or self.types[0]).partition(":")
         library = self.library() if kind in self.types else None
         if library is None:
@@ -128,6 +133,13 @@ def declare(
         variants: attention variants, their functions as paths.
         row_formats: formats of cached rows, `encode` and `decode` as paths.
         timings: timing tables that it carries, as absolute paths.
+
+    Examples:
+        >>> sys.modules["mine.hooks"] = module = type(sys)("mine.hooks")
+        >>> declare("mine.hooks", api_versions=(1, 1))
+        >>> module.polyattn_api_versions(), module.polyattn_backends()
+        ((1, 1), ())
+        >>> del sys.modules["mine.hooks"]
 
     """
     answers = {
