@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import polyattn
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyattn import (
     AttentionState,
@@ -17,15 +16,13 @@ from polyattn import (
     discover,
     merge_states,
     resolve_device,
-    select,
 )
-from polyattn.conformance.case import caches
+from polyattn.conformance.draws import drawn, drawn_group
 from polyattn.conformance.harness.base import Harness
-from polyattn.errors import CacheError, SpecError
+from polyattn.errors import SpecError
 from polyattn.families.attention import reference
-from polyattn.registry.capabilities import SERVICES, Capabilities, check
+from polyattn.registry.capabilities import SERVICES
 from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.row_format import is_rows, row_widths
 
 DEVICE = resolve_device("cpu")
 # FLEX_ATTENTION compiles for ten seconds a layer: the conformance kit has it, with fewer cases.
@@ -39,42 +36,6 @@ BACKENDS = [
 ]
 
 
-def pick(draw: st.DrawFn, claimed: Sequence[Any]) -> Any:
-    return draw(st.sampled_from(claimed))
-
-
-@st.composite
-def specs(draw: st.DrawFn, caps: Capabilities) -> LayerSpec:
-    """Any attention layer that the claims allow, within small sizes."""
-    kv_heads, ratio = draw(st.integers(1, 3)), pick(draw, caps.gqa_ratios.examples((1, 2, 3, 4)))
-
-    def may(name: str) -> bool:
-        return name in caps.features and draw(st.booleans())
-
-    window = draw(st.integers(1, 40)) if may("sliding_window") else None
-    size = pick(draw, caps.head_sizes.examples((8, 16, 24, 64, 80)))
-    v_size = pick(draw, (16, 32)) if may("v_head_size") else 0
-    sized = LayerSpec(num_heads=kv_heads, head_size=size, v_head_size=v_size)
-    stored = ["auto", *caches(caps, sized)]
-    return LayerSpec(
-        num_heads=kv_heads * ratio,
-        num_kv_heads=kv_heads,
-        head_size=size,
-        v_head_size=v_size,
-        dtype=pick(draw, sorted(caps.dtypes)),
-        kv_cache_dtype=pick(draw, stored),
-        block_size=pick(draw, caps.block_sizes.examples((1, 3, 16, 32))),
-        causal=not may("non_causal"),
-        sliding_window=window,
-        chunk_size=draw(st.integers(1, 40)) if may("chunked") else None,
-        logit_soft_cap=draw(st.floats(0.5, 20.0)) if may("logit_soft_cap") else None,
-        alibi=may("alibi"),
-        learned_sinks=may("learned_sinks"),
-        sink_tokens=draw(st.integers(0, 5)) if window and may("sink_tokens") else 0,
-        needs_lse=may("lse"),
-    )
-
-
 lengths = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 90)).map(lambda p: (p[0], p[0] + p[1])),
     min_size=1,
@@ -82,42 +43,19 @@ lengths = st.lists(
 )
 
 
-def _has_rows(spec: LayerSpec) -> bool:
-    """Whether a cache's rows have these sizes; one KV head may be a latent's, so a spec can't tell."""
-    if not is_rows(spec.kv_cache_dtype):
-        return True
-    try:
-        row_widths(spec.kv_cache_dtype, spec.head_size, spec.v_head_size)
-    except SpecError:
-        with pytest.raises(CacheError, match="has no rows of that size"):
-            select(spec, DEVICE)
-        return False
-    return True
-
-
 @pytest.mark.parametrize("backend", [b.name for b in BACKENDS])
 def test_any_layer_and_batch(backend: str) -> None:
-    caps, ran = discover().backend(backend).capabilities, 0
+    """As the kit draws layers, over small batches."""
+    harness = Harness(backend, DEVICE, 7)
+    base = LayerSpec(num_heads=4, head_size=64)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(data=st.data(), step=lengths, seed=st.integers(0, 2**30))
-    def run(data: st.DataObject, step: list[tuple[int, int]], seed: int) -> None:
-        nonlocal ran
-        spec = data.draw(specs(caps))
-        assume(not check(caps, spec, DEVICE) and not check(caps, spec, DEVICE, "decode"))
-        assume(_has_rows(spec))
-        harness = Harness(backend, DEVICE, seed)
-        layouts = [name for name in caps.layouts if name != "contiguous" or spec.block_size]
-        if spec.v_head_size != spec.head_size:
-            layouts = [name for name in layouts if name != "contiguous"]
-        layer = harness.layer(spec, data.draw(st.sampled_from(layouts)))
-        decision = layer.group.selection.decision
-        assert {decision.prefill, decision.decode} == {backend}
-        harness.step(layer, step).check()
-        ran += 1
+    def example(data: st.DataObject) -> None:
+        group = drawn_group(data, harness, base)
+        decision = group.selection.decision
+        assert {decision.prefill, decision.decode} - {None} == {backend}
+        harness.step(harness.layer(group.spec, group=group), data.draw(lengths)).check()
 
-    run()
-    assert ran >= 80, f"only {ran} layers of {backend} were run: the others were not claimed"
+    assert drawn(harness, example, count=80) == 80
 
 
 @settings(max_examples=50, deadline=None)
@@ -142,7 +80,8 @@ def test_merge_is_attention_over_all_keys(parts: list[int], seed: int, order: ob
     left = shuffled[0]
     for state in shuffled[1:]:
         left = left.merge(state)
-    for merged in (merge_states(states), left, AttentionState.identity(left).merge(left)):
+    nothing = AttentionState(torch.zeros_like(left.output), torch.full_like(left.lse, -torch.inf))
+    for merged in (merge_states(states), left, nothing.merge(left)):
         torch.testing.assert_close(merged.output, expected.output)
         torch.testing.assert_close(merged.lse, expected.lse)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from polyattn import Device, LayerSpec, discover, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
-from polyattn.plugin import BackendInfo, Capabilities, Priority, Variant, hookimpl, multiples
+from polyattn.plugin import BackendInfo, Capabilities, Priority, Variant, declare, multiples
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.machine import availability
 from polyattn.registry.validate import accepted
@@ -80,16 +80,8 @@ def test_why_none_is_here_names_each() -> None:
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    class Plugin:
-        @hookimpl
-        def polyattn_api_versions(self) -> tuple[int, int]:
-            return (1, 1)
-
-        @hookimpl
-        def polyattn_backends(self) -> list[BackendInfo]:
-            return [LIBRARY]
-
-    register(Plugin(), "library")
+    declare(__name__, api_versions=(1, 1), backends=[LIBRARY])
+    register(sys.modules[__name__], "library")
     yield
     unregister("library")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from polyattn import LayerSpec, select
 from polyattn.errors import SettingsError
-from polyattn.plugin import BackendInfo, Capabilities, hookimpl
+from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.registry import catalogue, names
 from polyattn.registry.discovery import discover, register, unregister
 
@@ -102,27 +103,13 @@ def test_an_absent_plugins_alias_comes_with_the_command(monkeypatch: pytest.Monk
         select(LLAMA, "cpu", backend="FA3")
 
 
-class Stranger:
-    """A plugin whose backends a test fills in before it asks."""
-
-    def __init__(self) -> None:
-        self.infos: list[BackendInfo] = []
-
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        return self.infos
-
-
 @pytest.fixture
 def plugin() -> Iterator[list[BackendInfo]]:
-    """The backends of a stranger's plugin."""
-    stranger = Stranger()
-    register(stranger, "stranger")
-    yield stranger.infos
+    """The backends of a stranger's plugin; a test fills them in before it asks."""
+    infos: list[BackendInfo] = []
+    declare(__name__, api_versions=(1, 1), backends=infos)
+    register(sys.modules[__name__], "stranger")
+    yield infos
     unregister("stranger")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, register, select, unregister
 from polyattn.families.attention import reference
 from polyattn.kernel import GraphCapture
-from polyattn.plugin import BackendInfo, Capabilities, Priority, hookimpl
+from polyattn.plugin import BackendInfo, Capabilities, Priority, declare
 from polyattn.runtime.builds import finish_all
 from polyattn.selection.selection import Selection
 from polyattn.spec.timing import TERMS, TimingModel
@@ -42,31 +43,29 @@ class Slow(TorchSDPA):
         Slow.built.append(phases)
 
 
-class Plugin:
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        claims = Capabilities(
-            platforms={"cpu": ()}, dtypes=frozenset({"float32"}),
-            graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
-            features=frozenset({"causal", "gqa", "deterministic", "batch_invariant"}),
-        )  # fmt: skip
-        return [
-            BackendInfo(
-                name=name.upper(), summary="", path=f"{__name__}:{name}", capabilities=claims,
-                priorities=(Priority(score=score),),
-            )
-            for name, score in (("Ready", 1000), ("Slow", 999))
-        ]  # fmt: skip
+CLAIMS = Capabilities(
+    platforms={"cpu": ()},
+    dtypes=frozenset({"float32"}),
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    features=frozenset({"causal", "gqa", "deterministic", "batch_invariant"}),
+)
+BUILDS = [
+    BackendInfo(
+        name=name.upper(),
+        summary="",
+        path=f"{__name__}:{name}",
+        capabilities=CLAIMS,
+        priorities=(Priority(score=score),),
+    )
+    for name, score in (("Ready", 1000), ("Slow", 999))
+]
+declare(__name__, api_versions=(1, 1), backends=BUILDS)
 
 
 @pytest.fixture(autouse=True)
 def plugin() -> Iterator[None]:
     Slow.may_end, Slow.fails, Slow.built = threading.Event(), False, []
-    register(Plugin(), "building")
+    register(sys.modules[__name__], "building")
     yield
     Slow.may_end.set()
     finish_all()

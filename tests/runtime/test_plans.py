@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -24,7 +26,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
-from polyattn.plugin import BackendInfo, Capabilities, hookimpl
+from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.spec.latent import LatentSpec
 from polyattn.workload.compare import output_error
 from polyattn_cpu.sdpa import TorchSDPA
@@ -51,21 +53,14 @@ class Counting(TorchSDPA):
         super().run(plan, frame)
 
 
-class Plugin:
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        claims = Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"}))
-        path = "test_plans:Counting"
-        return [BackendInfo(name="COUNTING", summary="", path=path, capabilities=claims)]
+CLAIMS = Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"}))
+COUNTING = BackendInfo(name="COUNTING", summary="", path="test_plans:Counting", capabilities=CLAIMS)
+declare(__name__, api_versions=(1, 1), backends=[COUNTING])
 
 
 @pytest.fixture
 def group() -> Iterator[LayerGroup]:
-    register(Plugin(), "counting")
+    register(sys.modules[__name__], "counting")
     Counting.plans, Counting.ran = 0, []
     yield LayerGroup(select(SPEC, "cpu", backend="COUNTING"))
     unregister("counting")
@@ -208,3 +203,13 @@ def test_a_plan_tells_gaudis_phase(
     blocks = torch.tensor(table, dtype=torch.int32)
     plan = group.plan(Batch.from_lens(queries, lens, blocks, 16))
     assert f"HPU_ATTN (phase {phase})" in plan.explain()
+
+
+def test_copies_and_parts_of_a_frame_have_every_field() -> None:
+    names = [field.name for field in dataclasses.fields(Frame)]
+    values: list[Any] = [torch.full((2, 3, 4), float(index)) for index in range(len(names))]
+    frame = Frame(*values)
+    other, first = frame.but(lse=None), frame.part(slice(0, 1))
+    for name, value in zip(names, values, strict=True):
+        assert getattr(other, name) is (None if name == "lse" else value)
+        assert torch.equal(getattr(first, name)[:1], value[:1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fakes import H100, backend
 from polyattn import Attention, Batch, Device, LayerGroup, LayerSpec, select, settings
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
-from polyattn.plugin import hookimpl
+from polyattn.plugin import declare, hookimpl
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, refresh, register, unregister
@@ -410,29 +411,20 @@ def test_a_plugin_that_answers_nonsense_is_broken(answer: Any) -> None:
         unregister("tables")
 
 
-class Slow:
-    """A plugin whose backend is wrong, and would be chosen by its times alone."""
-
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        return [
-            BackendInfo(
-                name="LIAR",
-                summary="",
-                path="test_verify:Wrong",
-                capabilities=Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"})),
-                priorities=(Priority(score=1),),
-            )
-        ]
+WRONG = BackendInfo(
+    name="LIAR",
+    summary="",
+    path="test_verify:Wrong",
+    capabilities=Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"})),
+    priorities=(Priority(score=1),),
+)
+"""A backend that is wrong, and would be chosen by its times alone."""
+declare(__name__, api_versions=(1, 1), backends=[WRONG])
 
 
 def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "workload"))
-    register(Slow(), "slow")
+    register(sys.modules[__name__], "slow")
     try:
         table([model("LIAR", "decode", launch=1), *SHORT_KEYS])
         assert "LIAR" in {m.backend for m in select(SPEC, "cpu").timings}

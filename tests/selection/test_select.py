@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from polyattn import (
     unregister,
 )
 from polyattn.errors import DeviceError, SettingsError, SpecError
-from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
+from polyattn.plugin import BackendInfo, Capabilities, Platform, declare
 from polyattn.selection.selection import Decision
 from polyattn.settings import Settings, parse_overrides
 
@@ -74,35 +75,19 @@ def test_threads_with_settings_of_their_own() -> None:
     assert not wrong
 
 
-class TwoChips:
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_platforms(self) -> list[Platform]:
-        return [
-            Platform(
-                name="fakechip", detect="two_chips:detect", rank=100, current="two_chips:current"
-            )
-        ]
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        claims = Capabilities(platforms={"fakechip": ()}, dtypes=frozenset({"float32"}))
-        return [
-            BackendInfo(
-                name="FAKE_ATTN",
-                summary="",
-                path="polyattn_cpu.sdpa:TorchSDPA",
-                capabilities=claims,
-            )
-        ]
+CHIPS = Platform(name="fakechip", detect="two_chips:detect", rank=100, current="two_chips:current")
+FAKE_ATTN = BackendInfo(
+    name="FAKE_ATTN",
+    summary="",
+    path="polyattn_cpu.sdpa:TorchSDPA",
+    capabilities=Capabilities(platforms={"fakechip": ()}, dtypes=frozenset({"float32"})),
+)
+declare(__name__, api_versions=(1, 1), platforms=[CHIPS], backends=[FAKE_ATTN])
 
 
 @pytest.fixture
 def chips(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    register(TwoChips(), "two-chips")
+    register(sys.modules[__name__], "two-chips")
     monkeypatch.setattr(two_chips, "current_index", 0)
     yield
     unregister("two-chips")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from defaults import CPU_DEFAULT
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
 from polyattn.kernel import Frame
-from polyattn.plugin import hookimpl
+from polyattn.plugin import declare
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
@@ -96,21 +97,20 @@ def info(name: str, score: int) -> BackendInfo:
     )
 
 
-class Plugin:
-    @hookimpl
-    def polyattn_api_versions(self) -> tuple[int, int]:
-        return (1, 1)
-
-    @hookimpl
-    def polyattn_backends(self) -> list[BackendInfo]:
-        scores = {"WRONG": 999, "FAILING": 998, "BOASTING": 1, "UNFIT": 0, "EXITS": 0, "ENDS": 0}
-        forgets = replace(TORCH_SDPA, name="FORGETS", path="test_verify:Forgets", priorities=())
-        return [forgets, *(info(name, score) for name, score in (scores | {"SILENT": 0}).items())]
+SCORES = {
+    "WRONG": 999, "FAILING": 998, "BOASTING": 1, "UNFIT": 0, "EXITS": 0, "ENDS": 0, "SILENT": 0,
+}  # fmt: skip
+FORGETS = replace(TORCH_SDPA, name="FORGETS", path="test_verify:Forgets", priorities=())
+declare(
+    __name__,
+    api_versions=(1, 1),
+    backends=[FORGETS, *(info(name, score) for name, score in SCORES.items())],
+)
 
 
 @pytest.fixture(autouse=True)
 def plugin() -> Iterator[None]:
-    register(Plugin(), "verify-test")
+    register(sys.modules[__name__], "verify-test")
     yield
     unregister("verify-test")
 
@@ -186,7 +186,7 @@ def test_a_late_registration_is_never_stale() -> None:
     assert select(SPEC, "cpu").decision.decode == CPU_DEFAULT
     with pytest.raises(PluginError, match="no plugin named"):
         unregister("verify-test")
-    register(Plugin(), "verify-test")
+    register(sys.modules[__name__], "verify-test")
     assert select(SPEC, "cpu").decision.decode == "WRONG"
     with pytest.raises(PluginError, match="registered already"):
-        register(Plugin(), "verify-test")
+        register(sys.modules[__name__], "verify-test")

@@ -108,17 +108,17 @@ def select(
     return selection
 
 
-def _with_costs(found: Selection, settings: Settings) -> Selection:
+def _with_costs(selection: Selection, settings: Settings) -> Selection:
     """Note, and warn of, the backends that `batch_invariant` rules out, and what that costs."""
-    spec, device = found.spec, found.device
+    spec, device = selection.spec, selection.device
     with suppress(SelectionError):
         free = select(spec.replace(batch_invariant=False), device, settings=settings, verify=False)
-        lines = costs(found, free, timings(settings).models(spec, device))
+        lines = costs(selection, free, timings(settings).models(spec, device))
         for line in lines:
             log.warning("%s", line)
-        decision = replace(found.decision, notes=(*found.decision.notes, *lines))
-        found = replace(found, decision=decision)
-    return found
+        decision = replace(selection.decision, notes=(*selection.decision.notes, *lines))
+        selection = replace(selection, decision=decision)
+    return selection
 
 
 def _less_invariant(spec: LayerSpec, device: Device, settings: Settings) -> str:
@@ -174,9 +174,12 @@ def check_supported(
     """
     heads = {"num_heads": 1, "num_kv_heads": 1} | fields
     spec = LayerSpec(
-        head_size=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size,
+        head_size=head_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
         **heads,
-    )  # fmt: skip
+    )
     try:
         select(spec, device, backend=backend)
     except SelectionError as error:

@@ -138,9 +138,13 @@ def ranges(indices: list[int]) -> str:
 
 
 def integer(
-    name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
+    name: str,
+    value: Any,
+    low: int,
+    high: int = LARGEST,
+    hint: str = "",
     error: type[PolyattnError] = SpecError,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse anything but an integer from `low` to `high`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low:

@@ -12,7 +12,7 @@ from polyattn.registry.capabilities import (
     one_of,
 )
 from polyattn.registry.distributions import find_spec, installed
-from polyattn.registry.hooks import Platform, hookimpl
+from polyattn.registry.hooks import Platform, TorchDevices, declare, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
 from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.key_ranges import key_ranges, window_sizes
@@ -42,8 +42,10 @@ __all__ = [
     "RowFormat",
     "SettingsError",
     "Sizes",
+    "TorchDevices",
     "Variant",
     "absorbed",
+    "declare",
     "expanded",
     "find_spec",
     "hookimpl",

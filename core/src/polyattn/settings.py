@@ -140,11 +140,11 @@ class Settings:
 
     def __hash__(self) -> int:
         """Return the hash of all fields, found once: callers that keep nothing look up by settings."""
-        found = self.__dict__.get("_hash")
-        if found is None:
-            found = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-            object.__setattr__(self, "_hash", found)
-        return int(found)
+        number = self.__dict__.get("_hash")
+        if number is None:
+            number = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+            object.__setattr__(self, "_hash", number)
+        return int(number)
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process hashes text otherwise.
@@ -217,7 +217,7 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
     """Parse `"NAME"` or `"prefill=A,mla.decode=B"`. Raises `SettingsError` naming the source."""
     if not isinstance(text, str):  # an argument's, which may be anything
         raise SettingsError(f"{source}={text!r} must be a backend's name, or scope=NAME")
-    found: dict[tuple[str, ...], Override] = {}
+    overrides: dict[tuple[str, ...], Override] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         left, equals, right = (word.strip() for word in item.partition("="))
         scope = tuple(sorted(word.strip() for word in left.split("."))) if equals else ()
@@ -233,15 +233,15 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
         name = right if equals else left
         if not name:
             raise SettingsError(f"{source}: {item!r} names no backend; write scope=NAME")
-        if scope in found:
+        if scope in overrides:
             raise SettingsError(
-                f"{source}: {item!r} and {str(found[scope])!r} apply to the same layers; keep one"
+                f"{source}: {item!r} and {str(overrides[scope])!r} apply to the same layers; keep one"
             )
         # vLLM's names of its first engine with two versions; the suffix says nothing here.
-        found[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
-    if not found:
+        overrides[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
+    if not overrides:
         raise SettingsError(f"{source}: is empty; unset it, or name a backend")
-    return tuple(found.values())
+    return tuple(overrides.values())
 
 
 def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str) -> Settings:
@@ -340,10 +340,10 @@ def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str
             what = "is not a regular file" if os.path.exists(path) else "no such file"  # noqa: PTH110
             raise SettingsError(f"POLYATTN_CONFIG={named!r}: {what}")
     else:
-        found = next((p for p in _config_paths() if os.path.isfile(p)), None)  # noqa: PTH113
-        if found is None:
+        standard = next((p for p in _config_paths() if os.path.isfile(p)), None)  # noqa: PTH113
+        if standard is None:
             return {}, ""
-        path = found
+        path = standard
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig")), str(path)
     except (ValueError, OSError, RecursionError) as error:
@@ -361,15 +361,15 @@ def _foreign_overrides(
     environ: Mapping[str, str], notes: list[str]
 ) -> Iterator[tuple[Override, ...]]:
     """Yield what other engines' variables ask for, each with a note."""
-    found: list[tuple[str, str]] = []
+    names: list[tuple[str, str]] = []
     if _flag(environ.get("TRTLLM_FORCE_XQA") or None, "TRTLLM_FORCE_XQA"):
-        found.append((XQA, "TRTLLM_FORCE_XQA"))
+        names.append((XQA, "TRTLLM_FORCE_XQA"))
     if "VLLM_ATTENTION_BACKEND" in environ:
-        found.append((environ["VLLM_ATTENTION_BACKEND"], "VLLM_ATTENTION_BACKEND"))
+        names.append((environ["VLLM_ATTENTION_BACKEND"], "VLLM_ATTENTION_BACKEND"))
     elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
-        found.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
+        names.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
-    for name, source in found:
+    for name, source in names:
         if "POLYATTN_BACKEND" in environ:
             notes.append(f"{source} gives way to POLYATTN_BACKEND where both apply to a layer")
         else:

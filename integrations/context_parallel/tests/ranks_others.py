@@ -19,13 +19,12 @@ from polyattn import (
     PolyattnError,
 )
 from polyattn.families.attention import reference
-from polyattn.families.attention.workload import attention_inputs
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
-from ranks_worker import Case, mesh_of, run_cases
+from ranks_worker import Case, attention_inputs, mesh_of, run_cases
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 

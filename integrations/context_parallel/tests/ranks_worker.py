@@ -24,9 +24,10 @@ from polyattn import (
     LayerSpec,
 )
 from polyattn.families.attention import reference
-from polyattn.families.attention.workload import attention_inputs
+from polyattn.families.attention.workload import widths
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
+from polyattn.kernel import STORAGE_DTYPES
 from polyattn.runtime.program import LayerParams
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.pages import fill
@@ -35,6 +36,17 @@ from polyattn_context_parallel import ContextAttention, ContextGroup, ContextPar
 from polyattn_context_parallel.heads import heads_of_rank, own_heads
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def attention_inputs(
+    spec: LayerSpec, tokens: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normal (query, key, value) of `tokens` tokens."""
+    query, key, value = (
+        torch.randn(tokens, *width, generator=generator).to(STORAGE_DTYPES[spec.dtype])
+        for width in widths(spec)
+    )
+    return query, key, value
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,11 @@ from polyattn_triton.launch import Merge, launches_early, merge_options
 from polyattn_triton.store import write_kernel
 from polyattn_triton.variants import (
     SCALES,
+    WAYS,
     decode_constants,
     list_constants,
     merging_constants,
+    most_merged_by_one,
     part_rows,
     parts_constants,
     prefill_constants,
@@ -41,7 +43,6 @@ from polyattn_triton.variants import (
     prefix_tiles,
     steps_config,
     tile_config,
-    ways_of,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -81,7 +82,9 @@ def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
         or spec.mask
     )
     masked = LISTED if Generated.of_mask(spec) is not None else ()
-    return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
+    # Where a program merges no splits, a kernel merges few of them too.
+    ways = [way for way in WAYS if way != "split" or most_merged_by_one(spec, arch)]
+    return (*ways, *OTHERS, *masked, *(() if alone else SHARED))
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:

@@ -74,9 +74,13 @@ def _kind(
 
 
 def _group(
-    query: Tensor, key: Tensor, value: Tensor, asked: CallOptions, sinks: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: CallOptions,
+    sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-) -> LayerGroup | None:  # fmt: skip
+) -> LayerGroup | None:
     try:
         return group_for_call(
             query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
@@ -176,10 +180,13 @@ class BoundPages:
                 )
             # Detached: the tensors themselves, or views of them, would be a circle that nothing collects.
             batch = Batch.on_buffers(
-                [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
+                [self.tokens * i for i in range(len(self.bounds) + 1)],
+                self.bounds,
+                self.starts,
                 lens.detach(),
-                block_table.detach(), None,
-            )  # fmt: skip
+                block_table.detach(),
+                None,
+            )
             if len(plans) >= 16:
                 plans.clear()
             step = self.group.plan(batch)

@@ -138,9 +138,13 @@ _workspaces: weakref.WeakValueDictionary[Any, Workspaces] = weakref.WeakValueDic
 
 
 def _for_layer(
-    settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
+    settings: Settings,
+    plugins: int,
+    place: Any,
+    device: torch.device,
+    backend: str | None,
     **fields: Any,
-) -> LayerGroup:  # fmt: skip
+) -> LayerGroup:
     dtype = str(fields.pop("dtype")).removeprefix("torch.")
     spec = LayerSpec(dtype=dtype, **fields)
     selection = select(spec, device, backend=backend, settings=settings)

@@ -88,9 +88,13 @@ def attend_packed(
         )  # fmt: skip
     if training and not asked.needs_lse:  # whose formula is differentiated
         return attend_packed(
-            query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
+            query,
+            query_lens,
+            keys,
+            asked._replace(needs_lse=True),
+            sinks=sinks,
             alibi_slopes=alibi_slopes,
-        )[0], None  # fmt: skip
+        )[0], None
     if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
@@ -109,9 +113,13 @@ def attend_packed(
             "sinks with gradients: nothing serves that; detach the query, key and value"
         )
     out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
-        query, *keys[:2], alibi_slopes, step.group.spec, _sequences(query_lens, keys),
+        query,
+        *keys[:2],
+        alibi_slopes,
+        step.group.spec,
+        _sequences(query_lens, keys),
         lambda *tensors: run_plan(step, *tensors, alibi_slopes=alibi_slopes),
-    )  # fmt: skip
+    )
     return out, lse
 
 
@@ -252,9 +260,12 @@ def _by_sequence(
     outs, lses, at = [], [], 0
     for row, count in enumerate(query_lens):
         own = PackedKeys(
-            keys.key, keys.value, [keys.lens[row]], None if starts is None else [starts[row]],
+            keys.key,
+            keys.value,
+            [keys.lens[row]],
+            None if starts is None else [starts[row]],
             None if table is None else table[row : row + 1],
-        )  # fmt: skip
+        )
         tokens = query[at : at + count]
         out, lse = attend_packed(tokens, [count], own, asked, sinks=sinks, alibi_slopes=slopes[row])
         outs.append(out)

@@ -184,9 +184,12 @@ def plan_lengths(
     elif apart is not None:
         starts = apart
     batch = Batch.from_lens(
-        query_lens, key_lens, key_starts=starts, first_positions=first_positions,
+        query_lens,
+        key_lens,
+        key_starts=starts,
+        first_positions=first_positions,
         device=group.torch_device,
-    )  # fmt: skip
+    )
     step = server_of(group, query_lens, key_lens).plan(batch)
     assert isinstance(step, AttentionStep)
     return step

@@ -126,6 +126,9 @@ def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) 
     """
     where = storage.data_ptr(), storage.shape, storage.stride(), form, heads_first
     return stored(
-        storage, "_polyattn_pages", False, where,
+        storage,
+        "_polyattn_pages",
+        False,
+        where,
         lambda: KVCache.joined(storage.detach(), form, heads_first),
-    )  # fmt: skip
+    )

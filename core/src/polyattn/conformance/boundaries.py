@@ -25,15 +25,15 @@ _COMMENT = re.compile(r"//.*|/\*.*?\*/", re.DOTALL)
 @lru_cache(maxsize=64)
 def numbers_of(package: str) -> tuple[int, ...]:
     """Return the integers from 2 to `LARGEST` in an installed package's Python, C++ and CUDA sources."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).rglob("*")):
             if path.suffix == ".py":
-                found |= set(_of_python(path.read_text(encoding="utf-8")))
+                numbers |= set(_of_python(path.read_text(encoding="utf-8")))
             elif path.suffix in (".h", ".cpp", ".cu", ".cuh"):
-                found |= set(_of_c(path.read_text(encoding="utf-8")))
-    return tuple(sorted(n for n in found if 2 <= n <= LARGEST))
+                numbers |= set(_of_c(path.read_text(encoding="utf-8")))
+    return tuple(sorted(n for n in numbers if 2 <= n <= LARGEST))
 
 
 def _of_python(text: str) -> Iterable[int]:
@@ -58,13 +58,13 @@ def turning(numbers: Iterable[int], spec: LayerSpec, block: int = 0) -> tuple[in
     Each number and its half and double, in keys and in rows of a KV head's group; the layer's window and
     chunk; the cache's `block`; all with what is one less and one more.
     """
-    group, found = max(1, spec.gqa_ratio), set()
+    group, lengths = max(1, spec.gqa_ratio), set()
     own = [spec.sliding_window, spec.chunk_size, spec.sink_tokens, block]
     own += [(spec.sliding_window or 0) + spec.sink_tokens]
     for number in (*numbers, *(1 << n for n in range(1, 11)), *(n for n in own if n)):
         for size in (number, 2 * number, number // 2, number // group, -(-number // group)):
-            found |= {size - 1, size, size + 1}
-    return tuple(sorted(n for n in found if 0 < n <= LARGEST))
+            lengths |= {size - 1, size, size + 1}
+    return tuple(sorted(n for n in lengths if 0 < n <= LARGEST))
 
 
 def draw_turning(

@@ -206,9 +206,9 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        function: Any = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
-    if isinstance(found, type) and issubclass(found, FunctionBackend):
-        found, name = found.function, found.info.name
-    return find(found, name.upper(), resolve_device(device), seed, budget)
+    if isinstance(function, type) and issubclass(function, FunctionBackend):
+        function, name = function.function, function.info.name
+    return find(function, name.upper(), resolve_device(device), seed, budget)

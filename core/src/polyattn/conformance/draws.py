@@ -47,10 +47,12 @@ MASKS = {"custom": "custom_mask", "block_sparse": "block_sparse"}
 """What a backend claims of each kind of mask."""
 
 lengths = st.lists(
-    st.tuples(st.integers(0, 12) | st.just(1), st.integers(0, 70) | st.integers(100, 700))
-    .map(lambda pair: (pair[0], pair[0] + pair[1])),
-    min_size=1, max_size=14,
-)  # fmt: skip
+    st.tuples(st.integers(0, 12) | st.just(1), st.integers(0, 70) | st.integers(100, 700)).map(
+        lambda pair: (pair[0], pair[0] + pair[1])
+    ),
+    min_size=1,
+    max_size=14,
+)
 
 
 def drawn(
@@ -70,10 +72,13 @@ def drawn(
     at = harness.seed
     while ran < count if count is not None else not ran or time.monotonic() < end:
         configured = settings(
-            max_examples=EXAMPLES if count is None else count - ran, deadline=None, database=None,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+            max_examples=EXAMPLES if count is None else count - ran,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
-        )  # fmt: skip
+        )
         seed(at)(configured(given(st.data())(once)))()
         at += 1
     return ran
@@ -144,8 +149,9 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
     if "v_head_size" in caps.features and not caps.v_head_pairs and draw(st.booleans()):
         values["v_head_size"] = draw(st.sampled_from(caps.v_head_sizes.examples((16, 32, 48))))
     if cached:
-        sized = LayerSpec(num_heads=1, head_size=values["head_size"],
-                          v_head_size=values.get("v_head_size", 0))  # fmt: skip
+        sized = LayerSpec(
+            num_heads=1, head_size=values["head_size"], v_head_size=values.get("v_head_size", 0)
+        )
         values["kv_cache_dtype"] = draw(st.sampled_from(["auto", *caches(caps, sized)]))
         if "qkv_dtype" in values:
             values["kv_cache_dtype"] = values["qkv_dtype"]

@@ -122,14 +122,14 @@ class _Kit:
         if not self.report:
             raise pytest.UsageError("--polyattn-resume: name the report, --polyattn-report FILE")
         path = Path(self.report)
-        found = json.loads(path.read_text()) if path.exists() else {}
+        report = json.loads(path.read_text()) if path.exists() else {}
         origin = self.origin
-        if origin["commit"].endswith("+") or origin != {name: found.get(name) for name in origin}:
+        if origin["commit"].endswith("+") or origin != {name: report.get(name) for name in origin}:
             return
-        self.passed = sorted({case.id for case in self.cases} & set(found["ids"]))
+        self.passed = sorted({case.id for case in self.cases} & set(report["ids"]))
         self.counts.update((name.partition("-")[0], "passed") for name in self.passed)
-        self.plans, self.plans_checked = found["plans"], found["plans_checked"]
-        self.seed = config.option.polyattn_seed = found["seed"]
+        self.plans, self.plans_checked = report["plans"], report["plans_checked"]
+        self.seed = config.option.polyattn_seed = report["seed"]
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
@@ -233,8 +233,8 @@ class _Kit:
         )
         failed = sorted((c, n) for (c, o), n in self.counts.items() if o == "failed")
         if failed:
-            found = ", ".join(f"{check} {count}" for check, count in failed)
-            terminalreporter.write_line(f"failed, by what was looked at: {found}")
+            failures = ", ".join(f"{check} {count}" for check, count in failed)
+            terminalreporter.write_line(f"failed, by what was looked at: {failures}")
         self._write()
 
 
@@ -267,9 +267,9 @@ def _versions(info: BackendInfo) -> dict[str, str]:
 
     from polyattn.registry.distributions import installed
 
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("numpy", "triton", *(Requirement(text).name for text in info.requires)):
         dist = installed(name)
         if dist is not None:
-            found[name] = dist.version
-    return found
+            versions[name] = dist.version
+    return versions

@@ -91,10 +91,12 @@ def random_batches(info: BackendInfo, device: Device, seed: int, count: int) -> 
     described in the tally; a backend's own exception is raised.
     """
     rounds: dict[str, tuple[type[Any], Callable[..., None]]] = {
-        "search": (Harness, _attending), "latent_search": (Harness, _attending),
-        "recurrent_search": (Harness, _attending), "store": (StoreHarness, _storing),
+        "search": (Harness, _attending),
+        "latent_search": (Harness, _attending),
+        "recurrent_search": (Harness, _attending),
+        "store": (StoreHarness, _storing),
         "merge": (MergeHarness, _merging),
-    }  # fmt: skip
+    }
     cases = {c.spec: c for c in derive(info, device) if c.check in rounds}
     tally = Tally()
     for case in cases.values():

@@ -89,9 +89,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 """What a case must leave as it was, by name."""
 IMPORTED: dict[str, Callable[[], Any]] = {
     "the filters of warnings": lambda: list(warnings.filters),
-    "logging": lambda: {
-        "logging.disable": logging.root.manager.disable, **_loggers(),
-    },
+    "logging": lambda: {"logging.disable": logging.root.manager.disable, **_loggers()},
     "sys.path": lambda: list(sys.path),
     "the finders of modules": lambda: [*sys.meta_path, *sys.path_hooks],
     "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
@@ -101,7 +99,7 @@ IMPORTED: dict[str, Callable[[], Any]] = {
         for name, value in vars(module).items()
         if callable(value)
     },
-}  # fmt: skip
+}
 """What a library may change when it is first imported, and no step may."""
 
 
@@ -132,11 +130,11 @@ def _loggers() -> dict[str, Any]:
 
 def snapshot() -> dict[str, Any]:
     """Return the process' settings and random states."""
-    found = {name: read() for name, read in (SETTINGS | IMPORTED).items()}
+    values = {name: read() for name, read in (SETTINGS | IMPORTED).items()}
     if torch.cuda.is_initialized():
-        found["CUDA's random state"] = torch.cuda.get_rng_state().numpy().tobytes()
-        found["CUDA's device"] = torch.cuda.current_device()
-    return found
+        values["CUDA's random state"] = torch.cuda.get_rng_state().numpy().tobytes()
+        values["CUDA's device"] = torch.cuda.current_device()
+    return values
 
 
 Result = TypeVar("Result")
@@ -180,12 +178,12 @@ def runs_alone(run: Callable[[], Result]) -> Result:
 def _changes(before: dict[str, Any], modules: int) -> dict[str, str]:
     """Return what changed since, by its name. `modules`: how many were imported."""
     after, imported = snapshot(), len(sys.modules) > modules
-    found = {
+    changes = {
         name: _change(before[name], after[name], name in IMPORTED)
         for name in before
         if not (imported and name in IMPORTED)
     }
-    return {name: change for name, change in found.items() if change is not None}
+    return {name: change for name, change in changes.items() if change is not None}
 
 
 def _change(before: Any, after: Any, grows: bool) -> str | None:

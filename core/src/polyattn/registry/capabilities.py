@@ -523,8 +523,8 @@ def _check_computation(
     need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     if spec.recurrent is None:
         words = {True: "over a cache", False: "given keys and values"}
-        given = [words[c] for c in caps.cached]
-        need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], given)
+        sources = [words[c] for c in caps.cached]
+        need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], sources)
         ratio = spec.num_heads if spec.latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:

@@ -42,10 +42,10 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     facts = (settings.plugins, settings.disabled_plugins, generation())
     text = _current(facts, settings) if device is None else str(device)
     key = (text, facts)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _find(text, discover(settings))
-    return found
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _find(text, discover(settings))
+    return known
 
 
 def _find(text: str, registry: Registry) -> Device:
@@ -78,9 +78,9 @@ def _current(facts: tuple[Any, ...], settings: Settings) -> str:
     name = _default.get(facts)
     registry = discover(settings)
     if name is None:
-        found = detect(registry)
-        _known[(str(found.torch_device), facts)] = found
-        name = _default[facts] = found.platform
+        device = detect(registry)
+        _known[(str(device.torch_device), facts)] = device
+        name = _default[facts] = device.platform
     platform = registry.platforms[name]
     if platform.current is None:
         return str(platform.device_types[0] if platform.device_types else name)

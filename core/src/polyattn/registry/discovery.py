@@ -241,9 +241,11 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
         declared = {
-            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant,
+            "platforms": Platform,
+            "backends": BackendInfo,
+            "variants": AttentionVariant,
             "row_formats": RowFormat,
-        }  # fmt: skip
+        }
         said: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
             for what, kind in declared.items()

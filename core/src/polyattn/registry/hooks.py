@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pluggy
 
@@ -68,6 +70,88 @@ class Platform:
         for kind in self.device_types:
             if not PLATFORM_NAME.fullmatch(kind):
                 yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"
+
+
+@dataclass(frozen=True)
+class TorchDevices:
+    """Detects a platform's devices by a module that answers as `torch.cuda` does.
+
+    Attributes:
+        types: torch's types of device that it speaks for; the first is in the names of its devices.
+        library: returns that module, or None where this machine has no such device.
+        describe: takes the module and a device's index, and returns the device.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> npus = SimpleNamespace(current_device=lambda: 1)
+        >>> devices = TorchDevices(("npu",), lambda: npus, lambda npus, index: Device("npu", "910b"))
+        >>> devices.detect().torch_device, devices.detect("npu:3").torch_device, devices.current()
+        ('npu:1', 'npu:3', 'npu:1')
+
+    """
+
+    types: tuple[str, ...]
+    library: Callable[[], Any]
+    describe: Callable[[Any, int], Device]
+
+    def detect(self, torch_device: str | None = None) -> Device | None:
+        """Return the device asked for, or the current one; None where there is none.
+
+        Args:
+            torch_device: torch's name, with an index or without; None: the current device.
+
+        """
+        kind, _, number = (torch_device or self.types[0]).partition(":")
+        library = self.library() if kind in self.types else None
+        if library is None:
+            return None
+        index = int(number) if number else library.current_device()
+        return self.describe(library, index).on(f"{self.types[0]}:{index}")
+
+    def current(self) -> str:
+        """Return the device that is current now, of those that this process sees."""
+        return f"{self.types[0]}:{self.library().current_device()}"
+
+
+def declare(
+    module: str,
+    *,
+    api_versions: tuple[int, int],
+    platforms: Sequence[Platform] = (),
+    backends: Sequence[BackendInfo] = (),
+    variants: Sequence[AttentionVariant] = (),
+    row_formats: Sequence[RowFormat] = (),
+    timings: Sequence[str] = (),
+) -> None:
+    """Write a module's hooks, each of which returns what is passed for it.
+
+    Args:
+        module: the plugin's module of hooks, imported: `__name__`.
+        api_versions: the lowest and the highest `API_VERSION` that the plugin works with.
+        platforms: those that it detects.
+        backends: those that it brings.
+        variants: attention variants, their functions as paths.
+        row_formats: formats of cached rows, `encode` and `decode` as paths.
+        timings: timing tables that it carries, as absolute paths.
+
+    Examples:
+        >>> sys.modules["mine.hooks"] = module = type(sys)("mine.hooks")
+        >>> declare("mine.hooks", api_versions=(1, 1))
+        >>> module.polyattn_api_versions(), module.polyattn_backends()
+        ((1, 1), ())
+        >>> del sys.modules["mine.hooks"]
+
+    """
+    answers = {
+        "api_versions": api_versions,
+        "platforms": platforms,
+        "backends": backends,
+        "variants": variants,
+        "row_formats": row_formats,
+        "timings": timings,
+    }
+    for what, answer in answers.items():
+        setattr(sys.modules[module], f"polyattn_{what}", hookimpl(lambda answer=answer: answer))
 
 
 class HookSpecs:

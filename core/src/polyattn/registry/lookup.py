@@ -56,10 +56,10 @@ def _problem(module: str, name: str) -> str | None:
         full = ".".join(words[: depth + 1])
         if depth and locations is None:
             return _missing(full, origin)
-        found = _find(full, word, locations if depth else None)
-        if found is None:
+        place = _find(full, word, locations if depth else None)
+        if place is None:
             return _missing(full, origin)
-        origin, locations = found
+        origin, locations = place
         problem = _source_problem(full, origin)
         if problem:
             return problem

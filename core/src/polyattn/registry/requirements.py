@@ -79,9 +79,13 @@ def _problem(text: str) -> str | None:
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 _OPERATORS = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-    "==": operator.eq, "!=": operator.ne,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 
 
 def _satisfies(version: str, needed: str) -> bool:

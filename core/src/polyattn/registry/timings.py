@@ -182,8 +182,10 @@ def read_table(path: Path) -> TimingTable:
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"timing table {path}: can't be read: {describe(error)}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise SettingsError(f"timing table {path}: format {shown(found)} is not {FORMAT}; {REMEDY}")
+        format = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise SettingsError(
+            f"timing table {path}: format {shown(format)} is not {FORMAT}; {REMEDY}"
+        )
     device, versions = data.get("device"), data.get("versions", {})
     models = data.get("models")
     if not (isinstance(device, dict) and isinstance(versions, dict) and isinstance(models, list)):
@@ -206,9 +208,13 @@ def read_table(path: Path) -> TimingTable:
         reason = next((stale[name] for name in of if name in stale), "")
         entries.append(Entry(layer, model, reason))
     return TimingTable(
-        str(path), str(device.get("platform")), str(device.get("name")),
-        plain(str(data.get("measured", ""))), tuple(entries), tuple(problems),
-    )  # fmt: skip
+        str(path),
+        str(device.get("platform")),
+        str(device.get("name")),
+        plain(str(data.get("measured", ""))),
+        tuple(entries),
+        tuple(problems),
+    )
 
 
 def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any], ...], list[str]]:

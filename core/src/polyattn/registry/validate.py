@@ -159,25 +159,25 @@ def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
 
 def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
     for field in FUNCTIONS:
-        given = getattr(variant, field)
-        if given is not None and not isinstance(given, str):
+        value = getattr(variant, field)
+        if value is not None and not isinstance(value, str):
             yield (
-                f"AttentionVariant.{field}={shown(given)}: a plugin names its functions by path, "
+                f"AttentionVariant.{field}={shown(value)}: a plugin names its functions by path, "
                 "'package.module:function', so that listing imports no torch"
             )
-        elif given is not None:
-            yield from path_problems(f"AttentionVariant.{field}", given, "function")
+        elif value is not None:
+            yield from path_problems(f"AttentionVariant.{field}", value, "function")
 
 
 def _row_format_problems(format: RowFormat) -> Iterator[str]:
     for field in ("encode", "decode"):
-        if not isinstance(given := getattr(format, field), str):
+        if not isinstance(value := getattr(format, field), str):
             yield (
-                f"RowFormat.{field}={shown(given)}: a plugin names its functions by path, "
+                f"RowFormat.{field}={shown(value)}: a plugin names its functions by path, "
                 "'package.module:function', so that listing imports no torch"
             )
         else:
-            yield from path_problems(f"RowFormat.{field}", given, "function")
+            yield from path_problems(f"RowFormat.{field}", value, "function")
 
 
 _OF_SPECS: dict[type, Callable[[Any], Iterator[str]]] = {

@@ -110,15 +110,15 @@ def variant_of(spec: LayerSpec) -> AttentionVariant | None:
 def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
     """Queries, keys and outputs are changed by torch's operators, at places that a plan computes."""
     capture = "none" if spec.graph_capture is GraphCapture.NONE else str(spec.graph_capture)
-    for field, given, plain in (
+    for field, value, plain in (
         ("graph_capture", capture, "none"),
         ("qkv_dtype", spec.qkv_dtype, "auto"),
         ("out_dtype", spec.out_dtype, "auto"),
         ("length_bounds", spec.length_bounds, False),
     ):
-        if given != plain:
+        if value != plain:
             raise SpecError(
-                f"{field}={given!r} and variant={variant.name!r}, which transforms queries, keys, values "
+                f"{field}={value!r} and variant={variant.name!r}, which transforms queries, keys, values "
                 f"or outputs, don't go together; leave {field} out"
             )
 

@@ -110,12 +110,12 @@ def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
             lse.masked_fill_(rows[:, None], -torch.inf)
 
 
-def store_lse(lse: Tensor | None, found: Tensor) -> None:
+def store_lse(lse: Tensor | None, values: Tensor) -> None:
     """Copy a library's LSE to the call's, and its +inf as -inf, for rows without keys.
 
     Args:
         lse: float32 (num_tokens, heads), written; None: nothing is asked for.
-        found: what the library returned, (heads, num_tokens), natural logarithm.
+        values: what the library returned, (heads, num_tokens), natural logarithm.
 
     Raises:
         Nothing: shapes are the caller's own.
@@ -128,7 +128,7 @@ def store_lse(lse: Tensor | None, found: Tensor) -> None:
 
     """
     if lse is not None:
-        lse.copy_(found.T)
+        lse.copy_(values.T)
         lse.masked_fill_(lse == torch.inf, -torch.inf)
 
 

@@ -150,7 +150,7 @@ class FunctionBackend(AttentionBackend):
         """Call the function, once for each sequence or for all of them."""
         cache = frame.cache
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        given = {
+        tensors = {
             "query": frame.query,
             "key": frame.key,
             "value": frame.value,
@@ -158,22 +158,24 @@ class FunctionBackend(AttentionBackend):
             "lse": frame.lse,
         }
         if cache is not None:
-            given |= {"key": cache.key, "value": cache.value}
+            tensors |= {"key": cache.key, "value": cache.value}
         if self.form == "sequence":
             for index, length in enumerate(batch.lens):
                 rows = slice(batch.starts[index], batch.starts[index + 1])
                 if length and rows.stop > rows.start:
                     keys = slice(batch.key_starts[index], batch.key_starts[index] + length)
                     part = {"query": rows, "out": rows, "lse": rows, "key": keys, "value": keys}
-                    own = {name: None if x is None else x[part[name]] for name, x in given.items()}
+                    own = {
+                        name: None if x is None else x[part[name]] for name, x in tensors.items()
+                    }
                     self._call(_Call(spec, batch, index, frame.params, own))
         elif batch.num_tokens and any(batch.lens):
             if self.form == "packed":
-                given |= {name: packed(batch, given[name]) for name in ("key", "value")}
-                given["key_start_loc"] = torch.nn.functional.pad(
+                tensors |= {name: packed(batch, tensors[name]) for name in ("key", "value")}
+                tensors["key_start_loc"] = torch.nn.functional.pad(
                     batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
                 )
-            self._call(_Call(spec, batch, -1, frame.params, given))
+            self._call(_Call(spec, batch, -1, frame.params, tensors))
         blank(plan.blind, frame.out, frame.lse)
 
     def _call(self, call: _Call) -> None:
@@ -318,9 +320,7 @@ def _check_parameters(name: str, names: tuple[str, ...], form: str) -> None:
                 f"backend {name}: parameter {parameter!r} is unknown{nearest(parameter, known)}; over "
                 f"{form} a function may take {', '.join(sorted(known))}"
             )
-    required = {
-        "sequence": (), "packed": ("key_start_loc",), "pages": ("seq_lens",)
-    }[form]  # fmt: skip
+    required = {"sequence": (), "packed": ("key_start_loc",), "pages": ("seq_lens",)}[form]
     for parameter in ("query", "key", "value", "scale", *required):
         if parameter not in names:
             raise PluginError(
@@ -344,8 +344,8 @@ def _capabilities(
                 f"backend {name}: {claim}= is missing; state what the function can do"
             )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
-    given = {claim: _typed(known[claim], value) for claim, value in said.items()}
-    for feature in sorted(given["features"] & set(FEATURES)):
+    claims = {claim: _typed(known[claim], value) for claim, value in said.items()}
+    for feature in sorted(claims["features"] & set(FEATURES)):
         wanted = READ_BY.get(feature)
         if wanted is None:
             raise PluginError(
@@ -356,25 +356,25 @@ def _capabilities(
                 f"backend {name} claims {feature!r}, but the function has no parameter "
                 f"{' or '.join(map(repr, wanted))}"
             )
-    both = {"causal", "non_causal"} <= given["features"]
+    both = {"causal", "non_causal"} <= claims["features"]
     if both and not {"causal", "window", "mask"} & set(names):
         raise PluginError(
             f"backend {name} claims 'causal' and 'non_causal', but the function has no parameter 'causal'"
         )
-    if given.get("kv_cache_dtypes", {"auto"}) != {"auto"} and not {"k_scale", "v_scale"} <= set(
+    if claims.get("kv_cache_dtypes", {"auto"}) != {"auto"} and not {"k_scale", "v_scale"} <= set(
         names
     ):
         raise PluginError(
             f"backend {name} claims kv_cache_dtypes, but has no parameters 'k_scale' and 'v_scale'"
         )
-    given["cached"] = frozenset({form == "pages"})
+    claims["cached"] = frozenset({form == "pages"})
     if form == "pages" and "query_start_loc" not in names:
-        given.setdefault("phases", frozenset({"decode"}))
-    blocks = given.get("block_sizes", ANY_SIZE)
-    if "preferred_block_size" not in given and 16 not in blocks:
-        given["preferred_block_size"] = blocks.examples(range(1, 4097))[0]
+        claims.setdefault("phases", frozenset({"decode"}))
+    blocks = claims.get("block_sizes", ANY_SIZE)
+    if "preferred_block_size" not in claims and 16 not in blocks:
+        claims["preferred_block_size"] = blocks.examples(range(1, 4097))[0]
     try:
-        return Capabilities(**given)
+        return Capabilities(**claims)
     except ValueError as error:
         raise PluginError(f"backend {name}: {error}") from error
 

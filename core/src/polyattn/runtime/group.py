@@ -441,31 +441,31 @@ class LayerGroup:
         """
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
-    def check_cache(self, given: Any) -> None:
+    def check_cache(self, cache: Any) -> None:
         """Check a cache's form and device.
 
         Args:
-            given: the object that the caller passed as a cache.
+            cache: the object that the caller passed as a cache.
 
         Raises:
             BatchError: it isn't a cache, or is on another device.
             CacheError: it has another form.
 
         """
-        if not isinstance(given, KVCache):
-            raise BatchError(f"cache is a {type(given).__name__}; it must be a KVCache")
-        self.check_format(given.format)
-        if not same_device(given.key.device, self.torch_device):
+        if not isinstance(cache, KVCache):
+            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
+        self.check_format(cache.format)
+        if not same_device(cache.key.device, self.torch_device):
             raise BatchError(
-                f"the cache is on {given.key.device}, the layer on {self.torch_device}; allocate it "
+                f"the cache is on {cache.key.device}, the layer on {self.torch_device}; allocate it "
                 "with group.allocate_cache(n)"
             )
 
-    def check_format(self, given: CacheFormat) -> None:
+    def check_format(self, format: CacheFormat) -> None:
         """Check that a cache has the form that the backends were chosen for.
 
         Args:
-            given: the cache's form.
+            format: the cache's form.
 
         Raises:
             CacheError: it has another form, or the layer keeps no cache.
@@ -474,20 +474,20 @@ class LayerGroup:
         wanted = self.cache_format
         if wanted is None:
             raise CacheError(f"{self.spec} keeps no cache; pass cache=None")
-        if not isinstance(given, CacheFormat):
+        if not isinstance(format, CacheFormat):
             raise CacheError(
-                f"cache_format={shown(given)} must be a CacheFormat: a cache's .format"
+                f"cache_format={shown(format)} must be a CacheFormat: a cache's .format"
             )
         one_order = wanted.num_kv_heads == 1 or wanted.block_size == 1
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size", "dtype", "layout"):
-            theirs, ours = getattr(given, name), getattr(wanted, name)
+            theirs, ours = getattr(format, name), getattr(wanted, name)
             if theirs != ours and not (name == "layout" and one_order):
                 raise CacheError(
                     f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
                     "group.allocate_cache(n)"
                 )
         walked = set(dict(self.selection.decision.kernel_block_sizes).values())
-        if given.interleaved != wanted.interleaved and walked - {wanted.block_size}:
+        if format.interleaved != wanted.interleaved and walked - {wanted.block_size}:
             raise CacheError(
                 "this cache interleaves K and V and the group's doesn't (or the reverse), and a "
                 "kernel walks smaller blocks; use LayerGroup(selection, "

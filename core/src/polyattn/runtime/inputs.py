@@ -27,12 +27,12 @@ def bad_input(
     return BatchError(f"{name} is {actual}; it must be {wanted}")
 
 
-def torch_device(given: Any, error: type[PolyattnError] = BatchError) -> torch.device:
+def torch_device(value: Any, error: type[PolyattnError] = BatchError) -> torch.device:
     """Return a torch device, given by its name or itself. Raises `BatchError`, or the `error` given."""
     try:
-        return torch.device(given)
+        return torch.device(value)
     except (TypeError, ValueError, RuntimeError) as why:
-        raise error(f"device={shown(given)} is no torch device: {describe(why)}") from why
+        raise error(f"device={shown(value)} is no torch device: {describe(why)}") from why
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
@@ -41,15 +41,15 @@ def same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def check_is_tensor(
-    name: str, given: Any, where: str = "", error: type[PolyattnError] = BatchError
+    name: str, value: Any, where: str = "", error: type[PolyattnError] = BatchError
 ) -> None:
     """Check that an argument is a tensor at all. Raises `BatchError`, or the `error` given."""
-    if isinstance(given, Tensor):
+    if isinstance(value, Tensor):
         return
-    shape = getattr(given, "shape", None)
-    found = f"={shown(given, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
-    remedy = "" if given is None else "; torch.as_tensor makes one of an array or a list"
-    raise error(f"{name}{found} must be a tensor{where}{remedy}")
+    shape = getattr(value, "shape", None)
+    what = f"={shown(value, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
+    remedy = "" if value is None else "; torch.as_tensor makes one of an array or a list"
+    raise error(f"{name}{what} must be a tensor{where}{remedy}")
 
 
 def check_is_real(name: str, tensor: Tensor) -> None:
@@ -70,25 +70,25 @@ def check_is_real(name: str, tensor: Tensor) -> None:
         )
 
 
-def as_tensor(name: str, given: Any, error: type[PolyattnError] = BatchError) -> Tensor:
+def as_tensor(name: str, value: Any, error: type[PolyattnError] = BatchError) -> Tensor:
     """Return a tensor, of numbers too. Raises `BatchError`, or the `error` given."""
-    if isinstance(given, Tensor):
-        return given
+    if isinstance(value, Tensor):
+        return value
     try:
-        return torch.tensor(given)
+        return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as why:
-        raise error(f"{name}={shown(given)} must be a tensor or numbers: {describe(why)}") from why
+        raise error(f"{name}={shown(value)} must be a tensor or numbers: {describe(why)}") from why
 
 
-def check_tensor(name: str, given: Any, device: torch.device) -> None:
+def check_tensor(name: str, value: Any, device: torch.device) -> None:
     """Check that what a layer was given is a tensor on its device: kernels go by addresses.
 
     Raises `BatchError`.
     """
-    check_is_tensor(name, given, f" on {device}")
-    if not same_device(given.device, device):
-        raise BatchError(f"{name} is on {given.device}, the layer on {device}; move it there")
-    check_is_real(name, given)
+    check_is_tensor(name, value, f" on {device}")
+    if not same_device(value.device, device):
+        raise BatchError(f"{name} is on {value.device}, the layer on {device}; move it there")
+    check_is_real(name, value)
 
 
 def check_slots(slot_mapping: Any, device: torch.device) -> None:
@@ -132,12 +132,12 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
             )
 
 
-def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> None:
+def refuse(remedy: str = "leave it out, or uninstall()", /, **options: object) -> None:
     """Refuse, by name, arguments of a host that change a result and have no counterpart here.
 
     Args:
         remedy: what the caller can do, as the message ends.
-        given: the arguments by name; None, False and 0 pass.
+        options: the arguments by name; None, False and 0 pass.
 
     Raises:
         PolyattnError: one has another value.
@@ -149,7 +149,7 @@ def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> 
         polyattn.errors.PolyattnError: dropout_p is given, which polyattn doesn't serve here; use 0
 
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
             raise PolyattnError(f"{name} is given, which polyattn doesn't serve here; {remedy}")
 

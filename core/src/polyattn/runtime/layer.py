@@ -15,9 +15,11 @@ from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 
 NAMES = {
-    "attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent",
+    "attention": "Attention",
+    "mla": "LatentAttention",
+    "recurrent": "Recurrent",
     "sparse": "SparseAttention",
-}  # fmt: skip
+}
 """The layer of each family."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.inputs import bad_input, check_is_tensor
-from polyattn.runtime.program import Frame, Op, Rows
+from polyattn.runtime.program import Frame, Op, Rows, by_request
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,6 @@ class AttentionState:
 
     output: Tensor
     lse: Tensor
-
-    @classmethod
-    def identity(cls, like: AttentionState) -> AttentionState:
-        """Return the state over no keys: outputs 0, LSE -inf.
-
-        Args:
-            like: a state whose shapes, dtypes and device it has.
-
-        """
-        return cls(torch.zeros_like(like.output), torch.full_like(like.lse, -torch.inf))
 
     def merge(self, other: AttentionState) -> AttentionState:
         """Return the state over both parts' keys; associative and commutative.
@@ -140,12 +130,15 @@ class MergeBuffers:
         key = (shape, query.dtype, query.device, several)
         if key != self._key:
             precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-            self._key, self._kept = key, (
-                query.new_empty(shape if several else (0,), dtype=precise),
-                query.new_empty(rows, dtype=precise),
-                query.new_empty(shape),
-                query.new_empty(rows, dtype=precise),
-            )  # fmt: skip
+            self._key, self._kept = (
+                key,
+                (
+                    query.new_empty(shape if several else (0,), dtype=precise),
+                    query.new_empty(rows, dtype=precise),
+                    query.new_empty(shape),
+                    query.new_empty(rows, dtype=precise),
+                ),
+            )
         return self._kept
 
 
@@ -166,7 +159,7 @@ class Merged(Op):
         counts: Sequence[int] | None = None,
     ):
         self.parts, self.merge, self.buffers, self.rows = tuple(parts), merge, buffers, rows
-        self.counts = None if counts is None else list(counts)
+        self.counts = counts
         self.inner = [op for _, op in self.parts]
 
     def run(self, frame: Frame) -> None:
@@ -181,18 +174,13 @@ class Merged(Op):
         for rows, op in others:
             if rows is None:
                 op.run(frame.but(out=part, lse=part_lse))
-                if self.counts is None:
-                    self.merge.run(total, total_lse, part, part_lse)
-                    continue
-                states = total, total_lse, part, part_lse
-                for each in zip(*(state.split(self.counts) for state in states), strict=True):
-                    if len(each[0]):
-                        self.merge.run(*each)
+                for states in by_request(self.counts, total, total_lse, part, part_lse):
+                    self.merge.run(*states)
                 continue
             some, some_lse = total[rows], total_lse[rows]
-            found, found_lse = part[: len(some)], part_lse[: len(some)]
-            op.run(frame.but(query=query[rows], out=found, lse=found_lse))
-            self.merge.run(some, some_lse, found, found_lse)
+            of_rows, found_lse = part[: len(some)], part_lse[: len(some)]
+            op.run(frame.but(query=query[rows], out=of_rows, lse=found_lse))
+            self.merge.run(some, some_lse, of_rows, found_lse)
             total[rows], total_lse[rows] = some, some_lse
         out.copy_(total if several else part)
         if frame.lse is not None:

@@ -20,29 +20,29 @@ class Weight:
     (`load_state_dict(assign=True)`) is another tensor: assign it to `given`.
     """
 
-    def __init__(self, name: str, given: Tensor, device: torch.device, dtype: torch.dtype):
+    def __init__(self, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype):
         self.name, self._device, self._dtype = name, device, dtype
-        self._given = given
+        self._given = tensor
         self._read: Tensor | None = None
         self._is_copy = False
         self._seen: tuple[int, int] | None = None
-        if given.device.type != "meta":
+        if tensor.device.type != "meta":
             self.current()
 
     @classmethod
     def per_head(
-        cls, name: str, given: Tensor | None, spec: LayerSpec, wanted: bool, device: torch.device
+        cls, name: str, tensor: Tensor | None, spec: LayerSpec, wanted: bool, device: torch.device
     ) -> Weight | None:
         """Return one number for each head, None where the spec asks for none. Raises `SpecError`."""
-        if (given is not None) != wanted:
+        if (tensor is not None) != wanted:
             raise SpecError(
                 f"{name} {'is missing' if wanted else 'was given'}: the spec "
                 f"{'asks for it' if wanted else 'does not ask for it'} ({spec})"
             )
-        if given is None:
+        if tensor is None:
             return None
-        check_shape(name, given, (spec.num_heads,))
-        return cls(name, given, device, torch.float32)
+        check_shape(name, tensor, (spec.num_heads,))
+        return cls(name, tensor, device, torch.float32)
 
     @property
     def given(self) -> Tensor:
@@ -59,39 +59,41 @@ class Weight:
 
         Raises `SpecError` where the model's is on the meta device: it has no values yet.
         """
-        given = self._given
+        tensor = self._given
         # What was made in inference mode counts no versions.
-        seen = None if given.is_inference() else (_place(given), given._version)
+        seen = None if tensor.is_inference() else (_place(tensor), tensor._version)
         if self._read is not None and seen is not None and seen == self._seen:
             return self._read
-        if given.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
+        if tensor.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
             raise SpecError(
                 f"{self.name} is on the meta device and has no values; load the model's weights, and "
                 f"where that replaced the parameter, set `given` of the layer's {self.name} to the new"
             )
-        if self._is_as_read(given):
-            if self._read is None or self._is_copy or _place(self._read) != _place(given):
+        if self._is_as_read(tensor):
+            if self._read is None or self._is_copy or _place(self._read) != _place(tensor):
                 # Itself where it may be: what JAX holds is another array after each write to it.
-                self._read = given.detach() if given.requires_grad else given
+                self._read = tensor.detach() if tensor.requires_grad else tensor
                 self._is_copy = False
         elif self._read is None or not self._is_copy or self._read.is_inference():
-            self._read = given.detach().to(self._device, self._dtype, copy=True).contiguous()
+            self._read = tensor.detach().to(self._device, self._dtype, copy=True).contiguous()
             self._is_copy = True
         else:
-            self._read.copy_(given.detach())
+            self._read.copy_(tensor.detach())
         self._seen = seen
         return self._read
 
-    def _is_as_read(self, given: Tensor) -> bool:
-        return given.dtype is self._dtype and given.device == self._device and given.is_contiguous()
+    def _is_as_read(self, tensor: Tensor) -> bool:
+        return (
+            tensor.dtype is self._dtype and tensor.device == self._device and tensor.is_contiguous()
+        )
 
 
-def check_shape(name: str, given: object, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
     """Check that a layer's parameter is a tensor of this shape. Raises `SpecError`."""
-    if not isinstance(given, Tensor):
-        raise SpecError(f"{name}={shown(given)} must be a tensor of shape {shape}")
-    if given.shape != shape:
-        raise SpecError(f"{name} has shape {tuple(given.shape)}; it must be {shape}")
+    if not isinstance(value, Tensor):
+        raise SpecError(f"{name}={shown(value)} must be a tensor of shape {shape}")
+    if value.shape != shape:
+        raise SpecError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
 
 
 def _place(tensor: Tensor) -> int:

@@ -203,11 +203,14 @@ def in_turn(launches: Sequence[Reads]) -> Reads:
         begun, rooms, parts = begun + len(cut), rooms + reads.room, parts + len(own.places)
     joined = Merges(*map(np.concatenate, zip(*merges, strict=True)))
     return replace(
-        first, items=Items(*map(np.concatenate, zip(*items, strict=True))),
+        first,
+        items=Items(*map(np.concatenate, zip(*items, strict=True))),
         keys=Keys(*map(np.concatenate, zip(*keys, strict=True))),
-        merges=joined._replace(first=np.concatenate([[0], joined.first])), room=rooms,
-        apart=np.concatenate(apart), faults=faults,
-    )  # fmt: skip
+        merges=joined._replace(first=np.concatenate([[0], joined.first])),
+        room=rooms,
+        apart=np.concatenate(apart),
+        faults=faults,
+    )
 
 
 def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool_]:
@@ -239,17 +242,17 @@ def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
     of its buffer.
     """
     batch, spec = reads.batch or batch, reads.spec or spec
-    found = _told(reads.faults)
+    faults = _told(reads.faults)
     outside = _outside(batch, reads)
     if outside:  # what follows would index by it
-        return found + outside
+        return faults + outside
     grid = _Grid.of(batch, reads)
-    found += _unevenly_read(spec, grid, reads)
-    found += _unevenly_written(grid, reads)
-    found += _overlapping(reads)
-    found += _unmerged(reads)
-    found += _other_tables(batch, reads)
-    return found
+    faults += _unevenly_read(spec, grid, reads)
+    faults += _unevenly_written(grid, reads)
+    faults += _overlapping(reads)
+    faults += _unmerged(reads)
+    faults += _other_tables(batch, reads)
+    return faults
 
 
 def _told(texts: list[str]) -> list[str]:
@@ -260,13 +263,13 @@ def _told(texts: list[str]) -> list[str]:
 def _outside(batch: Batch, reads: Reads) -> list[str]:
     """Items and merges whose sequence, rows or heads aren't the step's."""
     queries = np.diff(batch.host_starts) * reads.group
-    found = []
+    faults = []
     for name, some in (("item", reads.items), ("merge", reads.merges)):
         inside = (some.seq >= 0) & (some.seq < batch.num_seqs)
         last = queries[np.where(inside, some.seq, 0)] if len(queries) else 0 * some.seq
         inside &= (some.row >= 0) & (some.rows > 0) & (some.row + some.rows <= last)
         inside &= (some.head >= 0) & (some.heads > 0) & (some.head + some.heads <= reads.heads)
-        found += [
+        faults += [
             f"{name} {i}: sequence {some.seq[i]}, rows {some.row[i]} to {some.row[i] + some.rows[i]}, "
             f"KV heads {some.head[i]} to {some.head[i] + some.heads[i]} aren't all the step's"
             for i in np.flatnonzero(~inside)
@@ -274,12 +277,12 @@ def _outside(batch: Batch, reads: Reads) -> list[str]:
     ends = reads.items.place + reads.items.extent + (reads.items.heads - 1) * reads.apart
     cut = reads.items.place >= 0
     for i in np.flatnonzero(cut & (ends > reads.room)):
-        found.append(
+        faults.append(
             f"item {i}: its partial result ends at {ends[i]}, the workspace at {reads.room}"
         )
     none = (reads.items.table < 0) | (reads.items.table >= max(1, batch.num_seqs))
-    found += [f"item {i}: no sequence {reads.items.table[i]}" for i in np.flatnonzero(none)]
-    return _told(found)
+    faults += [f"item {i}: no sequence {reads.items.table[i]}" for i in np.flatnonzero(none)]
+    return _told(faults)
 
 
 @dataclass
@@ -369,16 +372,19 @@ def _unevenly_read(spec: LayerSpec, grid: _Grid, reads: Reads) -> list[str]:
     last = np.zeros(grid.cells, np.int64)
     np.maximum.at(last, cell, end)
     whole = grid.lens[grid.seq[all_cells % grid.rows]] if grid.rows else last
-    gaps = (np.concatenate([cell, all_cells]), np.concatenate([before, last]),
-            np.concatenate([begin, whole]))  # fmt: skip
+    gaps = (
+        np.concatenate([cell, all_cells]),
+        np.concatenate([before, last]),
+        np.concatenate([begin, whole]),
+    )
     twice = cell, begin, np.minimum(end, before)
-    found = []
+    faults = []
     for words, regions in (("is attended to by no item", gaps), ("by several items", twice)):
         texts = (
             f"{grid.name(at, row, key)}: {words}" for at, row, key in _shown(spec, grid, *regions)
         )
-        found += _told(list(texts))
-    return found
+        faults += _told(list(texts))
+    return faults
 
 
 def _shown(
@@ -437,11 +443,13 @@ def _unevenly_written(grid: _Grid, reads: Reads) -> list[str]:
             np.add.at(written, (head, rows), by)
             np.add.at(written, (head_end, rows), -by)
     written = written.cumsum(0).cumsum(1)[:-1, :-1]
-    return _told([
-        f"{grid.name(int(h) * grid.rows + int(r), int(grid.bounds[r]), None)}: its output is written "
-        f"{written[h, r]} times"
-        for h, r in np.argwhere(written != 1)
-    ])  # fmt: skip
+    return _told(
+        [
+            f"{grid.name(int(h) * grid.rows + int(r), int(grid.bounds[r]), None)}: its output is written "
+            f"{written[h, r]} times"
+            for h, r in np.argwhere(written != 1)
+        ]
+    )
 
 
 def _overlapping(reads: Reads) -> list[str]:
@@ -456,11 +464,13 @@ def _overlapping(reads: Reads) -> list[str]:
     begin, which = begin[order], which[order]
     end = begin + reads.items.extent[cut][which]
     bad = np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1])
-    return _told([
-        f"items {cut[which[i]]} and {cut[which[i + 1]]}: both partial results lie at {begin[i + 1]} "
-        "of the workspace"
-        for i in bad
-    ])  # fmt: skip
+    return _told(
+        [
+            f"items {cut[which[i]]} and {cut[which[i + 1]]}: both partial results lie at {begin[i + 1]} "
+            "of the workspace"
+            for i in bad
+        ]
+    )
 
 
 def _unmerged(reads: Reads) -> list[str]:
@@ -519,8 +529,10 @@ def _other_tables(batch: Batch, reads: Reads) -> list[str]:
     item, block = keys.item[other][which], first[which] + copy
     table = batch.host_block_table
     theirs, own = table[items.table[item], block], table[items.seq[item], block]
-    return _told([
-        f"sequence {items.seq[item[i]]}, key {block[i] * size}: read from block {theirs[i]}, it lies in "
-        f"{own[i]}"
-        for i in np.flatnonzero(theirs != own)
-    ])  # fmt: skip
+    return _told(
+        [
+            f"sequence {items.seq[item[i]]}, key {block[i] * size}: read from block {theirs[i]}, "
+            f"it lies in {own[i]}"
+            for i in np.flatnonzero(theirs != own)
+        ]
+    )

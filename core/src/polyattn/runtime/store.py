@@ -128,8 +128,10 @@ class Store(Op):
         if key is None or value is None:
             return query, None, None
         return (
-            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
-        )  # fmt: skip
+            query,
+            dequantized(key, params.k_scale, dtype),
+            dequantized(value, params.v_scale, dtype),
+        )
 
     @cached_property
     def keeps_keys(self) -> bool:
@@ -162,8 +164,8 @@ def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:
         # one's write, or, where all are skipped, writes back what is there.
         keep = slots >= 0
         stand_in = keep.to(torch.uint8).argmax()
-        kept = torch.where(keep, slots, slots[stand_in]).clamp(min=0)
-        blocks, offsets = kept // cache.shape[1], kept % cache.shape[1]
+        places = torch.where(keep, slots, slots[stand_in]).clamp(min=0)
+        blocks, offsets = places // cache.shape[1], places % cache.shape[1]
         spare = torch.where(keep[stand_in], new[stand_in], cache[blocks[0], offsets[0]])
         new = torch.where(keep[:, None, None], new, spare)
     cache.index_put_((blocks, offsets), new)

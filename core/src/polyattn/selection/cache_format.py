@@ -190,8 +190,11 @@ def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:
     """Return why a layer's cache can't be one run of memory for each sequence, or None."""
     if spec.latent is not None or spec.v_head_size != spec.head_size:
         return Rejection(
-            "layout", "contiguous", "keys and values of one size", "unset the layout, or use NHD or HND"
-        )  # fmt: skip
+            "layout",
+            "contiguous",
+            "keys and values of one size",
+            "unset the layout, or use NHD or HND",
+        )
     if spec.block_size is None:
         return Rejection(
             "block_size",

@@ -68,8 +68,8 @@ def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) 
 
 def described(selection: Selection, models: Iterable[TimingModel]) -> str:
     """Return the backends of a selection, with the predicted times of `STEPS`."""
-    found = times(selection, models)
+    predictions = times(selection, models)
     return ", ".join(
         f"{phase} {name} ({'not measured' if us is None else f'{us:,.1f} us for {STEPS[phase][0]}'})"
-        for phase, (name, us) in found.items()
+        for phase, (name, us) in predictions.items()
     )

@@ -111,8 +111,12 @@ class Predictor:
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
-                model.backend, model.weights(spec), model.overlap, 1 + model.margin, model.whole,
-            )  # fmt: skip
+                model.backend,
+                model.weights(spec),
+                model.overlap,
+                1 + model.margin,
+                model.whole,
+            )
             self._weights[model.kind][model.backend] = weighed
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:

@@ -293,24 +293,29 @@ class SelectedLayers:
         return len(set(self.kv_source[:count]))
 
 
-def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
+def prepared_for(selection: Selection, spec: LayerSpec) -> Selection:
     """Return the selection for `spec` from the one for the spec without its rope and transforms."""
     notes = []
-    if spec.rope is not None and found.spec.rope is None:
-        notes.append(f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}")
-    if spec.variant != found.spec.variant:
+    if spec.rope is not None and selection.spec.rope is None:
+        notes.append(
+            f"{_form(spec.rope)}, where a layer has rotate=True: {_who(selection, spec.rope)}"
+        )
+    if spec.variant != selection.spec.variant:
         notes.append(f"variant {spec.variant}: core's torch operators, before and after attention")
-    decision = found.decision
-    return replace(found, decision=replace(decision, spec=spec, notes=(*decision.notes, *notes)))
+    decision = selection.decision
+    return replace(
+        selection, decision=replace(decision, spec=spec, notes=(*decision.notes, *notes))
+    )
 
 
-def noted(found: Selection) -> Selection:
+def noted(selection: Selection) -> Selection:
     """Return the selection with notes on what core does beside the backends."""
-    prefill = found.backend("prefill")
-    if not found.spec.dense_context or prefill is None:
-        return found
+    prefill = selection.backend("prefill")
+    if not selection.spec.dense_context or prefill is None:
+        return selection
     note = f"dense context: {prefill.name} computes whole prompts without the window, in their own call"
-    return replace(found, decision=replace(found.decision, notes=(*found.decision.notes, note)))
+    notes = (*selection.decision.notes, note)
+    return replace(selection, decision=replace(selection.decision, notes=notes))
 
 
 def _form(rope: RopeSpec) -> str:
@@ -320,8 +325,8 @@ def _form(rope: RopeSpec) -> str:
     return f"rotary embedding ({rope.pairing} pairs, {rope.rotary_size} elements{scaling})"
 
 
-def _who(found: Selection, rope: RopeSpec) -> str:
-    store = found.backend("store")
+def _who(selection: Selection, rope: RopeSpec) -> str:
+    store = selection.backend("store")
     if store is None:
         return "core's torch operators, before attention, since nothing is stored"
     if rotates(store.capabilities, rope):

@@ -65,16 +65,26 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         (16, 192, False)
 
     """
-    return LayerSpec(
-        num_heads=spec.num_heads,
-        head_size=spec.head_size,
-        v_head_size=spec.v_head_size,
-        scale=spec.scale,
-        dtype=spec.dtype,
-        deterministic=spec.deterministic,
-        batch_invariant=spec.batch_invariant,
+    return spec.replace(
+        kind=AttentionKind.ATTENTION,
+        num_kv_heads=spec.num_heads,
+        latent=None,
+        rope=None,
         cached=False,
+        kv_source=None,
+        kv_cache_dtype="auto",
+        fp8_compute=False,
+        block_size=None,
+        graph_capture=GraphCapture.NONE,
+        length_bounds=False,
         needs_lse=True,
+        # The layer's decode refuses what follows, because no MLA backend claims it.
+        sliding_window=None,
+        window_right=None,
+        chunk_size=None,
+        sink_tokens=0,
+        dense_context=False,
+        alibi=False,
     )
 
 
@@ -119,17 +129,17 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
 
     """
     assert spec.latent is not None
-    return LayerSpec(
-        num_heads=spec.num_heads,
+    return spec.replace(
+        kind=AttentionKind.ATTENTION,
         num_kv_heads=1,
         head_size=spec.latent.size,
         v_head_size=spec.latent.rank,
         scale=spec.scale,
-        dtype=spec.dtype,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        block_size=spec.block_size,
-        needs_lse=spec.needs_lse,
-        batch_invariant=spec.batch_invariant,
+        latent=None,
+        kv_source=None,
+        rope=None,
+        sparse=None,
+        indexer=None,
     )
 
 
@@ -166,22 +176,19 @@ def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
     sparse = spec.sparse
     assert sparse is not None
     heads = 1 if sparse.scope == "head" else spec.gqa_ratio
-    return LayerSpec(
+    return spec.replace(
+        kind=AttentionKind.ATTENTION,
+        causal=True,
         num_heads=heads,
         num_kv_heads=1,
-        head_size=spec.head_size,
-        v_head_size=spec.v_head_size,
-        scale=spec.scale,
-        dtype=spec.dtype,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        fp8_compute=spec.fp8_compute,
         block_size=sparse_blocks(spec)[1],
-        logit_soft_cap=spec.logit_soft_cap,
+        kv_source=None,
+        rope=None,
+        sparse=None,
+        indexer=None,
+        learned_sinks=False,
         needs_lse=spec.needs_lse or spec.learned_sinks,
-        graph_capture=spec.graph_capture,
         length_bounds=bounded or bool(spec.graph_capture) or spec.length_bounds,
-        deterministic=spec.deterministic,
-        batch_invariant=spec.batch_invariant,
     )
 
 
@@ -197,28 +204,29 @@ def over_rows(spec: LayerSpec) -> LayerSpec | None:
         return None
     if spec.num_kv_heads > 1:
         return None
-    return LayerSpec(
+    return spec.replace(
         kind=AttentionKind.SPARSE_MLA,
-        num_heads=spec.num_heads,
-        head_size=spec.head_size,
-        v_head_size=spec.v_head_size,
-        scale=spec.scale,
-        dtype=spec.dtype,
-        kv_cache_dtype=spec.kv_cache_dtype,
-        logit_soft_cap=spec.logit_soft_cap,
+        causal=True,
+        num_kv_heads=spec.num_heads,
+        block_size=None,
+        kv_source=None,
+        rope=None,
+        indexer=None,
+        learned_sinks=False,
         needs_lse=spec.needs_lse or spec.learned_sinks,
         graph_capture=min(spec.graph_capture, GraphCapture.SINGLE_TOKEN_DECODE),
-        deterministic=spec.deterministic,
-        batch_invariant=spec.batch_invariant,
+        length_bounds=False,
         latent=LatentSpec(rank=spec.v_head_size, rope_head_size=spec.head_size - spec.v_head_size),
         sparse=SparseSpec(budget=sparse.budget, granularity=sparse.granularity),
     )
 
 
 def questions(
-    spec: LayerSpec, phase: str, accelerator: bool = False,
+    spec: LayerSpec,
+    phase: str,
+    accelerator: bool = False,
     kinds: frozenset[AttentionKind] = frozenset(),
-) -> tuple[LayerSpec, ...]:  # fmt: skip
+) -> tuple[LayerSpec, ...]:
     """Return the specs that a backend for `phase` must serve: `spec`, or the layers that it runs as.
 
     On an `accelerator` the host can't wait for a sparse layer's choice. `kinds`: the backend's, which

@@ -18,8 +18,11 @@ DTYPE_ALIASES = {
 SCALES = ("number", "tensor", "head")
 """How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
 WORDS = {
-    "dtype": DTYPES, "qkv_dtype": QUANTISED_DTYPES, "out_dtype": QUANTISED_DTYPES, "scales": SCALES,
-}  # fmt: skip
+    "dtype": DTYPES,
+    "qkv_dtype": QUANTISED_DTYPES,
+    "out_dtype": QUANTISED_DTYPES,
+    "scales": SCALES,
+}
 """What a layer's fields may be."""
 LAYOUTS = ("NHD", "HND", "contiguous")
 FEATURE_MAPS = ("elu+1", "relu")
@@ -110,8 +113,11 @@ FAMILY_OF = {
 
 
 UNGROUPED = {
-    AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.RWKV7, AttentionKind.RG_LRU,
-}  # fmt: skip
+    AttentionKind.SHORT_CONV,
+    AttentionKind.MAMBA1,
+    AttentionKind.RWKV7,
+    AttentionKind.RG_LRU,
+}
 
 
 class Role(str, Enum):

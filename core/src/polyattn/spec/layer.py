@@ -395,16 +395,24 @@ class LayerSpec:
 
 
 _PARTS: dict[str, type[Any]] = {
-    "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec, "sparse": SparseSpec,
+    "latent": LatentSpec,
+    "recurrent": RecurrentSpec,
+    "rope": RopeSpec,
+    "sparse": SparseSpec,
     "indexer": IndexerSpec,
-}  # fmt: skip
+}
 _ENUMS: dict[str, type[Enum]] = {
-    "kind": AttentionKind, "role": Role, "graph_capture": GraphCapture, "batch_invariant": Invariance,
-}  # fmt: skip
+    "kind": AttentionKind,
+    "role": Role,
+    "graph_capture": GraphCapture,
+    "batch_invariant": Invariance,
+}
 _SATURATED = {
-    "sliding_window": LONGEST, "window_right": LONGEST - 1, "chunk_size": LONGEST,
+    "sliding_window": LONGEST,
+    "window_right": LONGEST - 1,
+    "chunk_size": LONGEST,
     "sink_tokens": LONGEST,
-}  # fmt: skip
+}
 """What says "all keys" in each field; more of it means the same."""
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
 """What says that a field was left out."""
@@ -574,8 +582,11 @@ def _check_pointwise(spec: LayerSpec) -> None:
             f"knows only their bounds; drop one"
         )
     for name, plain in (
-        ("variant", None), ("mask", None), ("qkv_dtype", "auto"), ("out_dtype", "auto"),
-    ):  # fmt: skip
+        ("variant", None),
+        ("mask", None),
+        ("qkv_dtype", "auto"),
+        ("out_dtype", "auto"),
+    ):
         if (value := getattr(spec, name)) == plain:
             continue
         if spec.kind.family != "attention":
@@ -636,9 +647,12 @@ def _check_family(spec: LayerSpec) -> None:
 def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
     """A choice says which keys count, and nothing else does. Raises `SpecError`."""
     for name, plain in (
-        ("sliding_window", None), ("window_right", None), ("chunk_size", None), ("alibi", False),
+        ("sliding_window", None),
+        ("window_right", None),
+        ("chunk_size", None),
+        ("alibi", False),
         ("role", Role.DECODER),
-    ):  # fmt: skip
+    ):
         if (value := getattr(spec, name)) != plain:
             raise SpecError(
                 f"{name}={value!r}: a sparse layer's choice names the keys that count; leave it out"

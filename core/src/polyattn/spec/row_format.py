@@ -76,19 +76,19 @@ class RowFormat:
                 "'-' and '.', 64 at most"
             )
         for field, count in (("encode", 1), ("decode", 3), ("row_bytes", 1), ("turn", 2)):
-            given = getattr(self, field)
-            if given is None and field == "turn":
+            value = getattr(self, field)
+            if value is None and field == "turn":
                 continue
-            if isinstance(given, str) and field != "row_bytes" and all(given.partition(":")):
+            if isinstance(value, str) and field != "row_bytes" and all(value.partition(":")):
                 continue
-            if not callable(given):
+            if not callable(value):
                 raise SpecError(
-                    f"RowFormat.{field}={shown(given)} must be a function"
+                    f"RowFormat.{field}={shown(value)} must be a function"
                     + (", or its path 'package.module:function'" if field != "row_bytes" else "")
                 )
-            if (found := len(inspect.signature(given).parameters)) != count:
+            if (number := len(inspect.signature(value).parameters)) != count:
                 raise SpecError(
-                    f"row format {self.name!r}: {field} takes {found} arguments; it must take {count}"
+                    f"row format {self.name!r}: {field} takes {number} arguments; it must take {count}"
                 )
         if type(self.version) is not int or self.version < 1:
             raise SpecError(f"RowFormat.version={shown(self.version)} must be a positive integer")
@@ -110,9 +110,9 @@ class RowFormat:
             SpecError: the format has no rows of that size.
 
         """
-        found = self.row_bytes(size)
-        if type(found) is int and found > 0:
-            return found
+        count = self.row_bytes(size)
+        if type(count) is int and count > 0:
+            return count
         near = [n for n in range(1, LONGEST_HEAD) if self.row_bytes(n)]
         close = sorted(near, key=lambda n: (abs(n - size), n))[:2]
         raise SpecError(
@@ -124,10 +124,10 @@ class RowFormat:
 def known_formats() -> Mapping[str, RowFormat]:
     """Return every row format: core's, the plugins' and those registered in this process."""
     # By its path: what is known lies above what a spec is.
-    found: Mapping[str, RowFormat] = importlib.import_module(
+    formats: Mapping[str, RowFormat] = importlib.import_module(
         "polyattn.registry.row_formats"
     ).row_formats()
-    return found
+    return formats
 
 
 def row_format(name: str) -> RowFormat:
@@ -151,8 +151,8 @@ def is_rows(dtype: str) -> bool:
 def rows_of(dtype: str) -> tuple[RowFormat, RowFormat]:
     """Return the formats of keys and of values. Raises `SpecError`."""
     key, _, value = dtype.partition("/")
-    found = row_format(key)
-    return found, row_format(value) if value else found
+    keys = row_format(key)
+    return keys, row_format(value) if value else keys
 
 
 _ELEMENTS = frozenset({*KV_CACHE_DTYPES, *ITEM_BYTES})
@@ -182,10 +182,10 @@ def row_widths(dtype: str, size: int, v_size: int) -> tuple[int, int]:
 
 
 def _unpickled(name: str, version: int) -> RowFormat:
-    found = row_format(name)
-    if found.version != version:
+    format = row_format(name)
+    if format.version != version:
         raise SpecError(
             f"row format {name!r} was pickled as version {version}, and here it is version "
-            f"{found.version}: their bytes differ; use the same version in both processes"
+            f"{format.version}: their bytes differ; use the same version in both processes"
         )
-    return found
+    return format

@@ -85,8 +85,9 @@ def _check_compressor(of: Any, name: str, size: int | None = None) -> None:
     if not isinstance(made, CompressorSpec):
         raise SpecError(f"{name}.compressor={made!r} must be a CompressorSpec, or None for none")
     for field, value, wanted in (
-        ("tokens_per_entry", made.tokens_per_entry, of.tokens_per_entry), ("size", made.size, size),
-    ):  # fmt: skip
+        ("tokens_per_entry", made.tokens_per_entry, of.tokens_per_entry),
+        ("size", made.size, size),
+    ):
         if wanted not in (None, value):
             raise SpecError(f"{name}.compressor.{field}={value}: an entry has {wanted}")
 

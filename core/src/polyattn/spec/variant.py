@@ -155,11 +155,11 @@ class AttentionVariant:
                 "digits, '_', '-' and '.', 64 at most"
             )
         for field_name in FUNCTIONS:
-            given = getattr(self, field_name)
-            path = isinstance(given, str) and all(part for part in given.split(":", 1))
-            if not (given is None or callable(given) or (path and ":" in given)):
+            value = getattr(self, field_name)
+            path = isinstance(value, str) and all(part for part in value.split(":", 1))
+            if not (value is None or callable(value) or (path and ":" in value)):
                 raise SpecError(
-                    f"AttentionVariant.{field_name}={shown(given)} must be a function, its path "
+                    f"AttentionVariant.{field_name}={shown(value)} must be a function, its path "
                     "'package.module:function', or None"
                 )
         changes = any(getattr(self, name) is not None for name in FUNCTIONS)
@@ -179,8 +179,8 @@ class AttentionVariant:
         self.parsed  # noqa: B018
         self._check_sources()
         for field_name in FUNCTIONS:
-            if callable(given := getattr(self, field_name)):
-                self.names_of(field_name, given)
+            if callable(value := getattr(self, field_name)):
+                self.names_of(field_name, value)
 
     def names_of(self, which: str, function: Callable[..., Any]) -> tuple[str, ...]:
         """Return the names of the inputs that a function takes as keyword arguments.

@@ -40,8 +40,11 @@ def _shared_out(weights: Sequence[float], mean: int) -> list[int]:
 
 
 DISTRIBUTIONS: dict[str, Lengths] = {
-    "constant": _constant, "uniform": _uniform, "zipf": _zipf, "one-long": _one_long,
-}  # fmt: skip
+    "constant": _constant,
+    "uniform": _uniform,
+    "zipf": _zipf,
+    "one-long": _one_long,
+}
 
 
 def of_trace(path: str | Path) -> Lengths:

@@ -124,18 +124,18 @@ def tolerance_of(spec: LayerSpec, offset: float = 0.0) -> Tolerance:
     300 random steps, heads of 64 and an offset of 100, a kernel that adds product after product in
     float32 was off by up to 4.9e-5 (median 2.8e-5), where 2e-5 would be allowed without, and 9.5e-5 is.
     """
-    found = _of_layer(spec)
+    tolerance = _of_layer(spec)
     if not offset or spec.dtype == "float64":
-        return found
+        return tolerance
     moved = SIGMAS * of_sum(spec, offset) + (spec.logit_soft_cap or 0.0) * TANH
-    return Tolerance(found.output + moved / math.sqrt(2), found.lse + moved)
+    return Tolerance(tolerance.output + moved / math.sqrt(2), tolerance.lse + moved)
 
 
 def _of_layer(spec: LayerSpec) -> Tolerance:
     found = fp8_compute(spec) if spec.fp8_compute else TOLERANCES[spec.dtype]
     if spec.recurrent is not None and spec.recurrent.state_dtype != "auto":
-        kept = TOLERANCES[spec.recurrent.state_dtype]  # a state is rounded to it at each step
-        found = Tolerance(max(found.output, kept.output), found.lse)
+        of_state = TOLERANCES[spec.recurrent.state_dtype]  # a state is rounded to it at each step
+        found = Tolerance(max(found.output, of_state.output), found.lse)
     if spec.out_dtype != "auto":
         found = Tolerance(found.output + FP8_OUTPUT, found.lse)
     if spec.rope is not None and spec.rope.positions == "cache" and spec.dtype in TURNED:

@@ -11,7 +11,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     multiples,
     names,
 )
@@ -34,16 +34,6 @@ EXAMPLE_ATTN = BackendInfo(
 )
 
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [EXAMPLE_ATTN, *_loopback()]
-
-
 def _loopback() -> list[BackendInfo]:
     """TORCH_SDPA's claims for `loopback.py`, above every other backend; for tests."""
     if os.environ.get("EXAMPLE_LOOPBACK") != "1":
@@ -59,3 +49,6 @@ def _loopback() -> list[BackendInfo]:
             priorities=(Priority(score=1000, why="every call is to go through it"),),
         )
     ]
+
+
+declare(__name__, api_versions=(1, 1), backends=[EXAMPLE_ATTN, *_loopback()])

@@ -48,9 +48,13 @@ class Layout:
 
     @classmethod
     def of(
-        cls, context: ContextParallel, batch: Batch, blocks: Blocks, gone: Sequence[range],
+        cls,
+        context: ContextParallel,
+        batch: Batch,
+        blocks: Blocks,
+        gone: Sequence[range],
         new: bool = True,
-    ) -> Layout:  # fmt: skip
+    ) -> Layout:
         """Lay out each sequence without its blocks that are gone; without `new` the cache has all."""
         assert batch.block_table is not None
         per, lens = blocks.engine_block, []

@@ -63,9 +63,13 @@ class InRoom(Op):
     """
 
     def __init__(
-        self, op: Op, room: Room, num_blocks: int,
-        fetch: Callable[[Frame, Frame], None] | None = None, slots: Tensor | None = None,
-    ):  # fmt: skip
+        self,
+        op: Op,
+        room: Room,
+        num_blocks: int,
+        fetch: Callable[[Frame, Frame], None] | None = None,
+        slots: Tensor | None = None,
+    ):
         self.op, self.room, self.num_blocks, self.fetch = op, room, num_blocks, fetch
         self.store = None if slots is None else StoreKeys(room.group, slots)
         self.inner = (op,)

@@ -7,9 +7,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "index_first_axis", "index_put_first_axis", "pad_input", "unpad_input",
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]  # fmt: skip
+]
 
 
 def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return rows.view(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _packed(kept: Tensor) -> tuple[Tensor, Tensor, int]:
-    lens = kept.sum(-1, dtype=torch.int32)
+def _packed(mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    lens = mask.sum(-1, dtype=torch.int32)
     cu_seqlens = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    return kept.flatten().nonzero().flatten(), cu_seqlens, int(lens.max())
+    return mask.flatten().nonzero().flatten(), cu_seqlens, int(lens.max())

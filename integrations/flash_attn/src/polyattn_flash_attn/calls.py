@@ -107,8 +107,8 @@ def with_kvcache(
     return out, None if lse is None else lse.transpose(-1, -2)
 
 
-def _tokens(given: Tensor, starts: Tensor | None) -> tuple[Tensor, Sequence[int]]:
+def _tokens(tensor: Tensor, starts: Tensor | None) -> tuple[Tensor, Sequence[int]]:
     """Return tokens one after another, and how many are each sequence's."""
     if starts is not None:
-        return given, lens_between(starts)
-    return given.flatten(0, 1), [given.shape[1]] * given.shape[0]
+        return tensor, lens_between(starts)
+    return tensor.flatten(0, 1), [tensor.shape[1]] * tensor.shape[0]

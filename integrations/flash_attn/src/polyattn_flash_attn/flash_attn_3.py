@@ -15,9 +15,13 @@ from torch import Tensor
 from polyattn_flash_attn.calls import Found, Window, dense, options_of, varlen, with_kvcache
 
 __all__ = [
-    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-    "flash_attn_with_kvcache", "get_scheduler_metadata",
-]  # fmt: skip
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
 
 
 def flash_attn_func(

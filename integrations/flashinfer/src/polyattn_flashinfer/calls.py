@@ -230,9 +230,13 @@ def product(*scales: float | Tensor | None) -> float:
 
 
 def result(
-    out: Tensor, lse: Tensor | None, to: Tensor | None, lse_to: Tensor | None,
-    v_scale: float | Tensor | None = None, dtype: torch.dtype | None = None,
-) -> Result:  # fmt: skip
+    out: Tensor,
+    lse: Tensor | None,
+    to: Tensor | None,
+    lse_to: Tensor | None,
+    v_scale: float | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Result:
     """Return an output, and its LSE if there is one, in the caller's tensors where it passed any."""
     if (by := product(v_scale)) != 1:
         out = out * by

@@ -14,8 +14,11 @@ from polyattn_flashinfer.calls import LOG2E
 from polyattn_flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [
-    "MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states",
-]  # fmt: skip
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +49,16 @@ class MultiLevelCascadeAttentionWrapper:
     """Levels of pages that several sequences share, each read once, and merged."""
 
     def __init__(
-        self, num_levels: int, float_workspace_buffer: Tensor, kv_layout: str = "NHD",
-        use_cuda_graph: bool = False, qo_indptr_buf_arr: list[Tensor] | None = None,
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Tensor] | None = None,
         paged_kv_indptr_buf_arr: list[Tensor] | None = None,
         paged_kv_indices_buf_arr: list[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
-    ):  # fmt: skip
+    ):
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph)
             for _ in range(num_levels)
@@ -77,10 +84,14 @@ class MultiLevelCascadeAttentionWrapper:
         sizes = num_qo_heads, num_kv_heads, head_dim, page_size
         for level, wrapper in enumerate(self._levels):
             wrapper.plan(
-                qo_indptr_arr[level], paged_kv_indptr_arr[level], paged_kv_indices_arr[level],
-                paged_kv_last_page_len[level], *sizes,
-                causal=causal and level == len(self._levels) - 1, **kwargs,
-            )  # fmt: skip
+                qo_indptr_arr[level],
+                paged_kv_indptr_arr[level],
+                paged_kv_indices_arr[level],
+                paged_kv_last_page_len[level],
+                *sizes,
+                causal=causal and level == len(self._levels) - 1,
+                **kwargs,
+            )
 
     begin_forward = plan
 

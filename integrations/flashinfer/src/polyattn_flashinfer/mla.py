@@ -54,17 +54,20 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     ) -> Result:  # fmt: skip
         """Attend for q_nope (tokens, heads, rank). Returns the output, or (output, LSE)."""
         refuse(
-            profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale,
-        )  # fmt: skip
+            profiler_buffer=profiler_buffer,
+            o_scale=o_scale,
+            ckv_scale=ckv_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            kpe_scale=kpe_scale,
+        )
         rank, query = ckv_cache.shape[2], torch.cat([q_nope, q_pe], -1)
         rows, step = _joined(ckv_cache, kpe_cache, self._planned_step)
         cache = KVCache(rows[:, :, None], rows[:, :, None, :rank])
         if step.scores.causal and max(step.query_lens, default=1) == 1:
             layer = _layer(query.device, query.dtype, query.shape[1], rank, query.shape[2],
                            rows.shape[1], step.scores.sm_scale, return_lse)  # fmt: skip
-            found = layer(query, None, None, cache, step.paged)
-            values, sums = found if return_lse else (found, None)
+            output = layer(query, None, None, cache, step.paged)
+            values, sums = output if return_lse else (output, None)
             sums = None if sums is None else sums * LOG2E
         else:  # as attention whose one KV head's values are parts of its keys
             values, sums = step.attend(query, cache, needs_lse=return_lse)

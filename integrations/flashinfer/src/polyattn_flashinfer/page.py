@@ -10,9 +10,11 @@ from torch import Tensor
 from polyattn_flashinfer.calls import checked_layout, pages
 
 __all__ = [
-    "append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
     "get_seq_lens",
-]  # fmt: skip
+]
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
@@ -21,9 +23,12 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
 
 
 def get_batch_indices_positions(
-    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return each new token's sequence and position, int32 (nnz,); -1 and 0 for rows of padding."""
     indptr, lens = append_indptr.long(), seq_lens.long()
     token = torch.arange(nnz, device=indptr.device)
@@ -31,13 +36,13 @@ def get_batch_indices_positions(
     inside = row < len(lens)
     at = row.clamp(max=len(lens) - 1)
     place = token - indptr[at + 1] + lens[at]
-    found = (
+    pairs = (
         row.masked_fill(~inside, -1).int(),
         place.masked_fill(~inside, 0).int(),
     )
     if batch_indices is None or positions is None:
-        return found
-    return batch_indices.copy_(found[0]), positions.copy_(found[1])
+        return pairs
+    return batch_indices.copy_(pairs[0]), positions.copy_(pairs[1])
 
 
 def append_paged_kv_cache(
@@ -48,9 +53,12 @@ def append_paged_kv_cache(
     """Write new tokens (tokens, heads, size) to their pages."""
     cache = pages(paged_kv_cache, checked_layout(kv_layout))
     _append(
-        ((cache.key, append_key), (cache.value, append_value)), batch_indices, positions,
-        kv_indices, kv_indptr,
-    )  # fmt: skip
+        ((cache.key, append_key), (cache.value, append_value)),
+        batch_indices,
+        positions,
+        kv_indices,
+        kv_indptr,
+    )
 
 
 def append_paged_mla_kv_cache(
@@ -60,15 +68,21 @@ def append_paged_mla_kv_cache(
 ) -> None:  # fmt: skip
     """Write new latents (tokens, size) to their pages (pages, page size, size)."""
     _append(
-        ((ckv_cache, append_ckv), (kpe_cache, append_kpe)), batch_indices, positions, kv_indices,
+        ((ckv_cache, append_ckv), (kpe_cache, append_kpe)),
+        batch_indices,
+        positions,
+        kv_indices,
         kv_indptr,
-    )  # fmt: skip
+    )
 
 
 def _append(
-    parts: tuple[tuple[Tensor, Tensor], ...], rows: Tensor, positions: Tensor, indices: Tensor,
+    parts: tuple[tuple[Tensor, Tensor], ...],
+    rows: Tensor,
+    positions: Tensor,
+    indices: Tensor,
     indptr: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     size = parts[0][0].shape[1]
     real = rows >= 0
     seq, place = rows[real].long(), positions[real].long()

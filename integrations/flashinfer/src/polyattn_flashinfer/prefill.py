@@ -26,9 +26,11 @@ from polyattn_flashinfer.decode import paged_lens
 from polyattn_flashinfer.wrappers import Wrapper
 
 __all__ = [
-    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
-    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
-]  # fmt: skip
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 
 def single_prefill_with_kv_cache(
@@ -155,9 +157,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> None:  # fmt: skip
         """Plan a step."""
         refuse(
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr,
-        )  # fmt: skip
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
+        )
         query_lens: Sequence[int]
         query_lens, lens = differences(qo_indptr), differences(kv_indptr)
         scores = Scores(

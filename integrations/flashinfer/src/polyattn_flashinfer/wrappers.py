@@ -86,11 +86,15 @@ class Wrapper:
         """Run with other scores than the plan's, as FlashInfer's deprecated `forward`."""
         step = self._planned_step
         step.scores = replace(
-            step.scores, causal=step.scores.causal if causal is None else causal,
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
+            step.scores,
+            causal=step.scores.causal if causal is None else causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
             rope_theta=rope_theta,
-        )  # fmt: skip
+        )
         return self.run(q, *keys, return_lse=return_lse, **scales)
 
     forward_return_lse = partialmethod(forward, return_lse=True)

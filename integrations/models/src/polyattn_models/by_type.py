@@ -206,12 +206,12 @@ def step(cfg: Config) -> Towers:
         other.only("num_attention_groups", cfg.get("num_key_value_heads"))
         other.only("head_dim", size)
     near = near or heads
-    own = cfg.get("per_layer_config", default={})
     wanted = {"num_attention_heads": near}
     for index, kind in enumerate(types):
-        stated = own.get(index, own.get(str(index))) if isinstance(own, Mapping) else own
-        if stated not in (None, {}) and (kind != SLIDING or stated != wanted):
-            raise cfg.error("per_layer_config", own, f"isn't {wanted} for windowed layers alone")
+        own = cfg.layer_values(index)
+        if own and (kind != SLIDING or own != wanted):
+            name = f"per_layer_config.{index}"
+            raise cfg.error(name, own, f"isn't {wanted} for windowed layers alone")
     scalar = cfg.number("query_pre_attn_scalar") or size
     thetas = _by_layer(cfg, "rope_theta", count) or [float(cfg.cls.theta)] * count
     parts = _by_layer(cfg, "partial_rotary_factors", count) or [1.0] * count
@@ -233,13 +233,16 @@ def step(cfg: Config) -> Towers:
         cfg.values.pop(name, None)
     layers = {
         kind: LayerSpec(
-            num_heads=heads if kind == FULL else near, num_kv_heads=cfg.need("num_key_value_heads"),
-            head_size=size, dtype=cfg.dtype, scale=scalar**-0.5,
+            num_heads=heads if kind == FULL else near,
+            num_kv_heads=cfg.need("num_key_value_heads"),
+            head_size=size,
+            dtype=cfg.dtype,
+            scale=scalar**-0.5,
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
             rope=read_rope(cfg, size, layer_type=kind, partial=1.0),
         )
         for kind in {*types}
-    }  # fmt: skip
+    }
     return {"text": [(layers[kind],) for kind in types]}
 
 
@@ -256,9 +259,6 @@ def gemma4(cfg: Config) -> Towers:
     types = cfg.items("layer_types", str, count) or every(6)(cfg, count)
     types = [*named(cfg, "layer_types", types, (FULL, SLIDING))[:-1], FULL]
     size, kv_heads = cfg.need("head_dim"), cfg.need("num_key_value_heads")
-    own = cfg.get("per_layer_config")
-    if own is not None and not isinstance(own, Mapping):
-        raise cfg.error("per_layer_config", own, "must be a JSON object")
     whole_size = cfg.integer("global_head_dim") or 512
     whole_heads = cfg.integer("num_global_key_value_heads")
     if whole_heads is None or not cfg.flag("attention_k_eq_v"):
@@ -268,18 +268,21 @@ def gemma4(cfg: Config) -> Towers:
 
     def layer(index: int, kind: str) -> LayerSpec:
         own_size, own_heads = sizes[kind]
+        own = cfg.layer_values(index)
         if own is not None:
-            part = Config(
-                {f"per_layer_config.{index}": own.get(index, own.get(str(index)))}, cfg.source
-            ).part(f"per_layer_config.{index}")
+            part = Config(own, f"{cfg.source}: per_layer_config.{index}")
             own_size = part.integer("head_dim") or size
             own_heads = part.integer("num_key_value_heads") or kv_heads
             cfg.parts.append(part)
         return LayerSpec(
-            num_heads=cfg.need("num_attention_heads"), num_kv_heads=own_heads, head_size=own_size,
-            scale=1.0, dtype=cfg.dtype, rope=rope(cfg, own_size, index, kind),
+            num_heads=cfg.need("num_attention_heads"),
+            num_kv_heads=own_heads,
+            head_size=own_size,
+            scale=1.0,
+            dtype=cfg.dtype,
+            rope=rope(cfg, own_size, index, kind),
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
-        )  # fmt: skip
+        )
 
     layers = [layer(index, kind) for index, kind in enumerate(types)]
     return {"text": [(one,) for one in shared_keys(cfg, layers, types)]}
@@ -310,9 +313,11 @@ def lfm3(cfg: Config) -> Towers:
 
 
 COMPASS = Decoder(
-    listed=True, window=needed_window, head_dim=False,
+    listed=True,
+    window=needed_window,
+    head_dim=False,
     rope=rope_by_type({}, None, sections=(24, 20, 20), interleaved=True),
-)  # fmt: skip
+)
 
 
 def cohere_compass(cfg: Config) -> Towers:

@@ -151,6 +151,16 @@ class Config:
         self.parts.append(part)
         return part
 
+    def layer_values(self, index: int) -> Mapping[str, Any] | None:
+        """Return what `per_layer_config` says of a layer; None where the file has no such field."""
+        own = self.get("per_layer_config")
+        if own is None:
+            return None
+        values = own.get(index, own.get(str(index))) if isinstance(own, Mapping) else own
+        if values is not None and not isinstance(values, Mapping):
+            raise self.error("per_layer_config", own, "must be a JSON object of JSON objects")
+        return values or {}
+
     @property
     def dtype(self) -> str:
         """The model's dtype; a config that has none is served in bfloat16."""

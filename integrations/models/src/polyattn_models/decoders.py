@@ -30,18 +30,25 @@ from polyattn_models.patterns import (
 from polyattn_models.rotary import nested_parameters, parameters, read_rope
 
 YARN_GPT_OSS = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 YARN_MINISTRAL = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 def by_field(name: str) -> Any:
@@ -180,8 +187,11 @@ def phimoe_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
         isinstance(params, dict)
         and params.get("rope_type", params.get("type", "default")) != "default"
     ):
-        raise cfg.error("rope_scaling", params.get("rope_type", params.get("type")),
-                        "of Phi-3.5-MoE has magnitudes per length, which can't be served")  # fmt: skip
+        raise cfg.error(
+            "rope_scaling",
+            params.get("rope_type", params.get("type")),
+            "of Phi-3.5-MoE has magnitudes per length, which can't be served",
+        )
     return read_rope(cfg, size)
 
 
@@ -263,18 +273,28 @@ GRANITE = Decoder(
     scale=by_field("attention_multiplier"), only={"position_embedding_type": ("rope",)}
 )
 GEMMA2 = Decoder(
-    types=every(2), listed=True, window=gemma2_window, scale=query_scalar,
-    soft_cap="attn_logit_softcapping", only={"use_bidirectional_attention": (False,)},
-)  # fmt: skip
+    types=every(2),
+    listed=True,
+    window=gemma2_window,
+    scale=query_scalar,
+    soft_cap="attn_logit_softcapping",
+    only={"use_bidirectional_attention": (False,)},
+)
 GEMMA3 = Decoder(
-    types=every(6, "sliding_window_pattern"), listed=True, window=needed_window, scale=query_scalar,
+    types=every(6, "sliding_window_pattern"),
+    listed=True,
+    window=needed_window,
+    scale=query_scalar,
     rope=two_bases("rope_local_base_freq"),
     only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
-)  # fmt: skip
+)
 GEMMA3N = Decoder(
-    types=every(5), listed=True, window=needed_window, scale=lambda cfg, size, index: 1.0,
+    types=every(5),
+    listed=True,
+    window=needed_window,
+    scale=lambda cfg, size, index: 1.0,
     rope=two_bases("rope_local_base_freq"),
-)  # fmt: skip
+)
 
 
 def gemma3n(cfg: Config) -> Towers:

@@ -160,9 +160,12 @@ def _side(cfg: Config, side: str, role: Role) -> LayerSpec:
     if width % heads:
         raise cfg.error(f"{side}_attention_heads", heads, f"doesn't divide d_model={width}")
     return LayerSpec(
-        num_heads=heads, head_size=width // heads, dtype=cfg.dtype, role=role,
+        num_heads=heads,
+        head_size=width // heads,
+        dtype=cfg.dtype,
+        role=role,
         causal=role is Role.DECODER,
-    )  # fmt: skip
+    )
 
 
 def t5(cfg: Config) -> Towers:

@@ -46,9 +46,12 @@ def dbrx(cfg: Config) -> Towers:
         part.get(name)
     theta = part.number("rope_theta", 10000.0)
     spec = LayerSpec(
-        num_heads=heads, num_kv_heads=part.integer("kv_n_heads") or 1, head_size=size,
-        dtype=cfg.dtype, rope=read_rope(cfg, size),
-    )  # fmt: skip
+        num_heads=heads,
+        num_kv_heads=part.integer("kv_n_heads") or 1,
+        head_size=size,
+        dtype=cfg.dtype,
+        rope=read_rope(cfg, size),
+    )
     if spec.rope is not None and spec.rope.base != theta:
         raise part.error("rope_theta", theta, f"isn't rope_parameters.rope_theta={spec.rope.base}")
     return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
@@ -77,9 +80,12 @@ def falcon(cfg: Config) -> Towers:
     if cfg.flag("alibi"):
         return {"text": [(Missing("ALiBi that is scaled together with the logits"),)] * count}
     spec = LayerSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype=cfg.dtype,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        dtype=cfg.dtype,
         rope=read_rope(cfg, size),
-    )  # fmt: skip
+    )
     return {"text": [(spec,)] * count}
 
 
@@ -103,9 +109,12 @@ def mpt(cfg: Config) -> Towers:
     for name in ("attn_impl", "attn_pdrop", "clip_qkv", "model_type"):
         part.get(name)
     spec = LayerSpec(
-        num_heads=heads, head_size=size, dtype=cfg.dtype, scale=part.number("softmax_scale") or 0.0,
+        num_heads=heads,
+        head_size=size,
+        dtype=cfg.dtype,
+        scale=part.number("softmax_scale") or 0.0,
         alibi=part.flag("alibi", True),
-    )  # fmt: skip
+    )
     return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
 
 
@@ -154,9 +163,12 @@ def gpt_neo(cfg: Config) -> Towers:
 
 LEARNED = Decoder(head_dim=False, kv_heads=False, rope=no_rope)
 GPT2 = Decoder(
-    head_dim=False, kv_heads=False, rope=no_rope, scale=gpt2_scale,
+    head_dim=False,
+    kv_heads=False,
+    rope=no_rope,
+    scale=gpt2_scale,
     only={"add_cross_attention": (False,)},
-)  # fmt: skip
+)
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(("gpt2", "gpt-sw3"), GPT2),

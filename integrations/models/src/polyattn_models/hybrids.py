@@ -58,9 +58,13 @@ def _mamba_fields(cfg: Config, channels: int) -> LayerSpec:
     if not isinstance(size, int) or size * heads != channels:
         raise cfg.error("mamba_d_head", size, f"x mamba_n_heads={heads} isn't {channels} channels")
     return mamba2(
-        cfg, heads, cfg.need("mamba_n_groups"), size, cfg.need("mamba_d_state"),
+        cfg,
+        heads,
+        cfg.need("mamba_n_groups"),
+        size,
+        cfg.need("mamba_d_state"),
         cfg.need("mamba_d_conv"),
-    )  # fmt: skip
+    )
 
 
 def bamba(cfg: Config) -> Towers:
@@ -87,10 +91,14 @@ def granite_hybrid(cfg: Config) -> Towers:
     )
     types = listed(cfg, all_of(LINEAR), FULL, LINEAR)
     recurrent = _mamba_fields(cfg, widened(cfg, "mamba_expand")) if LINEAR in types else None
-    return stack(cfg, types, {
-        FULL: lambda i: (attention.layer(cfg, i),),
-        LINEAR: lambda i: (recurrent,) if recurrent else (),
-    })  # fmt: skip
+    return stack(
+        cfg,
+        types,
+        {
+            FULL: lambda i: (attention.layer(cfg, i),),
+            LINEAR: lambda i: (recurrent,) if recurrent else (),
+        },
+    )
 
 
 def falcon_h1(cfg: Config) -> Towers:
@@ -139,10 +147,13 @@ def zamba2(cfg: Config) -> Towers:
     cfg.only("attention_hidden_size", width)
     size = cfg.integer("attention_head_dim") or width // heads
     attention = LayerSpec(
-        num_heads=heads, num_kv_heads=cfg.integer("num_key_value_heads") or heads, head_size=size,
-        scale=(size / 2) ** -0.5, dtype=cfg.dtype,
+        num_heads=heads,
+        num_kv_heads=cfg.integer("num_key_value_heads") or heads,
+        head_size=size,
+        scale=(size / 2) ** -0.5,
+        dtype=cfg.dtype,
         rope=read_rope(cfg, size) if cfg.flag("use_mem_rope") else None,
-    )  # fmt: skip
+    )
     return stack(
         cfg, types, {"hybrid": lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
     )
@@ -209,17 +220,23 @@ def _lfm2_types(cfg: Config, count: int) -> list[str]:
 
 def lfm2(cfg: Config) -> Towers:
     """Gated short convolutions, and attention."""
-    for name, same in (("conv_dim", "hidden_size"), ("conv_dim_out", "hidden_size"),
-                       ("block_dim", "hidden_size"), ("num_heads", "num_attention_heads"),
-                       ("theta", "rope_theta")):  # fmt: skip
+    for name, same in (
+        ("conv_dim", "hidden_size"),
+        ("conv_dim_out", "hidden_size"),
+        ("block_dim", "hidden_size"),
+        ("num_heads", "num_attention_heads"),
+        ("theta", "rope_theta"),
+    ):
         if cfg.get(name) is not None:
             cfg.only(name, cfg.get(same))
     cfg.only("use_pos_enc", True)
     attention = Decoder(head_dim=False)
     types = listed(cfg, _lfm2_types, FULL, CONV)
-    return stack(cfg, types, {
-        FULL: lambda i: (attention.layer(cfg, i),), CONV: lambda i: (short_convolution(cfg),),
-    })  # fmt: skip
+    return stack(
+        cfg,
+        types,
+        {FULL: lambda i: (attention.layer(cfg, i),), CONV: lambda i: (short_convolution(cfg),)},
+    )
 
 
 def qwen3_next(cfg: Config) -> Towers:
@@ -276,8 +293,11 @@ def kimi_linear(cfg: Config) -> Towers:
     kda = (part.items("kda_layers", int) if part is not None else None) or []
     if types is None and (full or kda):
         if sorted([*full, *kda]) != list(range(1, count + 1)):
-            raise cfg.error("linear_attn_config", {"full_attn_layers": full, "kda_layers": kda},
-                            f"must name each of the layers 1 to {count} once")  # fmt: skip
+            raise cfg.error(
+                "linear_attn_config",
+                {"full_attn_layers": full, "kda_layers": kda},
+                f"must name each of the layers 1 to {count} once",
+            )
         types = [FULL if i + 1 in full else LINEAR for i in range(count)]
     elif types is None:
         types = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
@@ -286,9 +306,12 @@ def kimi_linear(cfg: Config) -> Towers:
     attention = latent_attention(cfg, None)
     sizes = [
         (part.integer(own) if part is not None else None) or cfg.need(name)
-        for own, name in (("num_heads", "linear_num_heads"), ("head_dim", "linear_head_dim"),
-                          ("short_conv_kernel_size", "linear_conv_kernel_dim"))
-    ]  # fmt: skip
+        for own, name in (
+            ("num_heads", "linear_num_heads"),
+            ("head_dim", "linear_head_dim"),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        )
+    ]
     delta = kimi_delta(cfg, *sizes)
     return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
 
@@ -320,10 +343,11 @@ def olmo_hybrid(cfg: Config) -> Towers:
     groups = cfg.integer("linear_num_key_heads") or heads
     size = cfg.integer("linear_key_head_dim") or int(0.75 * cfg.need("hidden_size") / groups)
     cfg.values |= {
-        "linear_num_key_heads": groups, "linear_key_head_dim": size,
+        "linear_num_key_heads": groups,
+        "linear_key_head_dim": size,
         "linear_num_value_heads": cfg.integer("linear_num_value_heads") or heads,
         "linear_value_head_dim": cfg.integer("linear_value_head_dim") or 2 * size,
-    }  # fmt: skip
+    }
     recurrent = gated_delta(cfg)
     return stack(
         cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}

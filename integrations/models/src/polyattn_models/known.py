@@ -24,17 +24,16 @@ BY_OTHERS = dict.fromkeys((
     "num_shared_kv_layers", "query_pre_attn_scalar", "use_bidirectional_attention", "use_cla", "use_nope",
 ))  # fmt: skip
 """Fields that change attention wherever engines or publishers' code read them."""
-QWEN3_5 = {
-    "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
-}  # fmt: skip
+QWEN3_5 = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
 BOOKKEEPING = frozenset({"tokenizer_class"})
 """Fields beside transformers' own that don't affect layers, in anybody's code."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_qk_norm": True},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer"},
     "glm_moe_dsa": {"rope_interleave": True, "indexer_rope_interleave": True},
-    "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5,
-}  # fmt: skip
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
+}
 """Fields that a type's publisher reads and transformers doesn't, and the value that the type computes."""
 
 

@@ -135,9 +135,12 @@ def absorbed(
 
 
 DOTS3_WINDOWED = {
-    "num_attention_heads": 64, "kv_lora_rank": 1024, "head_dim": 256, "qk_nope_head_dim": 192,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 1024,
+    "head_dim": 256,
+    "qk_nope_head_dim": 192,
     "v_head_dim": 128,
-}  # fmt: skip
+}
 """Sizes of dots3's windowed layers, which files may change under names with `swa_`."""
 
 
@@ -150,8 +153,7 @@ def dots3(cfg: Config) -> Towers:
     types = cfg.items("layer_types", str, count) or [
         whole if not windowed or i < 2 or i % 4 == 1 else SLIDING for i in range(count)
     ]
-    own = cfg.get("per_layer_config")
-    if own is None or cfg.given("use_dsa"):
+    if cfg.get("per_layer_config") is None or cfg.given("use_dsa"):
         types = [whole if kind in (FULL, "indexed_attention") else kind for kind in types]
     types = named(cfg, "layer_types", types, (FULL, SLIDING, "indexed_attention"))
     sizes = {name: cfg.integer(f"swa_{name}") or value for name, value in DOTS3_WINDOWED.items()}
@@ -159,15 +161,11 @@ def dots3(cfg: Config) -> Towers:
     cfg.integer("swa_q_lora_rank")
     turned = cfg.integer("swa_qk_rope_head_dim") or sizes["head_dim"] - sizes["qk_nope_head_dim"]
     layers = []
-    thetas = {
-        SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)
-    }  # fmt: skip
+    thetas = {SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)}
     for index, kind in enumerate(types):
-        values: Mapping[str, object] = (
-            dict(sizes, qk_rope_head_dim=turned) if kind == SLIDING else {}
-        )
-        if own is not None:
-            values = _layer_values(cfg, own, index)
+        values = cfg.layer_values(index)
+        if values is None:
+            values = dict(sizes, qk_rope_head_dim=turned) if kind == SLIDING else {}
         part = Config({**cfg.values, **values}, cfg.source, cfg.model_type)
         rope = _dots3_rope(part, kind, thetas.get(kind))
         if kind == SLIDING:
@@ -186,14 +184,6 @@ def dots3(cfg: Config) -> Towers:
             layers.append(layer.replace(scale=layer.head_size**-0.5))  # YaRN changes no scale
         cfg.read.update(part.read)
     return {"text": [(layer,) for layer in layers]}
-
-
-def _layer_values(cfg: Config, own: object, index: int) -> Mapping[str, object]:
-    """Return what `per_layer_config` says of a layer."""
-    values = own.get(index, own.get(str(index), {})) if isinstance(own, Mapping) else None
-    if not isinstance(values, Mapping):
-        raise cfg.error("per_layer_config", own, "must be a JSON object of JSON objects")
-    return values
 
 
 def _dots3_rope(cfg: Config, kind: str, theta: float | None) -> RopeSpec:

@@ -16,9 +16,11 @@ from polyattn_models.layers import Missing, Reader, Towers, unserved
 CONVOLVED = "convolutions of keys and values before attention"
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(
-    types=decoders.qwen2_types, listed=True, window=optional_window,
+    types=decoders.qwen2_types,
+    listed=True,
+    window=optional_window,
     rope=rotary(sections=(16, 24, 24)),
-)  # fmt: skip
+)
 
 QWEN3_VL = Decoder(rope=rotary(sections=(24, 20, 20), interleaved=True))
 
@@ -105,9 +107,13 @@ def mllama_text(cfg: Config) -> Towers:
     heads, kv_heads, size = head_sizes(cfg, head_dim=False)
     self_attention = Decoder(head_dim=False).layer(cfg, 0)
     cross = LayerSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype=cfg.dtype, role=Role.CROSS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        dtype=cfg.dtype,
+        role=Role.CROSS,
         causal=False,
-    )  # fmt: skip
+    )
     count = cfg.need("num_hidden_layers")
     return {"text": [(cross if i in crosses else self_attention,) for i in range(count)]}
 

@@ -12,9 +12,11 @@ Pattern = Callable[[Config, int], list[str]]
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONV = "linear_attention", "conv"
 LEGACY = {
-    "attention": FULL, "mamba": LINEAR, "recurrent": LINEAR,
+    "attention": FULL,
+    "mamba": LINEAR,
+    "recurrent": LINEAR,
     "deepseek_sparse_attention": "indexed_attention",
-}  # fmt: skip
+}
 """Older names of layer types."""
 
 

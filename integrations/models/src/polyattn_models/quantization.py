@@ -16,13 +16,18 @@ WHERE = ("quantization_config", "compression_config")
 PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values that leave the cache as it is."""
 STATIC_E4M3: dict[str, tuple[Any, ...]] = {
-    "type": ("float",), "num_bits": (8,), "dynamic": (None, False), "symmetric": (None, True),
+    "type": ("float",),
+    "num_bits": (8,),
+    "dynamic": (None, False),
+    "symmetric": (None, True),
     "strategy": (None, "tensor", "attn_head"),
-}  # fmt: skip
+}
 """Fields of compressed-tensors' `QuantizationArgs` that say e4m3, with scales in the checkpoint."""
 QUARK_E4M3: dict[str, tuple[Any, ...]] = {
-    "dtype": ("fp8_e4m3",), "qscheme": ("per_tensor",), "is_dynamic": (None, False),
-}  # fmt: skip
+    "dtype": ("fp8_e4m3",),
+    "qscheme": ("per_tensor",),
+    "is_dynamic": (None, False),
+}
 """Quark's fields of an output that say the same."""
 ALGORITHMS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4"}
 """ModelOpt's; what it stores as a layer's scale is what numbers are divided by, of both."""
@@ -45,9 +50,9 @@ def cache_dtype_of(cfg: Config) -> str:
     """
     dtypes = {cache_dtype_of(part) for part in cfg.parts}
     for place in WHERE:
-        found = cfg.values.get(place)
-        for path, value in _schemes(found, place):
-            dtype = "fp8_e4m3" if _is_quark_e4m3(path, value, found) else _dtype_of(path, value)
+        stated = cfg.values.get(place)
+        for path, value in _schemes(stated, place):
+            dtype = "fp8_e4m3" if _is_quark_e4m3(path, value, stated) else _dtype_of(path, value)
             if dtype is None or dtypes - {"auto", dtype}:
                 raise cfg.error(
                     path,

@@ -187,12 +187,16 @@ def _rwkv7(cfg: Config) -> Towers:
         )
     layers = [
         LayerSpec(
-            kind=AttentionKind.RWKV7, num_heads=hidden // size, head_size=size,
-            v_head_size=v * size // hidden, scale=1.0, dtype=cfg.dtype,
+            kind=AttentionKind.RWKV7,
+            num_heads=hidden // size,
+            head_size=size,
+            v_head_size=v * size // hidden,
+            scale=1.0,
+            dtype=cfg.dtype,
             recurrent=RecurrentSpec(state_size=size),
         )
         for v in values
-    ]  # fmt: skip
+    ]
     return {"text": [(layer,) for layer in layers]}
 
 

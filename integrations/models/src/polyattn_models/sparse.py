@@ -18,10 +18,12 @@ from polyattn_models.rotary import read_rope
 
 INDEXED, BLOCKS = "indexed_attention", "minimax_m3_sparse"
 M3_NAMES = {
-    "index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
-    "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks",
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
-}  # fmt: skip
+}
 """Names of the index's sizes, and those in the publisher's `sparse_attention_config`."""
 
 
@@ -76,9 +78,7 @@ def qwen4_exp(cfg: Config) -> Towers:
     group, budget = cfg.need("indexer_compress_ratio"), cfg.need("indexer_budget")
     if budget % group:
         raise cfg.error("indexer_budget", budget, f"is no multiple of {group} tokens a group")
-    dense = Decoder(
-        rope=rotary(partial=1.0, sections=(11, 11, 10), interleaved=True)
-    ).layer(cfg, 0)  # fmt: skip
+    dense = Decoder(rope=rotary(partial=1.0, sections=(11, 11, 10), interleaved=True)).layer(cfg, 0)
     index = IndexerSpec(
         num_heads=heads, head_size=size, budget=budget // group, fold="sum", tokens_per_entry=group,
         tail=True, compressor=CompressorSpec(size=size, tokens_per_entry=group, reduction="mean"),
@@ -131,9 +131,10 @@ def deepseek_v4(cfg: Config) -> Towers:
     rates = {
         kind: cfg.integer(older) or stated.integer(kind) or default
         for kind, older, default in (
-            (CHOSEN, "compress_rate_csa", 4), (WHOLE, "compress_rate_hca", 128)
+            (CHOSEN, "compress_rate_csa", 4),
+            (WHOLE, "compress_rate_hca", 128),
         )
-    }  # fmt: skip
+    }
     ratios = cfg.items("compress_ratios", int)
     derived = [CHOSEN if i % 2 and i > 1 else WHOLE for i in range(count)]
     types = cfg.items("layer_types", str)
@@ -162,9 +163,12 @@ def deepseek_v4(cfg: Config) -> Towers:
             choice = {"budget": cfg.need("index_topk")}
             own = cfg.need("index_head_dim")
             indexer = IndexerSpec(
-                num_heads=cfg.need("index_n_heads"), head_size=own, tokens_per_entry=m, **choice,
+                num_heads=cfg.need("index_n_heads"),
+                head_size=own,
+                tokens_per_entry=m,
+                **choice,
                 compressor=dataclasses.replace(made, size=own),
-            )  # fmt: skip
+            )
         sparse = SparseSpec(
             **choice,
             tokens_per_entry=m,
@@ -186,9 +190,12 @@ def glm5_next(cfg: Config) -> Towers:
         part = cfg.part("linear_attn_config")
     sizes = [
         (part.integer(own) if part is not None else None) or cfg.need(name)
-        for own, name in (("num_heads", "linear_num_heads"), ("head_dim", "linear_head_dim"),
-                          ("short_conv_kernel_size", "linear_conv_kernel_dim"))
-    ]  # fmt: skip
+        for own, name in (
+            ("num_heads", "linear_num_heads"),
+            ("head_dim", "linear_head_dim"),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        )
+    ]
     names = {FULL: INDEXED}
     types = [names.get(kind, kind) for kind in cfg.items("layer_types", str, count) or []]
     types = types or every(4, "", LINEAR, INDEXED)(cfg, count)
@@ -198,15 +205,21 @@ def glm5_next(cfg: Config) -> Towers:
     if budget % m:
         raise cfg.error("index_topk", budget, f"is no multiple of index_kpool={m}")
     index = IndexerSpec(
-        num_heads=cfg.need("index_n_heads"), head_size=width, budget=budget // m, tokens_per_entry=m,
+        num_heads=cfg.need("index_n_heads"),
+        head_size=width,
+        budget=budget // m,
+        tokens_per_entry=m,
         tail=cfg.flag("index_kpool_always_select_tail", True) and m > 1,
         compressor=CompressorSpec(size=width, tokens_per_entry=m),
-    )  # fmt: skip
+    )
     chosen = SparseSpec(budget=budget // m + index.tail, granularity=m, value_in_key=True)
     latent = absorbed(
-        cfg, chosen, heads=cfg.need("num_attention_heads"), rank=cfg.need("kv_lora_rank"),
+        cfg,
+        chosen,
+        heads=cfg.need("num_attention_heads"),
+        rank=cfg.need("kv_lora_rank"),
         nope=cfg.need("qk_nope_head_dim"),
-    )  # fmt: skip
+    )
     delta = kimi_delta(cfg, *sizes)
     owns = indexers(cfg, count)
     return {

@@ -40,10 +40,14 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | None = None, cache_seqlens: Tensor | None = None,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
 
     `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in
@@ -81,9 +85,13 @@ def _columns(positions: Tensor, ring: Tensor) -> Tensor:
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor | None,
+    activation: str | None,
     lens: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     refuse_gradients(x, weight, bias)
     rows, channels, count = x.shape
     recurrent = RecurrentSpec(

@@ -53,9 +53,12 @@ def scan(
     if groups == 1:
         B, C = B.flatten(1), C.flatten(1)
     recurrent = RecurrentSpec(
-        state_size=A.shape[1], dt_softplus=softplus, gated=z is not None, channel_groups=groups,
+        state_size=A.shape[1],
+        dt_softplus=softplus,
+        gated=z is not None,
+        channel_groups=groups,
         bc_in_float32=wide,
-    )  # fmt: skip
+    )
     out, after = recurrence(
         [x, dt, B, C, *gate], given(A=A, D=D, dt_bias=bias), lens, states,
         kind=AttentionKind.MAMBA1, num_heads=A.shape[0], head_size=1, recurrent=recurrent,

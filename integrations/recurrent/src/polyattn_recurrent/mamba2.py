@@ -34,7 +34,7 @@ def mamba_chunk_scan_combined(
     gate = None if z is None else z.flatten(0, 1)
     out, after = scan(
         flat, gate, [count] * rows, A, D, dt_bias, dt_softplus, tuple(dt_limit), initial_states
-    )  # fmt: skip
+    )
     out = out.view(x.shape)
     if not return_final_states:
         return out

@@ -112,9 +112,12 @@ class ServedAttention:
         decoder = layer.attn_type.value == "decoder"
         level: bool | str = self.deterministic and ("steps" if decoder else "batch")
         options = CallOptions(
-            decoder, float(layer.scaling), window + 1 if sliding else None,
-            logit_soft_cap=layer.logit_cap or None, batch_invariant=level,
-        )  # fmt: skip
+            decoder,
+            float(layer.scaling),
+            window + 1 if sliding else None,
+            logit_soft_cap=layer.logit_cap or None,
+            batch_invariant=level,
+        )
         if k is not None and v is not None:
             k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]
             v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]

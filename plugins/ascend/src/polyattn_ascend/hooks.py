@@ -9,7 +9,7 @@ from polyattn.plugin import (
     Platform,
     Priority,
     Proof,
-    hookimpl,
+    declare,
     multiples,
     names,
     one_of,
@@ -48,25 +48,12 @@ ASCEND_ATTN = BackendInfo(
     proof={"npu": Proof.SIGNATURE},
 )
 
+PLATFORM = Platform(
+    name="npu",
+    profiles=PROFILES,
+    detect="polyattn_ascend.platform:detect",
+    rank=20,
+    current="polyattn_ascend.platform:current",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="npu",
-            profiles=PROFILES,
-            detect="polyattn_ascend.platform:detect",
-            rank=20,
-            current="polyattn_ascend.platform:current",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [ASCEND_ATTN]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[ASCEND_ATTN])

@@ -59,20 +59,20 @@ class Alike:
             count = self.queries
             rows = query.view(self.rows, count, heads, spec.head_size).transpose(1, 2)
         causal = spec.causal and self.queries > 1
-        output, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output, own_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             rows, self._rows(key), self._rows(value), 0.0, causal, scale=spec.scale
         )
         if self.queries == 1:
-            output, found = output.reshape(out.shape), found.reshape(self.rows, -1)
+            output, own_lse = output.reshape(out.shape), own_lse.reshape(self.rows, -1)
         else:
-            output, found = output.transpose(1, 2).reshape(out.shape), found.transpose(1, 2)
-            found = found.reshape(-1, heads)
+            output, own_lse = output.transpose(1, 2).reshape(out.shape), own_lse.transpose(1, 2)
+            own_lse = own_lse.reshape(-1, heads)
         if params.sinks is not None:  # the sink joins the denominator after the fact
-            output = output * torch.sigmoid(found - params.sinks)[..., None]
-            found = torch.logaddexp(found, params.sinks) if lse is not None else found
+            output = output * torch.sigmoid(own_lse - params.sinks)[..., None]
+            own_lse = torch.logaddexp(own_lse, params.sinks) if lse is not None else own_lse
         out.copy_(output)
         if lse is not None:
-            lse.copy_(found)
+            lse.copy_(own_lse)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """View the keys or values as (rows, KV heads, keys, size)."""

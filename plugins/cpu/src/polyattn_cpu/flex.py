@@ -166,10 +166,10 @@ def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     finite = key.isfinite().flatten(1).all(1) & value.isfinite().flatten(1).all(1)
     if key.device.type == "cpu" and bool(finite.all()):
         return key, value, None
-    kept = finite[:, None, None]
+    valid = finite[:, None, None]
     spoilt = torch.zeros(plan.batch.num_seqs + 1, dtype=torch.int32, device=key.device)
     spoilt.index_add_(0, plan.seq_k.to(key.device), (~finite).int())
-    return torch.where(kept, key, 0), torch.where(kept, value, 0), spoilt > 0
+    return torch.where(valid, key, 0), torch.where(valid, value, 0), spoilt > 0
 
 
 def _padded(size: int) -> int:

@@ -51,16 +51,16 @@ class PagedReader:
         """
         size, form = cache.block_size, cache.format
         formats, sizes = form.rows, (form.head_size, form.v_head_size)
-        found = []
+        parts = []
         for at, stored in enumerate((cache.key, cache.value)[: 1 if cache.value_in_key else 2]):
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in span.ranges]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             if formats is not None:
                 tokens = decoded(tokens, formats[at], sizes[at])
-            found.append(tokens.to(dtype))
+            parts.append(tokens.to(dtype))
         if not cache.value_in_key:
-            return found[0], found[1]
-        return found[0], found[0][..., : form.v_head_size]
+            return parts[0], parts[1]
+        return parts[0], parts[0][..., : form.v_head_size]
 
     def _piece(
         self, stored: Tensor, index: int, start: int, stop: int, size: int, layout: str
@@ -76,15 +76,15 @@ class PagedReader:
 
     def _blocks(self, index: int, first: int, last: int) -> Tensor | slice:
         key = (index, first, last)
-        found = self._runs.get(key)
-        if found is None:
+        blocks = self._runs.get(key)
+        if blocks is None:
             assert self.table is not None
             row = self.table[index, first:last]
             ids = row.tolist()
             consecutive = bool(ids) and ids == list(range(ids[0], ids[0] + len(ids)))
-            found = slice(ids[0], ids[0] + len(ids)) if consecutive else row
-            self._runs[key] = found
-        return found
+            blocks = slice(ids[0], ids[0] + len(ids)) if consecutive else row
+            self._runs[key] = blocks
+        return blocks
 
 
 PARALLEL = 1 << 15
@@ -102,5 +102,5 @@ def _pick(stored: Tensor, blocks: Tensor | slice) -> Tensor:
         return raw(stored).index_select(0, blocks).view(stored.dtype)
     pieces = (blocks[:, None] * parts + torch.arange(parts, device=blocks.device)).flatten()
     smaller = stored.view(shape[0] * parts, shape[1] // parts, *shape[2:])
-    found = raw(smaller).index_select(0, pieces).view(stored.dtype)
-    return found.view(len(blocks), *shape[1:])
+    rows = raw(smaller).index_select(0, pieces).view(stored.dtype)
+    return rows.view(len(blocks), *shape[1:])

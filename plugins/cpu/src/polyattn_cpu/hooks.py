@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyattn.plugin import (
     ANY_ROWS,
     AttentionKind,
@@ -11,7 +13,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     names,
     one_of,
 )
@@ -23,13 +25,17 @@ ALL_ROLES = frozenset(Role)
 QUANTISED = names("auto fp8_e4m3 fp8_e5m2 int8")
 MASKS = names("causal non_causal gqa sliding_window chunked sink_tokens")
 
+EVERYWHERE: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": (), "rocm": ()}
+MEASURED = {"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED}
+LAST_RESORT = Priority(score=5, why="correct everywhere; on accelerators only a last resort")
+
 TORCH_SDPA = BackendInfo(
     name="TORCH_SDPA",
     aliases=("SDPA", "TORCH_NATIVE"),
     summary="torch's fused attention, one sequence at a time; serves everything",
     path="polyattn_cpu.sdpa:TorchSDPA",
     capabilities=Capabilities(
-        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        platforms=EVERYWHERE,
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
         dtypes=ALL_DTYPES,
@@ -47,9 +53,9 @@ TORCH_SDPA = BackendInfo(
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
-        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+        LAST_RESORT,
     ),
-    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+    proof=MEASURED,
 )
 
 NOT_COMPARED = tuple(
@@ -65,14 +71,18 @@ PROOF_OF_RUNS = {
     **dict.fromkeys(("sve256_bf16", "sve256", "neon_bf16", "neon"), Proof.EMULATED),
 }
 
+NATIVE_LIBRARY: dict[str, Any] = {
+    "probe": "polyattn_cpu.native.library:why_not",
+    "runs": "polyattn_cpu.native.library:runs",
+}
+
 NATIVE_ATTN = BackendInfo(
     name="NATIVE_ATTN",
     aliases=("CPU_ATTN", "INTEL_AMX"),
     summary="paged attention in C++ for each instruction set, the whole batch in one call",
     path="polyattn_cpu.native.attention:NativeAttention",
     rows_check="polyattn_cpu.native.rows:rows_problem",
-    probe="polyattn_cpu.native.library:why_not",
-    runs="polyattn_cpu.native.library:runs",
+    **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
         roles=ALL_ROLES,
@@ -105,8 +115,7 @@ NATIVE_MLA = BackendInfo(
     summary="absorbed MLA decode over the latent cache, in C++ for each instruction set",
     path="polyattn_cpu.native.attention:NativeMLA",
     rows_check="polyattn_cpu.native.rows:latent_problem",
-    probe="polyattn_cpu.native.library:why_not",
-    runs="polyattn_cpu.native.library:runs",
+    **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
         kinds=frozenset({AttentionKind.MLA}),
@@ -125,8 +134,7 @@ NATIVE_STORE = BackendInfo(
     summary="queries, keys and values rotated, quantised and scattered in one call",
     path="polyattn_cpu.native.store:NativeStore",
     rows_check="polyattn_cpu.native.rows:store_problem",
-    probe="polyattn_cpu.native.library:why_not",
-    runs="polyattn_cpu.native.library:runs",
+    **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
         kinds=frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
@@ -145,21 +153,10 @@ NATIVE_SCAN = BackendInfo(
     name="NATIVE_SCAN",
     summary="Mamba, linear attention, delta rules and short convolutions, in C++ by the token",
     path="polyattn_cpu.native.scan:NativeScan",
-    probe="polyattn_cpu.native.library:why_not",
-    runs="polyattn_cpu.native.library:runs",
+    **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
-        kinds=frozenset(
-            {
-                AttentionKind.SHORT_CONV,
-                AttentionKind.MAMBA1,
-                AttentionKind.MAMBA2,
-                AttentionKind.LINEAR,
-                AttentionKind.GDN,
-                AttentionKind.KDA,
-                AttentionKind.RWKV7,
-            }
-        ),
+        kinds=frozenset(map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv7"))),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
         features=names(
@@ -176,8 +173,7 @@ NATIVE_INDEX = BackendInfo(
     name="NATIVE_INDEX",
     summary="index keys scored, and the best candidates chosen, in C++ for each instruction set",
     path="polyattn_cpu.native.index:NativeIndex",
-    probe="polyattn_cpu.native.library:why_not",
-    runs="polyattn_cpu.native.library:runs",
+    **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
         kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
@@ -217,47 +213,46 @@ FLEX_ATTENTION = BackendInfo(
         Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),
         Priority(score=10, why="needs a compilation for each layer"),
     ),
-    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+    proof=MEASURED,
 )
 
+LATENTS = Capabilities(
+    platforms=EVERYWHERE,
+    kinds=frozenset({AttentionKind.MLA}),
+    dtypes=ALL_DTYPES,
+    kv_cache_dtypes=QUANTISED | {ANY_ROWS},
+    fp8_formats=names("ocp fnuz"),
+    phases=names("decode"),
+    features=names("causal v_head_size lse deterministic batch_invariant"),
+    excludes=NOT_COMPARED,
+)
 TORCH_MLA = BackendInfo(
     name="TORCH_MLA",
     summary="absorbed MLA decode over the latent cache, in torch",
     path="polyattn_cpu.mla:TorchMLA",
-    capabilities=Capabilities(
-        platforms={"cpu": (), "cuda": (), "rocm": ()},
-        kinds=frozenset({AttentionKind.MLA}),
-        dtypes=ALL_DTYPES,
-        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
-        fp8_formats=names("ocp fnuz"),
-        phases=names("decode"),
-        features=names("causal v_head_size lse deterministic batch_invariant"),
-        excludes=NOT_COMPARED,
-    ),
+    capabilities=LATENTS,
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
-        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+        LAST_RESORT,
     ),
-    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+    proof=MEASURED,
 )
 
 TORCH_MLA_SPARSE = BackendInfo(
     name="TORCH_MLA_SPARSE",
     summary="sparse MLA: attention to chosen rows of the latent cache, in torch",
     path="polyattn_cpu.mla:TorchSparseMLA",
-    capabilities=Capabilities(
-        platforms={"cpu": (), "cuda": (), "rocm": ()},
+    capabilities=LATENTS.but(
+        lacks="batch_invariant",
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
-        dtypes=ALL_DTYPES,
-        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
-        fp8_formats=names("ocp fnuz"),
-        features=names("causal v_head_size lse deterministic"),
+        phases=Capabilities.phases,
+        excludes=(),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each chosen latent once for all heads"),
-        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+        LAST_RESORT,
     ),
-    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+    proof=MEASURED,
 )
 
 TORCH_SCAN = BackendInfo(
@@ -265,7 +260,7 @@ TORCH_SCAN = BackendInfo(
     summary="Mamba, linear attention, the gated delta rule and short convolutions, in torch",
     path="polyattn_cpu.recurrent:TorchScan",
     capabilities=Capabilities(
-        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        platforms=EVERYWHERE,
         kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
         dtypes=ALL_DTYPES,
         features=names(
@@ -282,25 +277,18 @@ TORCH_SCAN = BackendInfo(
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="matrix products in chunks; no compiler needed"),
-        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+        LAST_RESORT,
     ),
-    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+    proof=MEASURED,
 )
 
+PLATFORM = Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0, profiles=PROFILES)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0, profiles=PROFILES)]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [
+declare(
+    __name__,
+    api_versions=(1, 1),
+    platforms=[PLATFORM],
+    backends=[
         TORCH_SDPA,
         NATIVE_ATTN,
         NATIVE_MLA,
@@ -311,4 +299,5 @@ def polyattn_backends() -> list[BackendInfo]:
         TORCH_MLA,
         TORCH_MLA_SPARSE,
         TORCH_SCAN,
-    ]
+    ],
+)

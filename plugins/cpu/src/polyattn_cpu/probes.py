@@ -25,8 +25,8 @@ def detect(torch_device: str | None = None) -> Device | None:
         return None
     arch = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     name, flags = _cpuinfo()
-    found = frozenset(feature for flag, feature in _FLAGS.items() if flag in flags)
-    return Device("cpu", arch, name or platform.processor(), found, torch_device="cpu")
+    features = frozenset(feature for flag, feature in _FLAGS.items() if flag in flags)
+    return Device("cpu", arch, name or platform.processor(), features, torch_device="cpu")
 
 
 def _cpuinfo() -> tuple[str, frozenset[str]]:

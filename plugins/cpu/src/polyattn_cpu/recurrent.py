@@ -48,18 +48,18 @@ class TorchScan(RecurrentBackend):
         return ScanPlan(batch)
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        level, given = self.spec.batch_invariant, (frame.params, frame.states, frame.out)
+        level, tensors = self.spec.batch_invariant, (frame.params, frame.states, frame.out)
         if level >= Invariance.STEPS:
             for first, count, slot, before in zip(
                 plan.batch.starts, plan.batch.query_lens, plan.slots, plan.before, strict=False
             ):
                 for at in range(count):
-                    self._tokens([first + at], [slot], [before + at], frame.inputs, *given)
+                    self._tokens([first + at], [slot], [before + at], frame.inputs, *tensors)
         elif plan.batch.all_decode and not level:
             rows = list(range(len(plan.slots)))
-            self._tokens(rows, plan.slots, plan.before, frame.inputs, *given)
+            self._tokens(rows, plan.slots, plan.before, frame.inputs, *tensors)
         else:
-            self._sequences(plan, frame.inputs, *given)
+            self._sequences(plan, frame.inputs, *tensors)
 
     def _sequences(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
@@ -166,8 +166,8 @@ def _conv_sequence(
     bias = None if bias is None else bias.to(joined.dtype)
     seen = joined[:, length + 1 - weight.shape[1] :]
     y = conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
-    kept = joined[:, joined.shape[1] - length :]
-    state.copy_(kept.roll(before + len(x["x"]), 1) if ring else kept)
+    window = joined[:, joined.shape[1] - length :]
+    state.copy_(window.roll(before + len(x["x"]), 1) if ring else window)
     out.copy_(_activate(spec, y).T)
 
 
@@ -301,15 +301,15 @@ def _delta_keys(spec: LayerSpec, x: Tensors) -> tuple[Tensor, Tensor]:
 def _conv_token(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    given, width = x["x"][..., None], params["weight"].shape[1]
+    x_row, width = x["x"][..., None], params["weight"].shape[1]
     if _is_ring(spec):
         length = state.shape[2]
         back = torch.arange(1 - width, 1, device=state.device)
         at = ((x["before"][:, None] + back) % length)[:, None].expand(-1, state.shape[1], -1)
-        window = torch.cat([state.gather(2, at[..., :-1]).to(given.dtype), given], dim=2)
-        state = state.scatter(2, at[..., -1:], given.to(state.dtype))
+        window = torch.cat([state.gather(2, at[..., :-1]).to(x_row.dtype), x_row], dim=2)
+        state = state.scatter(2, at[..., -1:], x_row.to(state.dtype))
     else:
-        window = torch.cat([state.to(given.dtype), given], dim=2)
+        window = torch.cat([state.to(x_row.dtype), x_row], dim=2)
         state = window[..., 1:]
     y = (window * params["weight"]).sum(-1)
     return _activate(spec, y + params["bias"] if "bias" in params else y), state

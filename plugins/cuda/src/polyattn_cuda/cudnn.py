@@ -65,8 +65,12 @@ class CudnnAttention(AttentionBackend):
             rows = slice(batch.starts[first], batch.starts[first + many])
             keys = slice(starts[first], starts[first + many])
 
-            def seen(tensor: Tensor, rows: slice = rows, shape: tuple[int, int] = (many, count),
-                     last: int = seeing) -> Tensor:  # fmt: skip
+            def seen(
+                tensor: Tensor,
+                rows: slice = rows,
+                shape: tuple[int, int] = (many, count),
+                last: int = seeing,
+            ) -> Tensor:
                 return tensor[rows].view(*shape, *tensor.shape[1:])[:, shape[1] - last :]
 
             dense = [t[keys].view(many, length, *t.shape[1:]) for t in (key, value)]

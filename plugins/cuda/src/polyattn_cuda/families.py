@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
@@ -21,25 +23,39 @@ FEATURES = names("causal v_head_size lse")
 MEASURED = {"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE}
 SIGNATURE = {"cuda": Proof.SIGNATURE}
 
+FLASHINFER_LIBRARY: dict[str, Any] = {
+    "probe": "polyattn_cuda.providers:flashinfer_ready",
+    "requires": ("flashinfer-python>=0.6.13",),
+    "install": "pip install flashinfer-python",
+}
+ABSORBED = Capabilities(
+    platforms={"cuda": ("sm_90",)},
+    kinds=frozenset({MLA}),
+    latent_ranks=one_of(512),
+    latent_ropes=one_of(64),
+    phases=names("decode"),
+    decode_query_lens=16,
+    features=FEATURES,
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+)
+CHOSEN = Capabilities(
+    platforms={"cuda": ("sm_90", "sm_100")},
+    kinds=frozenset({SPARSE}),
+    dtypes=names("bfloat16"),
+    latent_ranks=one_of(512),
+    latent_ropes=one_of(64),
+    features=FEATURES,
+)
 FLASHINFER_MLA = BackendInfo(
     name="FLASHINFER_MLA",
     aliases=("TRTLLM_MLA",),
     summary="FlashInfer's planned MLA wrapper, absorbed decode",
     path="polyattn_cuda.flashinfer_mla:FlashInferMLA",
-    probe="polyattn_cuda.providers:flashinfer_ready",
-    requires=("flashinfer-python>=0.6.13",),
-    install="pip install flashinfer-python",
-    capabilities=Capabilities(
+    **FLASHINFER_LIBRARY,
+    capabilities=ABSORBED.but(
         platforms={"cuda": ("sm_80+",)},
-        kinds=frozenset({MLA}),
-        latent_ranks=one_of(512),
-        latent_ropes=one_of(64),
         block_sizes=multiples(1, high=64),
         preferred_block_size=64,
-        phases=names("decode"),
-        decode_query_lens=16,
-        features=FEATURES,
-        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         remedies={"fp8_e4m3": "FLASHINFER_MLA_FP8 reads them on Hopper, with FlashInfer 0.7"},
     ),
     priorities=(Priority(score=90, why="the fastest measured on Hopper: 136 us at 64 x 4,096"),),
@@ -52,19 +68,13 @@ FLASHINFER_MLA_FP8 = BackendInfo(
     probe="polyattn_cuda.providers:flashinfer_ready",
     requires=("flashinfer-python>=0.7",),
     install="pip install 'flashinfer-python>=0.7'",
-    capabilities=Capabilities(
-        # Its planner takes e4m3 latents on this arch alone, beside queries in bf16.
-        platforms={"cuda": ("sm_90",)},
-        kinds=frozenset({MLA}),
+    # Its planner takes e4m3 latents on sm_90 alone, beside queries in bf16.
+    capabilities=ABSORBED.but(
         dtypes=names("bfloat16"),
         kv_cache_dtypes=names("fp8_e4m3"),
-        latent_ranks=one_of(512),
-        latent_ropes=one_of(64),
         block_sizes=multiples(1, high=64),
         preferred_block_size=64,
-        phases=names("decode"),
-        decode_query_lens=16,
-        features=FEATURES,
+        graph_capture=GraphCapture.NONE,
     ),
     priorities=(Priority(score=40, why="471 us at 64 x 4,096 on an H200; TRITON_MLA takes 317"),),
     proof=MEASURED,
@@ -73,18 +83,12 @@ FLASHINFER_MLA_SPARSE = BackendInfo(
     name="FLASHINFER_MLA_SPARSE",
     summary="FlashInfer's trtllm-gen kernel over chosen rows",
     path="polyattn_cuda.flashinfer_mla:FlashInferSparseMLA",
-    probe="polyattn_cuda.providers:flashinfer_ready",
-    requires=("flashinfer-python>=0.6.13",),
-    install="pip install flashinfer-python",
-    capabilities=Capabilities(
+    **FLASHINFER_LIBRARY,
+    capabilities=CHOSEN.but(
+        lacks="lse",
         platforms={"cuda": ("sm_100", "sm_103")},
-        kinds=frozenset({SPARSE}),
-        dtypes=names("bfloat16"),
-        latent_ranks=one_of(512),
-        latent_ropes=one_of(64),
         block_sizes=one_of(32, 64),
         preferred_block_size=64,
-        features=FEATURES - names("lse"),
     ),
     priorities=(Priority(score=80, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
@@ -93,18 +97,8 @@ FLASHMLA_FP8 = (
     "its dense kernel for e4m3 takes queries in e4m3 by one scale that all requests would share; its "
     "sparse one reads rows of 656 bytes of a format of its own"
 )
-FLASHMLA_CLAIMS = Capabilities(
-    platforms={"cuda": ("sm_90",)},
-    kinds=frozenset({MLA}),
-    latent_ranks=one_of(512),
-    latent_ropes=one_of(64),
-    block_sizes=one_of(64),
-    preferred_block_size=64,
-    phases=names("decode"),
-    decode_query_lens=16,
-    features=FEATURES,
-    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
-    remedies={"fp8_e4m3": FLASHMLA_FP8},
+FLASHMLA_CLAIMS = ABSORBED.but(
+    block_sizes=one_of(64), preferred_block_size=64, remedies={"fp8_e4m3": FLASHMLA_FP8}
 )
 FLASHMLA = BackendInfo.of_variants(
     Variant(
@@ -126,17 +120,11 @@ FLASHMLA = BackendInfo.of_variants(
     priorities=(Priority(score=85, why="DeepSeek's own kernel for Hopper: 145 us there"),),
     proof=MEASURED,
 )
-FLASHMLA_SPARSE_CLAIMS = Capabilities(
-    platforms={"cuda": ("sm_90", "sm_100")},
-    kinds=frozenset({SPARSE}),
-    dtypes=names("bfloat16"),
-    latent_ranks=one_of(512),
-    latent_ropes=one_of(64),
+FLASHMLA_SPARSE_CLAIMS = CHOSEN.but(
     gqa_ratios=multiples(64, high=128),
     topks=multiples(128),
     block_sizes=Sizes(),
     preferred_block_size=64,
-    features=FEATURES,
     remedies={
         "fp8_e4m3": "over e4m3 it reads rows of 656 bytes, 512 of them e4m3 with a scale for each 128"
     },
@@ -166,35 +154,23 @@ CUTLASS_MLA = BackendInfo(
     aliases=("CUTLASS",),
     summary="CUTLASS's MLA decode for Blackwell, through FlashInfer",
     path="polyattn_cuda.flashinfer_mla:CutlassMLA",
-    probe="polyattn_cuda.providers:flashinfer_ready",
-    requires=("flashinfer-python>=0.6.13",),
-    install="pip install flashinfer-python",
-    capabilities=Capabilities(
+    **FLASHINFER_LIBRARY,
+    capabilities=ABSORBED.but(
+        lacks="lse",
         platforms={"cuda": ("sm_100", "sm_103")},
-        kinds=frozenset({MLA}),
-        latent_ranks=one_of(512),
-        latent_ropes=one_of(64),
         gqa_ratios=one_of(128),
         block_sizes=one_of(128),
         preferred_block_size=128,
-        phases=names("decode"),
-        features=FEATURES - names("lse"),
+        decode_query_lens=1,
+        graph_capture=GraphCapture.NONE,
     ),
     priorities=(Priority(score=85, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
 )
-FLASH_ATTN_MLA_CLAIMS = Capabilities(
-    platforms={"cuda": ("sm_90",)},
-    kinds=frozenset({MLA}),
-    latent_ranks=one_of(512),
-    latent_ropes=one_of(64),
+FLASH_ATTN_MLA_CLAIMS = ABSORBED.but(
     # A page of 64 tokens is loaded whole, with the NaN behind a sequence's end.
     block_sizes=multiples(1, high=32),
     preferred_block_size=32,
-    phases=names("decode"),
-    decode_query_lens=16,
-    features=FEATURES,
-    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
     remedies={"fp8_e4m3": "FlashAttention-3 takes a second query only for latents in 16 bits"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
@@ -218,20 +194,24 @@ FLASH_ATTN_MLA = BackendInfo.of_variants(
     proof=MEASURED,
 )
 
+FLA_LIBRARY: dict[str, Any] = {
+    "probe": "polyattn_cuda.providers:fla_ready",
+    "install": "pip install flash-linear-attention",
+}
+FLA_CLAIMS = Capabilities(
+    platforms={"cuda": ("sm_80+",)},
+    kinds=frozenset({AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN}),
+    head_sizes=multiples(8, high=256),
+    v_head_sizes=multiples(8, high=256),
+    features=names("causal gqa v_head_size"),
+)
 FLA = BackendInfo(
     name="FLA",
     summary="flash-linear-attention: Mamba-2, linear attention, the gated delta rule",
     path="polyattn_cuda.recurrent:FlashLinearAttention",
-    probe="polyattn_cuda.providers:fla_ready",
     requires=("flash-linear-attention>=0.5",),
-    install="pip install flash-linear-attention",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_80+",)},
-        kinds=frozenset({AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN}),
-        head_sizes=multiples(8, high=256),
-        v_head_sizes=multiples(8, high=256),
-        features=names("causal gqa v_head_size"),
-    ),
+    **FLA_LIBRARY,
+    capabilities=FLA_CLAIMS,
     priorities=(
         Priority(
             score=75, kind=AttentionKind.GDN, phase="prefill", why="chunks of a prompt in parallel"
@@ -244,16 +224,9 @@ FLA_CHANNELS = BackendInfo(
     name="FLA_CHANNELS",
     summary="flash-linear-attention: KDA and RWKV-7, in chunks",
     path="polyattn_cuda.recurrent:FlashLinearChannels",
-    probe="polyattn_cuda.providers:fla_ready",
     requires=("flash-linear-attention>=0.6",),
-    install="pip install flash-linear-attention",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_80+",)},
-        kinds=frozenset({AttentionKind.KDA, AttentionKind.RWKV7}),
-        head_sizes=multiples(8, high=256),
-        v_head_sizes=multiples(8, high=256),
-        features=names("causal gqa v_head_size"),
-    ),
+    **FLA_LIBRARY,
+    capabilities=FLA_CLAIMS.but(kinds=frozenset({AttentionKind.KDA, AttentionKind.RWKV7})),
     priorities=(
         Priority(score=75, phase="prefill", why="chunks of a prompt in parallel"),
         Priority(score=50, why="several launches, states copied out of their slots and back"),
@@ -292,6 +265,15 @@ CAUSAL_CONV1D = BackendInfo(
 )
 
 FAMILIES = [
-    FLASHINFER_MLA, FLASHINFER_MLA_FP8, FLASHINFER_MLA_SPARSE, FLASHMLA, FLASHMLA_SPARSE,
-    CUTLASS_MLA, FLASH_ATTN_MLA, FLA, FLA_CHANNELS, MAMBA_SSM, CAUSAL_CONV1D,
-]  # fmt: skip
+    FLASHINFER_MLA,
+    FLASHINFER_MLA_FP8,
+    FLASHINFER_MLA_SPARSE,
+    FLASHMLA,
+    FLASHMLA_SPARSE,
+    CUTLASS_MLA,
+    FLASH_ATTN_MLA,
+    FLA,
+    FLA_CHANNELS,
+    MAMBA_SSM,
+    CAUSAL_CONV1D,
+]

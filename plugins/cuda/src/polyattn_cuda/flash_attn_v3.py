@@ -20,9 +20,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_cuda.outputs import quantized_after
 from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
-from polyattn_cuda.quantizing import quantized_after
 from polyattn_cuda.splits import captured_splits
 
 SHORT = 16
@@ -95,9 +95,10 @@ class FlashAttention3(AttentionBackend):
                 rounded, of_query = self.rounded(query, shape[1], shape[0], plan.seq_of)
                 inner = frame.but(query=rounded)
             scales = (
-                of_query, self._each(params.k_scale, shape, query.device),
+                of_query,
+                self._each(params.k_scale, shape, query.device),
                 self._each(params.v_scale, shape, query.device),
-            )  # fmt: skip
+            )
         store_lse(frame.lse, self.attend(plan, inner, scales))
 
     def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -148,9 +149,7 @@ class UpstreamFlashAttention3(FlashAttention3):
         from flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.kvcache_func, self.varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
-        self.options: dict[str, Any] = {
-            "softmax_scale": spec.scale, "softcap": self.cap,
-        }  # fmt: skip
+        self.options: dict[str, Any] = {"softmax_scale": spec.scale, "softcap": self.cap}
 
     def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
         batch, spec, cache = plan.batch, self.spec_of(plan.batch), frame.cache

@@ -29,9 +29,9 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, contiguous_like
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.outputs import contiguous_after, quantized_after
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
-from polyattn_cuda.quantizing import quantized_after
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
@@ -101,10 +101,12 @@ class FlashInferAttention(AttentionBackend):
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
-            "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
-            "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+            "logits_soft_cap": spec.logit_soft_cap,
+            "sm_scale": spec.scale,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.kv_dtype,
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
-        }  # fmt: skip
+        }
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
@@ -158,10 +160,14 @@ class FlashInferAttention(AttentionBackend):
             return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
 
         return make(
-            buffer, "NHD", use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-            paged_kv_indptr_buffer=ints(count + 1), paged_kv_indices_buffer=ints(capacity),
+            buffer,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=self.tensor_cores,
+            paged_kv_indptr_buffer=ints(count + 1),
+            paged_kv_indices_buffer=ints(capacity),
             paged_kv_last_page_len_buffer=ints(count),
-        )  # fmt: skip
+        )
 
     def _plan_decode(self, plan: FlashInferPlan, reuse: Plan | None) -> None:
         """Plan decodes; where graphs are captured, in buffers of the wrapper's own."""
@@ -213,12 +219,18 @@ class FlashInferAttention(AttentionBackend):
         plan.lease.plan(
             torch.tensor(batch.starts, dtype=torch.int32, device=place),
             torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
-            spec.num_heads, spec.num_kv_heads,
-            spec.head_size, head_dim_vo=spec.v_head_size,
-            causal=spec.causal and not masked, **self._options(masked),
-        )  # fmt: skip
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            head_dim_vo=spec.v_head_size,
+            causal=spec.causal and not masked,
+            **self._options(masked),
+        )
 
+    # The kernels of FlashAttention-2's kind take an output's address, not its strides
+    # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).
     @quantized_after
+    @contiguous_after
     def run(self, plan: FlashInferPlan, frame: Frame) -> None:
         cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
@@ -232,15 +244,10 @@ class FlashInferAttention(AttentionBackend):
         else:
             assert cache is not None
             keys = ((cache.key, cache.value),)
-        # The kernels of FlashAttention-2's kind take an output's address, not its strides
-        # (flashinfer's prefill.cuh: `o_stride_n = num_qo_heads * HEAD_DIM_VO`).
-        out = contiguous_like(frame.out)
         plan.lease.wrapper.run(
-            frame.query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
+            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
-        if out is not frame.out:
-            frame.out.copy_(out)
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, frame.out, lse)  # older releases say -5e4 where nothing was attended to

@@ -118,10 +118,14 @@ class CutlassMLA(LatentAdapter):
         assert isinstance(plan, LatentPlan) and frame.cache is not None and frame.lse is None
         rows = frame.cache.key[:, :, 0]
         self.wrapper.run(
-            frame.query[..., : self.rank], frame.query[..., self.rank :], rows[..., : self.rank],
-            rows[..., self.rank :], out=frame.out, kv_len=plan.batch.seq_lens,
+            frame.query[..., : self.rank],
+            frame.query[..., self.rank :],
+            rows[..., : self.rank],
+            rows[..., self.rank :],
+            out=frame.out,
+            kv_len=plan.batch.seq_lens,
             page_table=plan.batch.block_table,
-        )  # fmt: skip
+        )
         blank(plan.empty, frame.out, frame.lse)
 
 

@@ -280,8 +280,8 @@ class _Writer:
             return self._load(node)
         if op == "written":
             called, names = node.what
-            given = [*(f"x{a}" for a in args), *map(self._given, names)]
-            return f"Written::{called}({', '.join(given)})"
+            operands = [*(f"x{a}" for a in args), *map(self._given, names)]
+            return f"Written::{called}({', '.join(operands)})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -293,10 +293,10 @@ class _Writer:
             return f"{self.ref(args[0], 'bool')} ? {yes} : {no}"
         if node.kind == "int":
             return self._integer(number)
-        given = [self.ref(a, node.kind) for a in args]
+        operands = [self.ref(a, node.kind) for a in args]
         if (factor := reciprocal(self.trace, number)) is not None:
-            return f"{given[0]} * float({factor!r})"
-        return _float_or_truth(op, node.kind, given)
+            return f"{operands[0]} * float({factor!r})"
+        return _float_or_truth(op, node.kind, operands)
 
     def _integer(self, number: int) -> str:
         """An operation on integers, in 32 bits where operands and result fit them."""

@@ -31,7 +31,8 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, contiguous_like
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES
+from polyattn_cuda.outputs import contiguous_after
 
 SEMAPHORE_BYTES = 8 << 20
 """What FlashInfer lets XQA count in, at the start of its workspace."""
@@ -71,16 +72,12 @@ class FlashInferTrtllm(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> TrtllmPlan:
         return TrtllmPlan(batch)
 
+    @contiguous_after
     def run(self, plan: Plan, frame: Frame) -> None:
-        out = frame.out
         assert isinstance(plan, TrtllmPlan) and frame.cache is not None and frame.lse is None
-        # The kernels are given addresses alone: what isn't contiguous goes by a copy.
-        whole = contiguous_like(out)
         attend = self._general if self.by_xqa else self._chosen
-        attend(plan.batch, frame.query.contiguous(), frame.cache, frame.params, whole)
-        if whole is not out:
-            out.copy_(whole)
-        blank(plan.empty, out, frame.lse)
+        attend(plan.batch, frame.query.contiguous(), frame.cache, frame.params, frame.out)
+        blank(plan.empty, frame.out, frame.lse)
 
     def _chosen(
         self, batch: Batch, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor

@@ -57,9 +57,12 @@ class Functions:
         """Return what wrappers take: the module's name, by its content, its types and its source."""
         spec, kind = self.spec, STORAGE_DTYPES[self.spec.dtype]
         declared = Declared(
-            self.trace, self.softmax, spec.logit_soft_cap is not None,
-            spec.sliding_window is not None, kernels,
-        )  # fmt: skip
+            self.trace,
+            self.softmax,
+            spec.logit_soft_cap is not None,
+            spec.sliding_window is not None,
+            kernels,
+        )
         source = declared.source()
         said = f"{source}{spec.dtype}{spec.head_size}{spec.v_head_size}"
         name = f"polyattn_{hashlib.sha256(said.encode()).hexdigest()[:20]}"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from polyattn.kernel import Plan
-from torch import Tensor
 
 from polyattn_cuda.paging import Room
 
@@ -16,13 +15,6 @@ WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
-
-
-def contiguous_like(out: Tensor) -> Tensor:
-    """Return `out`, or a new contiguous tensor to copy from where a kernel takes an address alone."""
-    if out.is_contiguous():
-        return out
-    return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 class Lease:

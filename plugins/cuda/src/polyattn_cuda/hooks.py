@@ -11,17 +11,16 @@ from polyattn.plugin import (
     GraphCapture,
     Platform,
     Priority,
-    Proof,
     Role,
     Sizes,
     Variant,
-    hookimpl,
+    declare,
     multiples,
     names,
     one_of,
 )
 
-from polyattn_cuda.families import FAMILIES
+from polyattn_cuda.families import FAMILIES, FLASHINFER_LIBRARY, MEASURED
 from polyattn_cuda.profiles import PROFILES
 
 MASKS = names("causal non_causal gqa sliding_window")
@@ -35,38 +34,33 @@ FA2_ALIBI = (
     (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
     (names("alibi lse"), "its causal ALiBi leaves the row's part out of the LSE"),
 )
+FA2 = Capabilities(
+    platforms={"cuda": ("sm_80+",)},
+    roles=ALL_ROLES,
+    cached=EITHER,
+    head_sizes=multiples(8, low=32, high=256),
+    block_sizes=multiples(256),
+    preferred_block_size=256,
+    decode_query_lens=16,
+    features=MASKS | names("logit_soft_cap alibi lse"),
+    excludes=FA2_ALIBI,
+)
 FLASH_ATTN = BackendInfo.of_variants(
     Variant(
         name="flash-attn",
         path="polyattn_cuda.flash_attn:UpstreamFlashAttention2",
         probe="polyattn_cuda.providers:flash_attn_ready",
         install="pip install flash-attn (built for your torch)",
-        capabilities=Capabilities(
-            platforms={"cuda": ("sm_80+",)},
-            roles=ALL_ROLES,
-            cached=EITHER,
-            decode_query_lens=16,
-            head_sizes=multiples(8, low=32, high=256),
-            block_sizes=multiples(256),
-            preferred_block_size=256,
-            features=MASKS | names("logit_soft_cap alibi lse"),
-            excludes=FA2_ALIBI,
-        ),
+        capabilities=FA2,
     ),
     Variant(
         name="vllm",
         path="polyattn_cuda.flash_attn:VllmFlashAttention2",
         probe="polyattn_cuda.providers:vllm_fa2_ready",
         install="pip install vllm",
-        capabilities=Capabilities(
-            platforms={"cuda": ("sm_80+",)},
-            roles=ALL_ROLES,
-            cached=EITHER,
-            decode_query_lens=16,
-            head_sizes=multiples(8, low=32, high=256),
+        capabilities=FA2.but(
             block_sizes=multiples(16),
-            features=MASKS | names("logit_soft_cap alibi lse"),
-            excludes=FA2_ALIBI,
+            preferred_block_size=Capabilities.preferred_block_size,
             graph_capture=GraphCapture.UNIFORM,
         ),
     ),
@@ -75,18 +69,14 @@ FLASH_ATTN = BackendInfo.of_variants(
         path="polyattn_cuda.flash_attn:TorchFlashAttention2",
         probe="polyattn_cuda.providers:torch_fa2_ready",
         install="pip install torch>=2.13",
-        capabilities=Capabilities(
-            platforms={"cuda": ("sm_80+",)},
-            roles=ALL_ROLES,
-            cached=EITHER,
-            head_sizes=multiples(8, low=32, high=256),
-            block_sizes=multiples(256),
-            preferred_block_size=256,
-            features=MASKS | names("lse"),
-            remedies={
-                "logit_soft_cap": "torch's varlen_attn has none: pip install flash-attn",
-                "alibi": "torch's varlen_attn has none: pip install flash-attn",
-            },
+        capabilities=FA2.but(
+            lacks="logit_soft_cap alibi",
+            decode_query_lens=1,
+            excludes=(),
+            remedies=dict.fromkeys(
+                ("logit_soft_cap", "alibi"),
+                "torch's varlen_attn has none: pip install flash-attn",
+            ),
         ),
     ),
     name="FLASH_ATTN",
@@ -96,7 +86,7 @@ FLASH_ATTN = BackendInfo.of_variants(
         Priority(score=70, archs=("sm_80-sm_89",), kind=ATTENTION, why="the fastest before Hopper"),
         Priority(score=65, kind=ATTENTION, why="FlashAttention-2 works on every NVIDIA from sm_80"),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end
@@ -114,27 +104,29 @@ FA3_EIGHT = names("tensor_scales head_scales fp8_inputs fp8_output")
 WHOLE_STEPS = names("prefill decode mixed")
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
+FA3 = Capabilities(
+    platforms={"cuda": ("sm_90",)},
+    roles=ALL_ROLES,
+    cached=EITHER,
+    phases=WHOLE_STEPS,
+    decode_query_lens=16,
+    head_sizes=one_of(64, 96, 128, 192, 256),
+    block_sizes=FA3_PAGES,
+    v_head_pairs=EXPANDED_MLA,
+    kv_cache_dtypes=names("auto fp8_e4m3"),
+    fp8_compute=True,
+    features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse"),
+    graph_capture=GraphCapture.ANY,
+    excludes=FA3_FP8,
+)
 FLASH_ATTN_V3 = BackendInfo.of_variants(
     Variant(
         name="flash-attn-3",
         path="polyattn_cuda.flash_attn_v3:UpstreamFlashAttention3",
         probe="polyattn_cuda.providers:fa3_ready",
         install="build flash-attn's hopper folder",
-        capabilities=Capabilities(
-            platforms={"cuda": ("sm_90",)},
-            roles=ALL_ROLES,
-            cached=EITHER,
-            phases=WHOLE_STEPS,
-            decode_query_lens=16,
-            head_sizes=one_of(64, 96, 128, 192, 256),
-            block_sizes=FA3_PAGES,
-            v_head_pairs=EXPANDED_MLA,
-            kv_cache_dtypes=names("auto fp8_e4m3"),
-            fp8_compute=True,
-            features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse"),
-            remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
-            graph_capture=GraphCapture.ANY,
-            excludes=FA3_FP8,
+        capabilities=FA3.but(
+            remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"}
         ),
     ),
     Variant(
@@ -142,19 +134,8 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         path="polyattn_cuda.flash_attn_v3:VllmFlashAttention3",
         probe="polyattn_cuda.providers:vllm_fa3_ready",
         install="pip install vllm",
-        capabilities=Capabilities(
-            platforms={"cuda": ("sm_90",)},
-            roles=ALL_ROLES,
-            cached=EITHER,
-            phases=WHOLE_STEPS,
-            decode_query_lens=16,
-            head_sizes=one_of(64, 96, 128, 192, 256),
-            block_sizes=FA3_PAGES,
-            v_head_pairs=EXPANDED_MLA,
-            kv_cache_dtypes=names("auto fp8_e4m3"),
-            fp8_compute=True,
-            features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse learned_sinks"),
-            graph_capture=GraphCapture.ANY,
+        capabilities=FA3.but(
+            adds="learned_sinks",
             excludes=(*FA3_FP8, (names("learned_sinks float16"), "it reads sinks in bf16")),
         ),
     ),
@@ -170,7 +151,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             why="one call splits no long row: chosen by measured times only",
         ),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 FLASH_ATTN_V4 = BackendInfo(
@@ -195,7 +176,7 @@ FLASH_ATTN_V4 = BackendInfo(
             score=85, phase="prefill", why="copies cached pages first: it can't skip NaN rows"
         ),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 FLASHINFER = BackendInfo(
@@ -203,9 +184,7 @@ FLASHINFER = BackendInfo(
     summary="FlashInfer's planned wrappers: paged prefill (fa2, fa3) and decode",
     path="polyattn_cuda.flashinfer:FlashInferAttention",
     variant_check="polyattn_cuda.flashinfer_variants:variant_problem",
-    probe="polyattn_cuda.providers:flashinfer_ready",
-    requires=("flashinfer-python>=0.6.13",),
-    install="pip install flashinfer-python",
+    **FLASHINFER_LIBRARY,
     capabilities=Capabilities(
         platforms={"cuda": ("sm_80+",)},
         roles=ALL_ROLES,
@@ -244,7 +223,7 @@ FLASHINFER = BackendInfo(
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 FLASHINFER_TRTLLM = BackendInfo(
@@ -252,9 +231,7 @@ FLASHINFER_TRTLLM = BackendInfo(
     aliases=("TRTLLM", "TRTLLM_MHA", "XQA"),
     summary="TensorRT-LLM's decode in FlashInfer: XQA on Hopper, trtllm-gen on Blackwell",
     path="polyattn_cuda.flashinfer_trtllm:FlashInferTrtllm",
-    probe="polyattn_cuda.providers:flashinfer_ready",
-    requires=("flashinfer-python>=0.6.13",),
-    install="pip install flashinfer-python",
+    **FLASHINFER_LIBRARY,
     capabilities=Capabilities(
         platforms={"cuda": ("sm_90+",)},
         roles=DECODER_CROSS,
@@ -275,7 +252,7 @@ FLASHINFER_TRTLLM = BackendInfo(
     priorities=(
         Priority(score=60, phase="decode", why="nothing to plan, but the slowest on Hopper"),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 CUDNN_ATTENTION = BackendInfo(
@@ -296,7 +273,7 @@ CUDNN_ATTENTION = BackendInfo(
         # 256 sentences on an H200: 22 ms, TRITON_ATTN 0.14; 64 images of 577 tokens: 333 us and 307.
         Priority(score=55, phase="prefill", why="one call per length: fast for few long prompts"),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
 XFORMERS = BackendInfo(
@@ -322,32 +299,23 @@ XFORMERS = BackendInfo(
     priorities=(
         Priority(score=30, why="copies pages and repeats KV heads: where nothing else runs"),
     ),
-    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
+    proof=MEASURED,
 )
 
+PLATFORM = Platform(
+    name="cuda",
+    profiles=PROFILES,
+    detect="polyattn_cuda.platform:detect",
+    rank=20,
+    device_types=("cuda",),
+    current="polyattn_cuda.platform:current",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="cuda",
-            profiles=PROFILES,
-            detect="polyattn_cuda.platform:detect",
-            rank=20,
-            device_types=("cuda",),
-            current="polyattn_cuda.platform:current",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [
+declare(
+    __name__,
+    api_versions=(1, 1),
+    platforms=[PLATFORM],
+    backends=[
         FLASH_ATTN,
         FLASH_ATTN_V3,
         FLASH_ATTN_V4,
@@ -356,9 +324,6 @@ def polyattn_backends() -> list[BackendInfo]:
         CUDNN_ATTENTION,
         XFORMERS,
         *FAMILIES,
-    ]
-
-
-@hookimpl
-def polyattn_timings() -> list[str]:
-    return [str(Path(__file__).with_name("timings_h200.json"))]
+    ],
+    timings=[str(Path(__file__).with_name("timings_h200.json"))],
+)

@@ -94,9 +94,13 @@ def tiles_of(query: Tensor, kv_heads: int) -> tuple[tuple[int, int], dict[str, i
     wide, deep = triton.next_power_of_2(each), triton.next_power_of_2(size)
     rows = max(1, min(ELEMENTS // (wide * deep), triton.next_power_of_2(tokens)))
     sizes = {
-        "HEADS": kv_heads, "EACH": each, "SIZE": size, "BLOCK_T": rows, "BLOCK_E": wide,
+        "HEADS": kv_heads,
+        "EACH": each,
+        "SIZE": size,
+        "BLOCK_T": rows,
+        "BLOCK_E": wide,
         "BLOCK_D": deep,
-    }  # fmt: skip
+    }
     return (triton.cdiv(tokens, rows), kv_heads), sizes
 
 

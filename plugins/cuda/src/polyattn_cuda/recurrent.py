@@ -29,9 +29,9 @@ class SlotPlan(Plan):
         live = [i for i, n in enumerate(batch.lens) if n and batch.query_lens[i]]
         self.lens = [batch.query_lens[i] for i in live]
         self.starts = torch.tensor([0, *accumulate(self.lens)], device=batch.device)
-        kept = [batch.starts[i] + t for i in live for t in range(batch.query_lens[i])]
-        whole = len(kept) == batch.num_tokens
-        self.rows = None if whole else torch.tensor(kept, device=batch.device)
+        rows = [batch.starts[i] + t for i in live for t in range(batch.query_lens[i])]
+        whole = len(rows) == batch.num_tokens
+        self.rows = None if whole else torch.tensor(rows, device=batch.device)
         self.slots = batch.state_slots[torch.tensor(live, dtype=torch.int64, device=batch.device)]
         begun = [batch.lens[i] > batch.query_lens[i] for i in live]
         self.begun = torch.tensor(begun, dtype=torch.bool, device=batch.device)
@@ -172,18 +172,22 @@ class FlashLinearChannels(SlotStates):
 
         spec, decode = self.spec, plan.batch.all_decode
         assert spec.recurrent is not None
-        given = {name: tensor[None] for name, tensor in plan.take(inputs).items()}
+        tensors = {name: tensor[None] for name, tensor in plan.take(inputs).items()}
         options: dict[str, bool] = {}
         if spec.kind is AttentionKind.KDA:
             call = fused_recurrent_kda if decode else chunk_kda
-            given["g"] = given["g"].float()
+            tensors["g"] = tensors["g"].float()
             options["use_qk_l2norm_in_kernel"] = spec.recurrent.qk_norm
         else:
             call = fused_recurrent_rwkv7 if decode else chunk_rwkv7
         result, final = call(
-            **given, scale=spec.scale, initial_state=plan.initial(states), output_final_state=True,
-            cu_seqlens=plan.starts, **options,
-        )  # fmt: skip
+            **tensors,
+            scale=spec.scale,
+            initial_state=plan.initial(states),
+            output_final_state=True,
+            cu_seqlens=plan.starts,
+            **options,
+        )
         states[plan.slots] = final
         plan.put(out, result[0])
 
@@ -210,12 +214,12 @@ class MambaSSM(SlotStates):
         for first, last, length in _runs(plan.lens):
             rows = slice(int(sum(plan.lens[:first])), int(sum(plan.lens[:last])))
             part = {n: t[rows].unflatten(0, (last - first, length)) for n, t in x.items()}
-            found, final = mamba_chunk_scan_combined(
+            output, final = mamba_chunk_scan_combined(
                 part["x"], part["dt"], params["A"], part["B"], part["C"], CHUNK, D=params.get("D"),
                 dt_bias=params.get("dt_bias"), initial_states=initial[first:last],
                 dt_softplus=self.spec.recurrent.dt_softplus, return_final_states=True,
             )  # fmt: skip
-            result[rows] = found.flatten(0, 1)
+            result[rows] = output.flatten(0, 1)
             states[plan.slots[first:last]] = final.to(states.dtype)
         plan.put(out, result)
 
@@ -291,11 +295,15 @@ class CausalConv1d(SlotStates):
             part = x[rows].unflatten(0, (last - first, length)).transpose(1, 2)
             # Both states channels last, as the kernel wants them beside such an input.
             before = initial[first:last].transpose(1, 2).contiguous().transpose(1, 2)
-            found, final = causal_conv1d_fn(
-                part, params["weight"].to(x.dtype), _bias(params, x), initial_states=before,
-                return_final_states=True, activation=self.spec.recurrent.activation,
-            )  # fmt: skip
-            result[rows] = found.transpose(1, 2).flatten(0, 1)
+            output, final = causal_conv1d_fn(
+                part,
+                params["weight"].to(x.dtype),
+                _bias(params, x),
+                initial_states=before,
+                return_final_states=True,
+                activation=self.spec.recurrent.activation,
+            )
+            result[rows] = output.transpose(1, 2).flatten(0, 1)
             states[plan.slots[first:last]] = final
         plan.put(out, result)
 
@@ -307,9 +315,12 @@ class CausalConv1d(SlotStates):
         assert self.spec.recurrent is not None
         x, state = plan.take(inputs)["x"], plan.initial(states)
         result = causal_conv1d_update(
-            x, state, params["weight"].to(x.dtype), _bias(params, x),
+            x,
+            state,
+            params["weight"].to(x.dtype),
+            _bias(params, x),
             activation=self.spec.recurrent.activation,
-        )  # fmt: skip
+        )
         states[plan.slots] = state
         plan.put(out, result)
 

@@ -82,9 +82,12 @@ class XFormersAttention(AttentionBackend):
         taken = frame.query if plan.empty is None else frame.query[~plan.empty]
         if len(taken):
             inputs = self.fmha.Inputs(
-                query=taken.contiguous()[None], key=self._repeat(key), value=self._repeat(value),
-                attn_bias=plan.mask, scale=self.spec.scale,
-            )  # fmt: skip
+                query=taken.contiguous()[None],
+                key=self._repeat(key),
+                value=self._repeat(value),
+                attn_bias=plan.mask,
+                scale=self.spec.scale,
+            )
             # The operator itself: the functions around it refuse where xFormers' own library was
             # built for another torch, though this kernel is torch's (xFormers 0.0.35).
             result, context = self.operator.apply(inputs, needs_gradient=True)
@@ -96,14 +99,14 @@ class XFormersAttention(AttentionBackend):
         return (tensor.repeat_interleave(ratio, 1) if ratio > 1 else tensor.contiguous())[None]
 
     def _store(
-        self, plan: XFormersPlan, result: Tensor, found: Tensor, out: Tensor, lse: Tensor | None
+        self, plan: XFormersPlan, result: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if plan.empty is None:
             out.copy_(result)
         else:
             out[~plan.empty] = result
         if lse is not None:
-            packed = found[plan.rows[0], :, plan.rows[1]]
+            packed = own_lse[plan.rows[0], :, plan.rows[1]]
             packed = packed.masked_fill(packed == torch.inf, -torch.inf)  # no key at all
             if plan.empty is None:
                 lse.copy_(packed)

@@ -146,12 +146,12 @@ def _rows(tensor: Tensor, count: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(count - tensor.shape[0], *tensor.shape[1:])])
 
 
-def _sinks(sinks: Tensor, found: unified.Partial) -> unified.Partial:
+def _sinks(sinks: Tensor, part: unified.Partial) -> unified.Partial:
     """Return the partial of the learned sinks: a score each, and no value; nothing beside nothing."""
-    assert found.value is not None and found.total is not None
-    empty = found.total == 0
+    assert part.value is not None and part.total is not None
+    empty = part.total == 0
     return unified.Partial(
-        torch.zeros_like(found.value),
-        sinks.expand_as(found.total).masked_fill(empty, -torch.inf),
-        torch.ones_like(found.total).masked_fill(empty, 0.0),
+        torch.zeros_like(part.value),
+        sinks.expand_as(part.total).masked_fill(empty, -torch.inf),
+        torch.ones_like(part.total).masked_fill(empty, 0.0),
     )

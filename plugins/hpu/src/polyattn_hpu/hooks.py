@@ -10,7 +10,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     names,
 )
 
@@ -71,25 +71,12 @@ HPU_MLA = BackendInfo(
     proof=PROOF,
 )
 
+PLATFORM = Platform(
+    name="hpu",
+    profiles=PROFILES,
+    detect="polyattn_hpu.platform:detect",
+    rank=20,
+    current="polyattn_hpu.platform:current",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="hpu",
-            profiles=PROFILES,
-            detect="polyattn_hpu.platform:detect",
-            rank=20,
-            current="polyattn_hpu.platform:current",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [HPU_ATTN, HPU_MLA]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[HPU_ATTN, HPU_MLA])

@@ -155,8 +155,11 @@ def build(
     own = (queries > 0) & (total > cached)
     exact = Bucket(
         phase(bool(own.any()), len(parts.shared) > 0, len(parts.unique) > 0),
-        int(queries.sum()), len(parts.shared), len(parts.unique), len(total),
-    )  # fmt: skip
+        int(queries.sum()),
+        len(parts.shared),
+        len(parts.unique),
+        len(total),
+    )
     in_order = tokens["origin"] + tokens["position"] == np.arange(exact.query)
     if own.any() and not (spec.causal and in_order.all()):
         exact = exact._replace(keys=int((origin + total)[own].max()))
@@ -179,9 +182,12 @@ def _tokens(
     position = (total - queries)[sequence] + at
     ranges = key_ranges(spec, position, position, total[sequence], np.minimum, np.maximum)
     return {
-        "sequence": sequence, "position": position, **ranges._asdict(),
-        "cached": cached[sequence], "origin": origin[sequence],
-    }  # fmt: skip
+        "sequence": sequence,
+        "position": position,
+        **ranges._asdict(),
+        "cached": cached[sequence],
+        "origin": origin[sequence],
+    }
 
 
 def _split(

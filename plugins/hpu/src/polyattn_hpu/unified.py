@@ -227,13 +227,13 @@ def combine(first: Partial, second: Partial) -> Partial:
     )
 
 
-def normalize(found: Partial) -> tuple[Tensor, Tensor]:
+def normalize(part: Partial) -> tuple[Tensor, Tensor]:
     """Divide once: return the output (rows, num_heads, v_head_size) and the LSE (rows, num_heads).
 
     A row that saw no key is output 0, LSE -inf; one that gave weight to a value that is no finite
     number is NaN.
     """
-    value, maximum, total = found
+    value, maximum, total = part
     assert value is not None and maximum is not None and total is not None
     output, flag = value[..., :-1], value[..., -1:]
     empty = total == 0

@@ -12,7 +12,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     names,
 )
 
@@ -69,25 +69,12 @@ MLX_MLA = BackendInfo(
     **COMMON,
 )
 
+PLATFORM = Platform(
+    name="metal",
+    profiles=PROFILES,
+    detect="polyattn_metal.platform:detect",
+    rank=20,
+    device_types=("mps",),
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="metal",
-            profiles=PROFILES,
-            detect="polyattn_metal.platform:detect",
-            rank=20,
-            device_types=("mps",),
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [MLX_ATTN, MLX_MLA]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[MLX_ATTN, MLX_MLA])

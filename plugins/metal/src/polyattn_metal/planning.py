@@ -128,6 +128,10 @@ def tile(rows: list[Piece], spec: LayerSpec) -> Tile:
     start, stop = int(tokens[0]), int(tokens[-1]) + 1
     even = stop - start == len(tokens) and bool((np.diff(tokens) == 1).all())
     return Tile(
-        slice(start, stop) if even else tokens, count, mx.array(places.astype(np.int32)),
-        None if causal or seen.all() else mx.array(seen), distance, causal,
-    )  # fmt: skip
+        slice(start, stop) if even else tokens,
+        count,
+        mx.array(places.astype(np.int32)),
+        None if causal or seen.all() else mx.array(seen),
+        distance,
+        causal,
+    )

@@ -111,9 +111,13 @@ class NkiAttention(AttentionBackend):
                 torch.nn.functional.pad(rows, (0, 0, 0, more)).contiguous(),
                 key[call.slots].transpose(0, 1).contiguous(),
                 value[call.slots].transpose(0, 1).contiguous(),
-                scale=spec.scale, causal_mask=False, tp_q=True, tp_k=True,
-                bound_min=call.low, bound_max=call.high,
-            )  # fmt: skip
+                scale=spec.scale,
+                causal_mask=False,
+                tp_q=True,
+                tp_k=True,
+                bound_min=call.low,
+                bound_max=call.high,
+            )
             shape = (query.shape[2], query.shape[0])
             heads = result[:, :count].unflatten(1, shape).permute(2, 0, 1, 3)
             frame.out[call.tokens] = heads.flatten(1, 2)

@@ -10,7 +10,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     multiples,
     names,
 )
@@ -39,21 +39,8 @@ NKI_ATTN = BackendInfo(
     proof={"neuron": Proof.SIGNATURE},
 )
 
+PLATFORM = Platform(
+    name="neuron", profiles=PROFILES, detect="polyattn_neuron.platform:detect", rank=20
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="neuron", profiles=PROFILES, detect="polyattn_neuron.platform:detect", rank=20
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [NKI_ATTN]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[NKI_ATTN])

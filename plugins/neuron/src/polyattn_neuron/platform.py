@@ -1,11 +1,14 @@
-"""Detects Trainium, through torch-neuronx: without it no tensor could be there."""
+"""Detects Trainium, through torch-neuronx: without it no tensor could be there.
+
+Unproven: no Trainium was at hand.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from polyattn.plugin import Device, find_spec
+from polyattn.plugin import Device, TorchDevices, find_spec
 
 
 def ready() -> str | None:
@@ -16,24 +19,21 @@ def ready() -> str | None:
     return None
 
 
-def detect(torch_device: str | None = None) -> Device | None:
-    """Return the NeuronCore asked for, or the current one; None where there is none.
-
-    Unproven: no Trainium was at hand.
-    """
-    if torch_device is not None and torch_device.split(":")[0] != "neuron":
-        return None
+def _library() -> Any:
     if find_spec("torch_neuronx") is None:
         return None
     import torch
     import torch_neuronx  # noqa: F401 - registers the device
 
     neuron: Any = torch.neuron  # type: ignore[attr-defined]
-    if not neuron.device_count():
-        return None
-    _, _, number = (torch_device or "").partition(":")
-    index = int(number) if number else neuron.current_device()
-    name = str(neuron.get_device_name(index))
-    found = re.search(r"trn\d", name.lower())
-    arch = found[0] if found else name.lower()
-    return Device(platform="neuron", arch=arch, name=name, torch_device=f"neuron:{index}")
+    return neuron if neuron.device_count() else None
+
+
+def _describe(library: Any, index: int) -> Device:
+    name = str(library.get_device_name(index))
+    arch = re.search(r"trn\d", name.lower())
+    return Device("neuron", arch[0] if arch else name.lower(), name)
+
+
+CORES = TorchDevices(("neuron",), _library, _describe)
+detect = CORES.detect

@@ -11,7 +11,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     multiples,
     names,
     one_of,
@@ -85,27 +85,14 @@ ROCM_FLASH_ATTN = BackendInfo(
     proof=PROOF,
 )
 
+# CUDA's detector knows a ROCm build of torch too and keeps out of it.
+PLATFORM = Platform(
+    name="rocm",
+    profiles=PROFILES,
+    detect="polyattn_rocm.platform:detect",
+    rank=20,
+    device_types=("cuda", "hip"),
+    current="polyattn_rocm.platform:current",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    # Before CUDA's detector, which knows a ROCm build of torch too and keeps out of it.
-    return [
-        Platform(
-            name="rocm",
-            profiles=PROFILES,
-            detect="polyattn_rocm.platform:detect",
-            rank=20,
-            device_types=("cuda", "hip"),
-            current="polyattn_rocm.platform:current",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [ROCM_ATTN, ROCM_FLASH_ATTN]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[ROCM_ATTN, ROCM_FLASH_ATTN])

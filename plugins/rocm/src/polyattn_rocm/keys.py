@@ -19,16 +19,16 @@ class GivenKeys:
             rows = np.concatenate([np.arange(start, start + n) for start, n in spans])
             self.rows = torch.from_numpy(rows.astype(np.int64)).to(batch.device)
 
-    def read(self, given: Tensor | None) -> Tensor:
+    def read(self, tensor: Tensor | None) -> Tensor:
         """Return a tensor of keys or values, packed."""
-        assert given is not None
-        return given[: self.total] if self.rows is None else given[self.rows]
+        assert tensor is not None
+        return tensor[: self.total] if self.rows is None else tensor[self.rows]
 
 
-def keys_of(given: GivenKeys | None, frame: Frame) -> tuple[Tensor, Tensor]:
+def keys_of(keys: GivenKeys | None, frame: Frame) -> tuple[Tensor, Tensor]:
     """Return a call's keys and values: packed where the layer has no cache, else the cache's pages."""
-    if given is not None:
-        return given.read(frame.key), given.read(frame.value)
+    if keys is not None:
+        return keys.read(frame.key), keys.read(frame.value)
     assert frame.cache is not None
     return frame.cache.key, frame.cache.value
 

@@ -44,15 +44,15 @@ from polyattn_tpu.step import Step
 def buckets() -> Buckets:
     """Return the buckets that steps are padded to: `PALLAS_BUCKETS="tokens=4096,seqs=64"`."""
     text = os.environ.get("PALLAS_BUCKETS", "")
-    given = {}
+    arrays = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.partition("=")
         if name not in ("tokens", "seqs", "pages") or not number.isdigit():
             raise BatchError(
                 f"PALLAS_BUCKETS={text!r}: {part!r} must be tokens=, seqs= or pages= and a number"
             )
-        given[name] = int(number)
-    return Buckets(**given)
+        arrays[name] = int(number)
+    return Buckets(**arrays)
 
 
 STATIC = ("spec", "functions", "lse", "interpret", "rows")
@@ -147,8 +147,8 @@ class PallasAttention(AttentionBackend):
             options["inputs"] = self.functions.given({n: to_jax(t) for n, t in inputs.items()})
         if frame.cache is None:
             assert frame.key is not None and frame.value is not None
-            given = (to_jax(frame.key), to_jax(frame.value))
-            result, logs = attend_given(plan.arrays, spec, rows, *given, **options)
+            arrays = (to_jax(frame.key), to_jax(frame.value))
+            result, logs = attend_given(plan.arrays, spec, rows, *arrays, **options)
         else:
             held = pages(frame.cache)
             result, logs = attend(plan.arrays, spec, rows, held, rows=self.rows, **options)
@@ -178,9 +178,13 @@ class XlaSparse(SparseBackend):
             return
         size = _bucket(count)
         result, logs = attend_rows(
-            _padded(to_jax(frame.query), size), _padded(to_jax(frame.choice), size), pages(frame.cache),
-            scale=spec.scale, rank=spec.latent.rank, k_scale=frame.params.k_scale,
-        )  # fmt: skip
+            _padded(to_jax(frame.query), size),
+            _padded(to_jax(frame.choice), size),
+            pages(frame.cache),
+            scale=spec.scale,
+            rank=spec.latent.rank,
+            k_scale=frame.params.k_scale,
+        )
         assign(frame.out, result[:count])
         if frame.lse is not None:
             assign(frame.lse, logs[:count])

@@ -64,12 +64,12 @@ def assign(tensor: Tensor, array: Array) -> None:
     if not in_jax(tensor):
         tensor.copy_(to_torch(array, tensor))
         return
-    given: Any = tensor
-    array = array.astype(given.jax().dtype)
-    if hasattr(given, "update"):  # a view writes to what it is a part of
-        given.update(array)
+    source: Any = tensor
+    array = array.astype(source.jax().dtype)
+    if hasattr(source, "update"):  # a view writes to what it is a part of
+        source.update(array)
     else:
-        given.apply_jax_(lambda _: array)
+        source.apply_jax_(lambda _: array)
 
 
 def root(tensor: Any) -> Any:

@@ -19,9 +19,13 @@ from polyattn_tpu.planning import AttentionPlan
 
 Array = Any
 DTYPES = {
-    "float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "int8": jnp.int8,
-    "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2,
-}  # fmt: skip
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "int8": jnp.int8,
+    "fp8_e4m3": jnp.float8_e4m3fn,
+    "fp8_e5m2": jnp.float8_e5m2,
+}
 
 
 class Cache(NamedTuple):
@@ -194,9 +198,9 @@ def scatter(pages: Array, rows: Array, slots: Array, scale: Any, format: Any = N
     blocks, page = pages.shape[0], pages.shape[2]
     # A slot of -1 is taken for a block past the end, which is dropped.
     block = jnp.where(slots < 0, blocks, slots // page)
-    made = quantised(rows, pages.dtype, scale) if format is None else format.written(
-        over(rows, scale)
-    )  # fmt: skip
+    made = (
+        quantised(rows, pages.dtype, scale) if format is None else format.written(over(rows, scale))
+    )
     new = widened(made, pages.shape[3])
     return pages.at[block, :, slots % page].set(new, mode="drop", unique_indices=False)
 
@@ -263,11 +267,11 @@ def _check(
     wanted = (plan.num_tokens, spec.num_heads, spec.head_size)
     if query.shape != wanted:
         raise BatchError(f"query has shape {query.shape}; the plan takes {wanted}: see pad()")
-    for name, given, asked in (
+    for name, value, asked in (
         ("sinks", sinks, spec.learned_sinks),
         ("alibi_slopes", slopes, spec.alibi),
     ):
-        if (given is not None) != asked:
+        if (value is not None) != asked:
             raise BatchError(
                 f"{name} {'is missing' if asked else 'was given'}: the spec "
                 f"{'asks for it' if asked else 'does not ask for it'} ({spec})"

@@ -16,7 +16,7 @@ from polyattn.plugin import (
     Role,
     Sizes,
     Variant,
-    hookimpl,
+    declare,
     names,
 )
 
@@ -157,15 +157,7 @@ XLA_SCAN = declared(
     "XlaScan",
     Capabilities(
         platforms=PLATFORMS,
-        kinds=frozenset(
-            {
-                AttentionKind.SHORT_CONV,
-                AttentionKind.MAMBA1,
-                AttentionKind.MAMBA2,
-                AttentionKind.LINEAR,
-                AttentionKind.GDN,
-            }
-        ),
+        kinds=frozenset(map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn"))),
         dtypes=DTYPES,
         remedies=REMEDIES,
         features=names("causal gqa v_head_size deterministic"),
@@ -209,26 +201,18 @@ JAX_MERGE = BackendInfo(
     **COMMON,
 )
 
+PLATFORM = Platform(
+    name="tpu",
+    detect="polyattn_tpu.platform:detect",
+    rank=30,
+    device_types=("jax",),
+    profiles=PROFILES,
+    interpret="polyattn_tpu.platform:interpret",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="tpu",
-            detect="polyattn_tpu.platform:detect",
-            rank=30,
-            device_types=("jax",),
-            profiles=PROFILES,
-            interpret="polyattn_tpu.platform:interpret",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_SCAN, JAX_STORE, JAX_MERGE]
+declare(
+    __name__,
+    api_versions=(1, 1),
+    platforms=[PLATFORM],
+    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_SCAN, JAX_STORE, JAX_MERGE],
+)

@@ -387,7 +387,7 @@ def paged_attention(
         pages.table, scales, *numbers, *arrays, *stored,
     )  # fmt: skip
 
-    def gathered(found: Any) -> Any:
-        return found.transpose(1, 0, 2, 3).reshape(tokens, heads, found.shape[3])
+    def gathered(array: Any) -> Any:
+        return array.transpose(1, 0, 2, 3).reshape(tokens, heads, array.shape[3])
 
     return gathered(results[0]), gathered(results[1][..., :1])[..., 0] if form.lse else None

@@ -106,8 +106,8 @@ def attend_rows(
     each = max(1, min(tokens, ROW_BYTES // max(1, topk * size * 4)))
     exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-    def one(given: tuple[Array, Array]) -> tuple[Array, Array]:
-        q, chosen = given
+    def one(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        q, chosen = pair
         seen = chosen >= 0
         rows = gathered(cache.key, jnp.maximum(chosen, 0), k_scale, query.dtype)[:, :size]
         # A row that isn't chosen may hold NaN, and 0 times NaN is NaN.

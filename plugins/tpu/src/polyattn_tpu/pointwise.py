@@ -90,7 +90,7 @@ class Functions:
         Those of any size, or of one for each sequence, get padding up to a power of two: a program is
         compiled for each size.
         """
-        found = {}
+        arrays = {}
         for name, declared in self.trace.inputs.items():
             if name in self.trace.constants:
                 array = jnp.asarray(self.trace.constants[name].detach().cpu().numpy())
@@ -99,10 +99,10 @@ class Functions:
             array = array.astype(DTYPES[declared.dtype])
             sizes = np.asarray(array.shape, np.int32)
             missing = [(0, _room(n, d)) for n, d in zip(array.shape, declared.dims, strict=True)]
-            found[name] = Given(
+            arrays[name] = Given(
                 jnp.pad(array, missing) if any(m for _, m in missing) else array, sizes
             )
-        return found
+        return arrays
 
 
 def _room(size: int, dim: int | str) -> int:
@@ -134,9 +134,13 @@ class Changes:
 
     @classmethod
     def of(
-        cls, functions: Functions, inputs: dict[str, Given], places: Places, heads: tuple[int, int],
+        cls,
+        functions: Functions,
+        inputs: dict[str, Given],
+        places: Places,
+        heads: tuple[int, int],
         keys: int,
-    ) -> Changes:  # fmt: skip
+    ) -> Changes:
         """Compute what functions hand to the kernel. `heads`: query's and KV; `keys`: a step's."""
         split = Split(functions.call, inputs)
         all_heads, kv_heads = heads

@@ -21,14 +21,14 @@ class Given(NamedTuple):
     sizes: Array
 
 
-def load(given: Given, *indices: Array) -> Array:
+def load(source: Given, *indices: Array) -> Array:
     """An element: from the end if an index is negative, as torch counts; never outside."""
     at = []
     for dim, index in enumerate(indices):
-        size = given.sizes[dim]
+        size = source.sizes[dim]
         index = jnp.where(index < 0, index + size, index)
         at.append(jnp.clip(index, 0, size - 1))
-    return given.values[tuple(at)]
+    return source.values[tuple(at)]
 
 
 def floor_div(a: Array, b: Array) -> Array:

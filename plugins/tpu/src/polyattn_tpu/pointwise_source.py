@@ -50,8 +50,8 @@ def _expression(traced: Trace, number: int) -> str:
         return f"load({', '.join([f'inputs[{node.what!r}]', *(f'x{a}' for a in args)])})"
     if op == "written":
         called, names = node.what
-        given = [f"{name}=inputs[{name!r}].values" for name in names]
-        call = f"written[{called!r}]({', '.join([*(f'x{a}' for a in args), *given])})"
+        arguments = [f"{name}=inputs[{name!r}].values" for name in names]
+        call = f"written[{called!r}]({', '.join([*(f'x{a}' for a in args), *arguments])})"
         return f"jnp.asarray({call}, {DTYPES[node.kind]})"
     if op.startswith("to_"):
         return _cast(traced, args[0], op.removeprefix("to_"))

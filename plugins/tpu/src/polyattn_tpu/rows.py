@@ -99,13 +99,17 @@ class Rows:
             missing = width - array.shape[-1]
             return jnp.pad(array, (*((0, 0),) * (array.ndim - 1), (0, missing)))
 
-        values = _run(trace, {
-            "element": lambda node: padded(values.astype(jnp.float32)),
-            "vector": lambda node: padded(jnp.asarray(node.what, KINDS[node.kind])),
-            "gather": lambda node, x: padded(
-                jnp.broadcast_to(x, (*x.shape[:-1], width))[..., jnp.asarray(node.what)]
-            ),
-        }, lax.optimization_barrier)  # fmt: skip
+        values = _run(
+            trace,
+            {
+                "element": lambda node: padded(values.astype(jnp.float32)),
+                "vector": lambda node: padded(jnp.asarray(node.what, KINDS[node.kind])),
+                "gather": lambda node, x: padded(
+                    jnp.broadcast_to(x, (*x.shape[:-1], width))[..., jnp.asarray(node.what)]
+                ),
+            },
+            lax.optimization_barrier,
+        )
         return values[trace.score][..., : trace.length].astype(jnp.uint8)
 
 

@@ -76,9 +76,9 @@ class Split:
         self.known[number] = np.asarray(value, dtype)
         return number
 
-    def _read(self, jaxpr: Any, consts: Any, given: list[int]) -> list[int]:
+    def _read(self, jaxpr: Any, consts: Any, inputs: list[int]) -> list[int]:
         """Add what a function of JAX's does, those that it calls in its place; return its results."""
-        numbers: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+        numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             numbers[var] = self._constant(value, var.aval.dtype)
 
@@ -168,8 +168,8 @@ class Split:
                 stack += self.maker[number].args
         for op in self.ops:
             if needed.intersection(op.outs):
-                given = [there[a] for a in op.args]
-                made = op.primitive.bind(*given, **op.params)
+                operands = [there[a] for a in op.args]
+                made = op.primitive.bind(*operands, **op.params)
                 made = made if op.primitive.multiple_results else [made]
                 there |= zip(op.outs, made, strict=True)
         return [there[number] for number in wanted]

@@ -105,10 +105,10 @@ class Step:
         return bool(self.query_lens) and set(self.query_lens) == {1}
 
 
-def _ints(name: str, given: ArrayLike | None, shape: tuple[int | None, ...]) -> Ints | None:
-    if given is None:
+def _ints(name: str, values: ArrayLike | None, shape: tuple[int | None, ...]) -> Ints | None:
+    if values is None:
         return None
-    numbers = np.asarray(given)
+    numbers = np.asarray(values)
     fits = numbers.ndim == len(shape) and all(
         n is None or n == m for n, m in zip(shape, numbers.shape, strict=True)
     )

@@ -45,7 +45,7 @@ def complete(module: Any) -> None:
 
     def as_dtype(array: Any, dtype: Any) -> Any:
         word = mappings.t2j_dtype(dtype)
-        return array.apply_jax(lambda found: jax.lax.bitcast_convert_type(found, word))
+        return array.apply_jax(lambda words: jax.lax.bitcast_convert_type(words, word))
 
     environment = module.default_env()
     here = ops_registry.all_torch_functions[torch.Tensor.__getitem__].func

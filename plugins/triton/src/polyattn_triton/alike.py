@@ -53,7 +53,7 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
     `WHOLE`: of those whose tiles fill the chip's `slots`, or wouldn't end sooner in pieces. `tiles`: of
     all KV heads, (requests,). `keys`: of a tile, the most.
     """
-    found: Ints = np.full(len(tiles), WHOLE)
+    tiles_of: Ints = np.full(len(tiles), WHOLE)
     some = np.flatnonzero((tiles < slots) & (keys > PIECE))
     if len(some):
         count, lens = tiles[some, None], keys[some, None]
@@ -68,8 +68,8 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
         costs = np.where(coarse | (lens <= SIZES), np.inf, costs)
         best = costs.argmin(1)
         sooner = costs.min(1) < lens[:, 0] + START
-        found[some[sooner]] = SIZES[best[sooner]]
-    return found
+        tiles_of[some[sooner]] = SIZES[best[sooner]]
+    return tiles_of
 
 
 class AlikeAttention(PlannedAttention):

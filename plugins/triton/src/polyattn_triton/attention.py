@@ -158,9 +158,9 @@ class TritonAttention(AlikeAttention):
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
         if plan.merging is not None:
-            kept = cache.key if cache is not None else frame.key
-            assert kept is not None
-            self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
+            source = cache.key if cache is not None else frame.key
+            assert source is not None
+            self.merge(plan, params, out, lse, source.dtype.itemsize == 1)
 
     def _prefill(
         self,
@@ -189,8 +189,8 @@ class TritonAttention(AlikeAttention):
         factors = self._factors(query, key, params)
         if plan.at_once:
             assert self.hopper is not None
-            given = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
-            if self.hopper(plan, self.spec_of(plan.batch), *given):
+            tensors = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
+            if self.hopper(plan, self.spec_of(plan.batch), *tensors):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.portable_of(plan)
@@ -282,9 +282,11 @@ class TritonAttention(AlikeAttention):
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None
         each = (
-            (*strides.query, 1), (*strides.key, 1), (*strides.value, 1),
+            (*strides.query, 1),
+            (*strides.key, 1),
+            (*strides.value, 1),
             (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
-        )  # fmt: skip
+        )
         dtype = STORAGE_DTYPES[spec.dtype]
         sites = [
             self._decode_site(plan, each, (dtype, dtype), lse, self._none) for lse in (False, True)
@@ -305,9 +307,13 @@ class TritonAttention(AlikeAttention):
         merger, width = self.merger, spec.num_heads * spec.v_head_size
 
         def run(
-            query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            params: LayerParams,
+            out: Tensor,
             lse: Tensor | None,
-        ) -> None:  # fmt: skip
+        ) -> None:
             sinks, alibi = params.sinks, params.alibi_slopes
             some = none if sinks is None else sinks, none if alibi is None else alibi
             tensors = query, key, value, out, out if lse is None else lse, *some, none, *scales
@@ -397,16 +403,16 @@ class TritonAttention(AlikeAttention):
         if plan.chosen or (generated is None and rope is None):
             return self._none
         key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
-        found = plan.inputs.get(key)
-        if found is None:
+        values = plan.inputs.get(key)
+        if values is None:
             parts = []
             if generated is not None:
-                given = {**plan.batch.inputs, **params.inputs, **self._captured}
-                parts = [table(generated.trace, plan.batch.seq_index, given, plan.lists)]
+                tensors = {**plan.batch.inputs, **params.inputs, **self._captured}
+                parts = [table(generated.trace, plan.batch.seq_index, tensors, plan.lists)]
             if rope is not None:
                 parts.append(self._turned(rope, plan.config.block_n))
-            found = plan.inputs[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return found
+            values = plan.inputs[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values
 
     def _turned(self, rope: RopeSpec, block_n: int) -> Tensor:
         """Return the address of the table that keys are rotated by, int64 (1,)."""
@@ -417,13 +423,13 @@ class TritonAttention(AlikeAttention):
         return self._turns[block_n][1]
 
     def _factors(
-        self, query: Tensor, kept: Tensor, params: LayerParams
+        self, query: Tensor, source: Tensor, params: LayerParams
     ) -> tuple[float, float, float]:
-        """Return the scale of logits and of values, and the soft cap; `kept`: the keys that are read."""
+        """Return the scale of logits and of values, and the soft cap; `source`: the keys it reads."""
         scale, soft_cap, values = self.spec.scale, self.spec.logit_soft_cap or 1.0, 1.0
         if self.by_tensors:  # the kernel reads them
             return scale, values, soft_cap
-        if kept.dtype.itemsize == 1:
+        if source.dtype.itemsize == 1:
             scale, values = scale * params.k_scale, params.v_scale
         if query.dtype.itemsize == 1:
             scale *= params.q_scale
@@ -467,6 +473,8 @@ def _site(
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
     return Site(
-        kernel, (*q[:2], *kept, *out[:2]), constants,
+        kernel,
+        (*q[:2], *kept, *out[:2]),
+        constants,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )  # fmt: skip
+    )

@@ -47,9 +47,13 @@ def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
     """Return `pair_kernel`'s constants, in its order."""
     assert spec.recurrent is not None
     return (
-        spec.num_heads // spec.num_kv_heads, spec.head_size, power(spec.head_size), CHUNK,
-        spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm,
-    )  # fmt: skip
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_size,
+        power(spec.head_size),
+        CHUNK,
+        spec.kind is AttentionKind.KDA,
+        spec.recurrent.qk_norm,
+    )
 
 
 def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
@@ -65,35 +69,35 @@ def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
 
 def by_token(
     spec: LayerSpec,
-    given: tuple[Tensor, ...],
+    tensors: tuple[Tensor, ...],
     out: Tensor,
     states: Tensor,
     meta: tuple[Tensor, Tensor, Tensor],
     options: dict[str, int],
     targets: Tensor | None = None,
 ) -> None:
-    """Run a step a token at a time. `given`: as `INPUTS`; `meta`: sequences' starts, lengths, slots.
+    """Run a step a token at a time. `tensors`: as `INPUTS`; `meta`: sequences' starts, lengths, slots.
 
     `targets`: `Batch.state_targets` of drafts.
     """
-    beta, constants = given[4], channel_constants(spec, targets is not None)
+    beta, constants = tensors[4], channel_constants(spec, targets is not None)
     to, each = (meta[2], 0) if targets is None else (targets, targets.stride(0))
-    strides = (*_strides(given), beta.stride(0), *out.stride()[:2], *states.stride()[:2], each)
+    strides = (*_strides(tensors), beta.stride(0), *out.stride()[:2], *states.stride()[:2], each)
     _channel(
         (meta[2].numel(), spec.num_heads, triton.cdiv(constants[2], constants[4])),
-        (*given, out, states, *meta, to), (spec.scale,), strides, (), constants, options,
+        (*tensors, out, states, *meta, to), (spec.scale,), strides, (), constants, options,
     )  # fmt: skip
 
 
 def given_inputs(spec: LayerSpec, inputs: Mapping[str, Tensor], none: Tensor) -> tuple[Tensor, ...]:
     """Return the inputs in the kernels' order, elements of a head as neighbours; `none` for none."""
-    found = [inputs[name] if name else none for name in INPUTS[spec.kind]]
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in found)
+    tensors = [inputs[name] if name else none for name in INPUTS[spec.kind]]
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _strides(given: tuple[Tensor, ...]) -> tuple[int, ...]:
+def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return token and head strides of all inputs but beta, 0 for one that isn't there."""
-    q, k, v, g, _, a, b = given
+    q, k, v, g, _, a, b = tensors
     return tuple(s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2])
 
 
@@ -110,32 +114,38 @@ class Channels:
 
     def __call__(
         self,
-        given: tuple[Tensor, ...],
+        tensors: tuple[Tensor, ...],
         out: Tensor,
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
         tiles: tuple[Tensor, Tensor],
     ) -> None:
-        """Run a step. `given`, `meta`: as `by_token`; `tiles`: chunks' sequences and first tokens."""
+        """Run a step. `tensors`, `meta`: as `by_token`; `tiles`: chunks' sequences and first tokens."""
         spec = self.spec
-        q, k, v, g, beta, a, b = given
+        q, k, v, g, beta, a, b = tensors
         tokens, per_head = len(q), self.matrices * CHUNK
         per_token = spec.num_heads * per_head
         if self.work is None:
             self.work = torch.empty(0, dtype=v.dtype, device=v.device)
         self.work = work = at_least(self.work, tokens * per_token, self._outgrown)
-        strides = _strides(given)
+        strides = _strides(tensors)
         along = (per_token, per_head)
         starts, _, slots = meta
         _pair(
             (len(tiles[0]), spec.num_heads, 1),
-            (q, k, g, beta, a, b, work, starts, slots, *tiles), (),
-            (*strides[:4], *strides[6:], beta.stride(0), *along), (), pair_constants(spec),
+            (q, k, g, beta, a, b, work, starts, slots, *tiles),
+            (),
+            (*strides[:4], *strides[6:], beta.stride(0), *along),
+            (),
+            pair_constants(spec),
             PAIR_OPTIONS,
-        )  # fmt: skip
+        )
         _chunk(
             (slots.numel(), spec.num_heads, triton.cdiv(spec.v_head_size, self.constants[4])),
-            (q, k, v, g, a, b, work, out, states, *meta), (spec.scale,),
-            (*strides, *along, *out.stride()[:2], *states.stride()[:2]), (), self.constants,
+            (q, k, v, g, a, b, work, out, states, *meta),
+            (spec.scale,),
+            (*strides, *along, *out.stride()[:2], *states.stride()[:2]),
+            (),
+            self.constants,
             {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},
-        )  # fmt: skip
+        )

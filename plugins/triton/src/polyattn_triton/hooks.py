@@ -15,7 +15,7 @@ from polyattn.plugin import (
     Proof,
     Role,
     Variant,
-    hookimpl,
+    declare,
     multiples,
     names,
 )
@@ -53,9 +53,13 @@ ALIKE_WITHOUT = {
 
 
 def declared(
-    name: str, path: str, claims: Capabilities, *priorities: Priority,
-    interpreted: GraphCapture | None = None, **fields: Any,
-) -> BackendInfo:  # fmt: skip
+    name: str,
+    path: str,
+    claims: Capabilities,
+    *priorities: Priority,
+    interpreted: GraphCapture | None = None,
+    **fields: Any,
+) -> BackendInfo:
     """Return a backend of two builds: the compiled one, and the interpreted one for tests.
 
     `interpreted`: what the interpreter's may be captured in, where that differs.
@@ -270,15 +274,17 @@ TRITON_INDEX = declared(
     summary="index keys scored, and the best candidates listed, in two launches",
 )
 
-
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [
-        TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_TOKEN_SCAN, TRITON_STORE,
-        TRITON_MERGE, TRITON_INDEX
-    ]  # fmt: skip
+declare(
+    __name__,
+    api_versions=(1, 1),
+    backends=[
+        TRITON_ATTN,
+        TRITON_MLA,
+        TRITON_MLA_SPARSE,
+        TRITON_SCAN,
+        TRITON_TOKEN_SCAN,
+        TRITON_STORE,
+        TRITON_MERGE,
+        TRITON_INDEX,
+    ],
+)

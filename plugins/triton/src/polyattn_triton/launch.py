@@ -227,11 +227,11 @@ def load(kernels: Iterable[Any]) -> None:
     What doesn't fit on the device is told, and fails where a step asks for it.
     """
     for kernel in {id(kernel): kernel for kernel in kernels if kernel is not None}.values():
-        found = kernel.result() if hasattr(kernel, "result") else kernel
+        compiled = kernel.result() if hasattr(kernel, "result") else kernel
         try:
-            found._init_handles()
+            compiled._init_handles()
         except OutOfResources as error:
-            _log.warning("TRITON_ATTN can't run a variant of %s here: %s", found.name, error)
+            _log.warning("TRITON_ATTN can't run a variant of %s here: %s", compiled.name, error)
 
 
 class Site:
@@ -274,12 +274,12 @@ class Site:
                 *pointers, *floats, *self.ints, *free, *self.constants,
             )  # fmt: skip
             return
-        given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
+        arguments = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
         asked = _compiling.get()
         if asked is not None:
-            asked.append(self.kernel.warmup(*given, grid=grid, **self.options))
+            asked.append(self.kernel.warmup(*arguments, grid=grid, **self.options))
             return
-        variant = self.kernel[grid](*given, **self.options)
+        variant = self.kernel[grid](*arguments, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
             self.device = tensors[0].device.index

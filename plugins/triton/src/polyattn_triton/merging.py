@@ -52,12 +52,15 @@ class Merger:
         site(
             merging.grid(plan.rows, spec.num_kv_heads),
             (
-                parts, part_lse, out, out if lse is None else lse,
-                part_lse if sinks is None else sinks, *scales, plan.batch.query_start_loc, plan.work,
+                parts,
+                part_lse,
+                out,
+                out if lse is None else lse,
+                part_lse if sinks is None else sinks,
+                *scales,
+                plan.batch.query_start_loc,
+                plan.work,
             ),
             (v_scale,),
-            (
-                strides[2], plan.splits if plan.way == "many" else plan.grid[0],
-                int(merging.by_tile),
-            ),
-        )  # fmt: skip
+            (strides[2], plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile)),
+        )

@@ -61,8 +61,9 @@ def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
         logging.getLogger("polyattn").warning(
             "TRITON_MLA runs its portable kernel on %s, a third slower: Triton %s's Gluon lacks what "
             "the kernel for Hopper needs; install triton 3.6",
-            arch, triton.__version__,
-        )  # fmt: skip
+            arch,
+            triton.__version__,
+        )
     return pick_mla(spec, arch, gluon)
 
 
@@ -126,9 +127,12 @@ class Kernels:
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
         cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
         return LatentPlan(
-            batch, Way(True, few), programs, to_device(dealt.work(tiles), self.torch_device, before),
+            batch,
+            Way(True, few),
+            programs,
+            to_device(dealt.work(tiles), self.torch_device, before),
             Merge(programs, *cut),
-        )  # fmt: skip
+        )
 
     def launch(
         self,

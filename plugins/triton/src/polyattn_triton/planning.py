@@ -88,9 +88,10 @@ class PlannedAttention(AttentionBackend):
         self.prefill_config = tile_config(spec, arch, "prefill")
         # The plan lists tiles before it is known where the keys are read from.
         self.paged_config = replace(
-            tile_config(spec, arch, "paged"), block_m=self.prefill_config.block_m,
+            tile_config(spec, arch, "paged"),
+            block_m=self.prefill_config.block_m,
             block_n=self.prefill_config.block_n,
-        )  # fmt: skip
+        )
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
         self.generated = Generated.of(spec)
@@ -317,8 +318,9 @@ class PlannedAttention(AttentionBackend):
             plan.way, plan.rows = "pieces", plan.config.block_m
             self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before)
         if lister is not None:
-            plan.lists = lister.listed(plan.batch, self.spec_of(plan.batch), plan.config, plan.work,
-                                       len(tiles.keys))  # fmt: skip
+            plan.lists = lister.listed(
+                plan.batch, self.spec_of(plan.batch), plan.config, plan.work, len(tiles.keys)
+            )
 
     def _plan_whole(self, plan: AttentionPlan, tiles: Tiles, before: Tensor | None) -> bool:
         """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
@@ -364,14 +366,14 @@ class PlannedAttention(AttentionBackend):
     def _resident(self, plan: AttentionPlan) -> int:
         """Return how many of a plan's programs a multiprocessor holds at once."""
         key = (plan.way, plan.config, self.on_one)
-        found = self._residents.get(key)
-        if found is None:
+        programs = self._residents.get(key)
+        if programs is None:
             most = self.on_one or on_one(self.spec, plan.config, plan.way)
             if plan.config == self.packed:
                 most = FEW_ON_ONE * PLACES
             needed = shared_bytes(self.spec, plan.config, plan.way)
-            found = self._residents[key] = fitting(self.torch_device, needed, most)
-        return found
+            programs = self._residents[key] = fitting(self.torch_device, needed, most)
+        return programs
 
     def _deal(
         self,

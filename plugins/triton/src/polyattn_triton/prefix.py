@@ -117,13 +117,13 @@ class PrefixLauncher:
 
     def programs(self, config: PrefixConfig) -> int:
         """Return how many programs of each KV head fill the chip."""
-        found = self._programs.get(config)
-        if found is None:
+        most = self._programs.get(config)
+        if most is None:
             needed = prefix_bytes(self.spec, config)
             on_one = fitting(self.torch_device, needed, config.on_one)
-            found = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
-            self._programs[config] = found
-        return found
+            most = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
+            self._programs[config] = most
+        return most
 
     def run(self, plan: PrefixPlan, step: PrefixStep) -> None:
         """Attend to all pieces, then merge each row's parts."""
@@ -142,18 +142,27 @@ class PrefixLauncher:
             config = plan.config
             read = Rows.of(cache.format, cache.alignment, spec.dtype)
             constants = prefix_constants(
-                spec, config, cache.block_size, self.device.arch, key == value,
+                spec,
+                config,
+                cache.block_size,
+                self.device.arch,
+                key == value,
                 NO_ROWS if read is None else read.constants(apart=False),
-            )  # fmt: skip
+            )
             site = self._sites[which] = Site(
-                prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,
+                prefix_kernel,
+                (*step.query.stride()[:2], *key[:3], *value[:3]),
+                constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
-            )  # fmt: skip
+            )
         scale, v_scale, soft_cap = step.factors
         site(
-            plan.grid, (step.query, cache.key, cache.value, *step.scales[:2]), (scale, soft_cap),
-            (*plan.table, bounds, part_rows), plan.kept,
-        )  # fmt: skip
+            plan.grid,
+            (step.query, cache.key, cache.value, *step.scales[:2]),
+            (scale, soft_cap),
+            (*plan.table, bounds, part_rows),
+            plan.kept,
+        )
         out, lse = step.out, step.lse
         which = ("merge", out.stride(), out.dtype, lse is None)
         site = self._sites.get(which)
@@ -167,10 +176,12 @@ class PrefixLauncher:
         site(
             (plan.batch.num_seqs, -(-spec.gqa_ratio // rows), spec.num_kv_heads),
             (
-                out, out if lse is None else lse, none if params.sinks is None else params.sinks,
+                out,
+                out if lse is None else lse,
+                none if params.sinks is None else params.sinks,
                 *step.scales[2:],
             ),
             (v_scale,),
             (0 if lse is None else lse.stride(0), parts, listed, part_rows),
             plan.merging,
-        )  # fmt: skip
+        )

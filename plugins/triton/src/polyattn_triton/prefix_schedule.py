@@ -47,8 +47,8 @@ class Shape:
     def costs(self, count: Ints) -> Ints:
         """Return what a key tile costs for so many rows of the batch."""
         small = count * self.group <= self.small
-        found: Ints = np.where(small, self.config.small_us, self.config.tall_us)
-        return found
+        us: Ints = np.where(small, self.config.small_us, self.config.tall_us)
+        return us
 
 
 @dataclass(frozen=True, slots=True)

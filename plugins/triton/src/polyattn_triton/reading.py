@@ -80,10 +80,10 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
     )
     at = program * share
     stop = np.minimum(at + share, total)
-    found: list[tuple[Ints, ...]] = []
+    reads: list[tuple[Ints, ...]] = []
     while True:
         some = at < stop
-        if not some.any() or share <= 0 or len(found) > count + 1:
+        if not some.any() or share <= 0 or len(reads) > count + 1:
             break
         program, at, stop, tile, low, high, seq, row = (
             x[some] for x in (program, at, stop, tile, low, high, seq, row)
@@ -91,7 +91,7 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         keys_at = low + item
         first, last = low // share, (high - 1) // share
         part = np.where(last > first, 2 * program + (first == program), -1)
-        found.append(
+        reads.append(
             (seq, row, np.maximum(at - keys_at, 0), np.minimum(stop, high) - keys_at, part)
         )
         at, low = high, high
@@ -100,10 +100,10 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         seq, row = tile, 0 * tile
         if tiled:
             seq, row = work[line + count + 1 + tile], work[line + 2 * count + 1 + tile]
-    if len(found) > count + 1:
+    if len(reads) > count + 1:
         work.faults.append(f"a program goes on after {count} tiles")
     none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
-    return Pieces(*(np.concatenate(same) for same in zip(*(found or [none]), strict=True)))
+    return Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
 
 
 def merged_tiles(work: Work, programs: int, merge: Merge, tiled: bool) -> tuple[Ints, ...]:
@@ -182,9 +182,9 @@ def keys_of(
     )
 
 
-def room_of(kept: tuple[Tensor, ...], width: int) -> int:
-    """Return how many rows of parts a workspace holds, whose outputs and LSEs `kept` begins with."""
-    rows: int = min(kept[1].numel(), kept[0].numel() // width)
+def room_of(tensors: tuple[Tensor, ...], width: int) -> int:
+    """Return how many rows of parts a workspace holds, whose outputs and LSEs `tensors` begins with."""
+    rows: int = min(tensors[1].numel(), tensors[0].numel() // width)
     return rows
 
 
@@ -289,9 +289,10 @@ def _whole(plan: AttentionPlan, work: Work, backend: PlannedAttention) -> Pieces
         inside = at - section * count * plan.at_once
         done = np.bincount(
             np.minimum(inside // plan.at_once, count - 1) * heads
-            + section * plan.at_once + inside % plan.at_once,
+            + section * plan.at_once
+            + inside % plan.at_once,
             minlength=jobs,
-        )  # fmt: skip
+        )
         for job in np.flatnonzero(done != 1)[:5].tolist():
             work.faults.append(
                 f"tile {job // heads} of KV head {job % heads} is computed {done[job]} times"
@@ -364,10 +365,14 @@ def _of_splits(
         if grid[0] != len(seq) or grid[1] * plan.merging.rows(height) < group:
             faults.append(f"splits are merged by a grid of {grid}")
     return Merges(
-        seq, 0 * seq, 0 * seq + group, 0 * seq, 0 * seq + heads,
+        seq,
+        0 * seq,
+        0 * seq + group,
+        0 * seq,
+        0 * seq + heads,
         np.arange(len(seq) + 1) * merged,
         ((seq * heads * splits)[:, None] + np.arange(merged)).ravel() * height,
-    )  # fmt: skip
+    )
 
 
 def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Reads:
@@ -403,14 +408,12 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
     )  # fmt: skip
     keys = Keys(np.arange(len(seq)), begin[which], end[which])
     room = room_of(plan.kept.tensors, spec.v_head_size)
-    return Reads(
-        group, heads, items, keys, merges, room, part_rows, launcher.block_size, faults
-    )  # fmt: skip
+    return Reads(group, heads, items, keys, merges, room, part_rows, launcher.block_size, faults)
 
 
 def latent_reads(
     spec: LayerSpec, config: MLAConfig, space: Workspace, plan: LatentPlan, batch: Batch
-) -> Reads:  # fmt: skip
+) -> Reads:
     """Return what TRITON_MLA reads of a step: tiles of (token, head) rows over one latent a token."""
     faults: list[str] = []
     work, step = Work(plan.work, faults), step_of(batch)

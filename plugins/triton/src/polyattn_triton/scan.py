@@ -65,9 +65,13 @@ def scan_constants(
     has = ("D" in params, "dt_bias" in params)
     if kind is AttentionKind.SHORT_CONV and drafts:
         return (
-            spec.num_heads, form.conv_width, triton.next_power_of_2(form.conv_width), DRAFT_CHANNELS,
-            "bias" in params, form.activation == "silu",
-        )  # fmt: skip
+            spec.num_heads,
+            form.conv_width,
+            triton.next_power_of_2(form.conv_width),
+            DRAFT_CHANNELS,
+            "bias" in params,
+            form.activation == "silu",
+        )
     if kind is AttentionKind.SHORT_CONV:
         return (
             spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
@@ -88,9 +92,12 @@ def scan_constants(
     config = pick_scan(arch, kind, phase)
     keys, values = key_value_sizes(spec)
     sizes = (
-        spec.num_heads // spec.num_kv_heads, keys, values, power(keys),
+        spec.num_heads // spec.num_kv_heads,
+        keys,
+        values,
+        power(keys),
         min(config.block_v, power(values)),
-    )  # fmt: skip
+    )
     mamba, delta = kind is AttentionKind.MAMBA2, kind is AttentionKind.GDN
     softplus = mamba and form.dt_softplus
     if decode:
@@ -106,9 +113,7 @@ class ScanPlan(Plan):
     after each token goes.
     """
 
-    __slots__ = (
-        "cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
-    )  # fmt: skip
+    __slots__ = ("cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start")
     cut: Cut | None
     tile_seq: Tensor
     tile_start: Tensor
@@ -167,11 +172,11 @@ class TritonScan(RecurrentBackend):
         if self._channels is not None:
             self._by_channel(plan, inputs, states, out)
             return
-        given, phase = frozenset(params), plan.phase
-        constants = self._constants.get((phase, given))
+        names, phase = frozenset(params), plan.phase
+        constants = self._constants.get((phase, names))
         if constants is None:
-            constants = scan_constants(self.spec, phase, self.device.arch, given)
-            self._constants[phase, given] = constants
+            constants = scan_constants(self.spec, phase, self.device.arch, names)
+            self._constants[phase, names] = constants
         kind = self.spec.kind
         if kind is AttentionKind.SHORT_CONV:
             self._convolve(plan, inputs["x"], params, states, out, constants)
@@ -183,11 +188,11 @@ class TritonScan(RecurrentBackend):
     def _by_channel(self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor) -> None:
         assert self._channels is not None
         meta = (plan.starts, plan.seq_lens, plan.slots)
-        given = given_inputs(self.spec, inputs, self._none)
+        tensors = given_inputs(self.spec, inputs, self._none)
         if plan.phase != "prefill":
-            by_token(self.spec, given, out, states, meta, TOKEN_OPTIONS, plan.targets)
+            by_token(self.spec, tensors, out, states, meta, TOKEN_OPTIONS, plan.targets)
         elif len(plan.tile_seq):
-            self._channels(given, out, states, meta, (plan.tile_seq, plan.tile_start))
+            self._channels(tensors, out, states, meta, (plan.tile_seq, plan.tile_start))
 
     def _convolve(
         self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
@@ -223,14 +228,14 @@ class TritonScan(RecurrentBackend):
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
-        given.append(dense(inputs["z"]) if "z" in inputs else given[0])
+        tensors = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
+        tensors.append(dense(inputs["z"]) if "z" in inputs else tensors[0])
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
             assert self._selective is not None and plan.cut is not None
-            self._selective(given, params, out, states, meta, plan.cut)
+            self._selective(tensors, params, out, states, meta, plan.cut)
             return
-        x, dt, B, C, z = given
+        x, dt, B, C, z = tensors
         config = pick_scan(self.device.arch, self.spec.kind, "decode")
         to, each = plan.goal
         _mamba1(
@@ -254,9 +259,7 @@ class TritonScan(RecurrentBackend):
         dt, g, beta = (inputs.get(name, none) for name in ("dt", "g", "beta"))
         rate = params["A"] if mamba else params.get("decay", none)
         optional = (params.get("D", none), params.get("dt_bias", none))
-        strides = (
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        )  # fmt: skip
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         rows = tuple(t.stride(0) if t.dim() == 2 else 0 for t in (dt, g, beta))
         s = states.stride()
         along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
@@ -266,9 +269,10 @@ class TritonScan(RecurrentBackend):
         of_z = z.stride()[:2]
         to, each = plan.goal
         grid = (
-            plan.batch.num_seqs, spec.num_heads,
+            plan.batch.num_seqs,
+            spec.num_heads,
             triton.cdiv(key_value_sizes(spec)[1], constants[4]),
-        )  # fmt: skip
+        )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         o = (out.stride(0), out.stride(1))
         scale = (1.0 if mamba else spec.scale,)
@@ -282,14 +286,22 @@ class TritonScan(RecurrentBackend):
             _delta(
                 grid,
                 (q, k, v, g, beta, out, states, *meta),
-                scale, (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
-            )  # fmt: skip
+                scale,
+                (*strides, *rows[1:], *o, s[0], s[1]),
+                (),
+                constants,
+                options,
+            )
         else:
             _gated(
                 grid,
                 (q, k, v, dt, g, rate, *optional, z, out, states, *meta),
-                scale, (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (), constants, options,
-            )  # fmt: skip
+                scale,
+                (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along),
+                (),
+                constants,
+                options,
+            )
 
 
 def dense(tensor: Tensor) -> Tensor:

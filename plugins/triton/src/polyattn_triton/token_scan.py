@@ -62,17 +62,21 @@ class TritonTokenScan(RecurrentBackend):
             self._units(plan, frame.inputs, frame.params, frame.states, frame.out)
         else:
             meta = (plan.starts, plan.seq_lens, plan.slots)
-            given = given_inputs(self.spec, frame.inputs, self._none)
-            by_token(self.spec, given, frame.out, frame.states, meta, self._options, plan.targets)
+            tensors = given_inputs(self.spec, frame.inputs, self._none)
+            by_token(self.spec, tensors, frame.out, frame.states, meta, self._options, plan.targets)
 
     def _units(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
-        given = [dense(inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
+        tensors = [dense(inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
         to, each = plan.goal
-        strides = (*[tensor.stride(0) for tensor in (*given, out, states)], each)
+        strides = (*[tensor.stride(0) for tensor in (*tensors, out, states)], each)
         _unit(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
-            (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots, to),
-            (), strides, (), token_constants(self.spec, plan.targets is not None), self._options,
-        )  # fmt: skip
+            (*tensors, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots, to),
+            (),
+            strides,
+            (),
+            token_constants(self.spec, plan.targets is not None),
+            self._options,
+        )

@@ -262,11 +262,6 @@ WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
 stretches, of stretches with a few query tokens a sequence; prefill of whole tiles, of stretches."""
 
 
-def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
-    """Return the ways there are: where a program merges no splits, a kernel merges few of them too."""
-    return tuple(way for way in WAYS if way != "split" or most_merged_by_one(spec, arch))
-
-
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
     if way in ("prefill", "pieces"):
@@ -304,16 +299,16 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
         return tuple(replace(c, block_n=_most_keys(spec, arch, c.block_n)) for c in known)
-    found: list[PrefixConfig] = []
+    configs: list[PrefixConfig] = []
     height = least
-    while not found or height <= UNTUNED_TALLEST:
+    while not configs or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
         small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
-        found.append(PrefixConfig(*tile, on_one, small, 22, 40))
+        configs.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2
-    return tuple(found)
+    return tuple(configs)
 
 
 def prefix_constants(

@@ -10,7 +10,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
-    hookimpl,
+    declare,
     multiples,
     names,
     one_of,
@@ -50,25 +50,12 @@ XPU_FLASH_ATTN = BackendInfo(
     proof={"xpu": Proof.SIGNATURE},
 )
 
+PLATFORM = Platform(
+    name="xpu",
+    profiles=PROFILES,
+    detect="polyattn_xpu.platform:detect",
+    rank=20,
+    current="polyattn_xpu.platform:current",
+)
 
-@hookimpl
-def polyattn_api_versions() -> tuple[int, int]:
-    return (1, 1)
-
-
-@hookimpl
-def polyattn_platforms() -> list[Platform]:
-    return [
-        Platform(
-            name="xpu",
-            profiles=PROFILES,
-            detect="polyattn_xpu.platform:detect",
-            rank=20,
-            current="polyattn_xpu.platform:current",
-        )
-    ]
-
-
-@hookimpl
-def polyattn_backends() -> list[BackendInfo]:
-    return [XPU_FLASH_ATTN]
+declare(__name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[XPU_FLASH_ATTN])

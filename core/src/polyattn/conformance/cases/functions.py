@@ -35,9 +35,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 }
 """What sets functions and masks on the base spec: each of core's variants, each kind of mask, both."""
 BESIDE: dict[str, dict[str, Any]] = {
-    "window": {"sliding_window": 21}, "soft cap": {"logit_soft_cap": 1.5}, "alibi": {"alibi": True},
+    "window": {"sliding_window": 21},
+    "soft cap": {"logit_soft_cap": 1.5},
+    "alibi": {"alibi": True},
     "lse": {"needs_lse": True},
-}  # fmt: skip
+}
 """Features of the spec's own that come before."""
 
 
@@ -87,5 +89,5 @@ def refused(info: BackendInfo, spec: LayerSpec) -> str | None:
     variant = variant_of(spec)
     if variant is None or info.variant_check is None:
         return None
-    found: str | None = load_object(info.variant_check)(variant)
-    return found
+    problem: str | None = load_object(info.variant_check)(variant)
+    return problem

@@ -44,13 +44,17 @@ def layer_for(indexer: IndexerSpec, dtype: str) -> LayerSpec:
     """Return a layer that attends to what an indexer chooses."""
     most = indexer.budget if isinstance(indexer.budget, int) else 1 << 16
     return LayerSpec(
-        kind=AttentionKind.SPARSE, num_heads=indexer.choices, head_size=64, dtype=dtype,
+        kind=AttentionKind.SPARSE,
+        num_heads=indexer.choices,
+        head_size=64,
+        dtype=dtype,
         indexer=indexer,
         sparse=SparseSpec(
-            budget=most + indexer.tail, granularity=indexer.pool * indexer.tokens_per_entry,
+            budget=most + indexer.tail,
+            granularity=indexer.pool * indexer.tokens_per_entry,
             scope="kv_head" if indexer.choices > 1 else "all",
         ),
-    )  # fmt: skip
+    )
 
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:

@@ -32,9 +32,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 }
 """And with which the first one is: what a step's masks show comes with the step."""
 _LATENTS: tuple[dict[str, Any], ...] = (
-    {"dtype": "float32", "needs_lse": True}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"},
+    {"dtype": "float32", "needs_lse": True},
+    {"dtype": "float16"},
+    {"kv_cache_dtype": "int8"},
     {"num_heads": 5, "num_kv_heads": 5},
-)  # fmt: skip
+)
 """Other latent layers whose bits are compared."""
 
 

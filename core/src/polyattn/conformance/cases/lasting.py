@@ -14,9 +14,7 @@ COPIES = frozenset({"tpu"})
 """Platforms whose backends have copies of caches: a cache of gigabytes would be one of each step's."""
 
 
-def derive(
-    caps: Capabilities, base: LayerSpec, batch: str, device: Device
-) -> Iterator[Case]:  # fmt: skip
+def derive(caps: Capabilities, base: LayerSpec, batch: str, device: Device) -> Iterator[Case]:
     """Yield the cases of a backend's plainest layer; `batch`: rows of which a backend gets
     views.
     """

@@ -39,9 +39,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Falcon": {"num_heads": 71, "num_kv_heads": 1},
     "Llama-405B": {"num_heads": 128, "num_kv_heads": 8},
     "block 48": {"block_size": 48},
-    "gpt-oss": {
-        "num_heads": 8, "num_kv_heads": 1, "sliding_window": 128, "learned_sinks": True,
-    },
+    "gpt-oss": {"num_heads": 8, "num_kv_heads": 1, "sliding_window": 128, "learned_sinks": True},
     "gpt-oss without a window": {"num_heads": 16, "num_kv_heads": 2, "learned_sinks": True},
     "Gemma-3-1B": {"sliding_window": 512},
     "Gemma-3": {"sliding_window": 1024},
@@ -58,10 +56,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "200 tokens kept": {"sliding_window": 64, "sink_tokens": 200},
     "200 kept beside a window": {"causal": False, "sliding_window": 8, "sink_tokens": 200},
     "200 kept beside a window, group 8": {
-        "causal": False, "sliding_window": 8, "sink_tokens": 200, "num_heads": 8, "num_kv_heads": 1,
+        "causal": False,
+        "sliding_window": 8,
+        "sink_tokens": 200,
+        "num_heads": 8,
+        "num_kv_heads": 1,
     },
     "9 kept beside a window": {"causal": False, "sliding_window": 2, "sink_tokens": 9},
-}  # fmt: skip
+}
 """Layers as published models have them, of fewer heads, and what else was seen: fields of a spec.
 
 Every other one returns its LSE, where a backend claims it.
@@ -139,12 +141,14 @@ FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     "all full": (tuple({"block_size": size} for size in (64, 128, 256, 512)), "all full"),
     "long context": (
         (
-            {"sliding_window": 32768}, {"sliding_window": 2**31 - 1}, {"chunk_size": 1 << 20},
+            {"sliding_window": 32768},
+            {"sliding_window": 2**31 - 1},
+            {"chunk_size": 1 << 20},
             {"sliding_window": 40, "sink_tokens": 1 << 20},
         ),
         "decode",
     ),
-}  # fmt: skip
+}
 """Of a step of the plainest layer: which other layers are looked at in its case, and in which step.
 
 Each feature by itself over a long context, larger blocks, and what is longer than every text.

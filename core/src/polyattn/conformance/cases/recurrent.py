@@ -20,9 +20,12 @@ from polyattn.workload.steps import RECURRENT
 
 def _sized(heads: int, size: int, groups: int, value: int = 0, **form: Any) -> dict[str, Any]:
     return {
-        "num_heads": heads, "num_kv_heads": groups, "head_size": size, "v_head_size": value or size,
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_size": size,
+        "v_head_size": value or size,
         "recurrent": RecurrentSpec(**form),
-    }  # fmt: skip
+    }
 
 
 EACH, LAST = "each tokens target", "each sequences target"
@@ -140,8 +143,11 @@ def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     if base.kind in (AttentionKind.MAMBA1, AttentionKind.MAMBA2):
         yield "B and C in float32", base.replace(recurrent=replace(form, bc_in_float32=True))
     if base.kind is not AttentionKind.SHORT_CONV and base.dtype != "float64":
-        for kept in ("bfloat16", "float16"):
-            yield f"state {kept}", base.replace(recurrent=replace(form, state_dtype=kept))
+        for state_dtype in ("bfloat16", "float16"):
+            yield (
+                f"state {state_dtype}",
+                base.replace(recurrent=replace(form, state_dtype=state_dtype)),
+            )
 
 
 def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:

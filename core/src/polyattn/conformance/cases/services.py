@@ -83,9 +83,11 @@ def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
             part = RopeSpec(pairing=pairing, rotary_size=size, **factor)  # type: ignore[arg-type]
             for label in ("", " bias"):
                 yield Case(
-                    "store_rotated", f"{where} {size} of {whole}{label}", spec.replace(rope=part),
+                    "store_rotated",
+                    f"{where} {size} of {whole}{label}",
+                    spec.replace(rope=part),
                     "some",
-                )  # fmt: skip
+                )
         yield Case("store_rotated", f"{where} v 32 bias", spec.replace(v_head_size=32), "some")
 
 

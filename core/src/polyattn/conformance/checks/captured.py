@@ -36,10 +36,10 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
     buffers = MixedBuffers(SIZE, 64, form.block_size, harness.torch_device)
     captured = layer.group.plan(buffers.longest())
     for lengths in STEPS:
-        given = harness.step(layer, lengths)
-        tokens = given.batch.num_tokens
-        assert buffers.fits(given.batch)
-        filled = buffers.fill(given.batch)
+        work = harness.step(layer, lengths)
+        tokens = work.batch.num_tokens
+        assert buffers.fits(work.batch)
+        filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
         places = buffers.places[:tokens]
 
@@ -48,12 +48,12 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
             whole = tensor.new_zeros(SIZE.tokens, *tensor.shape[1:])
             return whole.index_copy_(0, places, tensor)
 
-        step = given.remembered().but(
-            batch=filled, query=wide(given.query), key=wide(given.key), value=wide(given.value)
+        step = work.remembered().but(
+            batch=filled, query=wide(work.query), key=wide(work.key), value=wide(work.value)
         )
         step.run(captured)
         lse = None if step.lse is None else step.lse[places]
-        given.compare(step.out[places], lse, "a mixed plan reused: ")
+        work.compare(step.out[places], lse, "a mixed plan reused: ")
 
 
 def mixed_graph(case: Case, harness: Harness) -> None:
@@ -70,21 +70,21 @@ def mixed_graph(case: Case, harness: Harness) -> None:
     graphs = StepGraphs([layer.group], step, [SIZE], 64)
     graphs.capture(first.tensors())
     for lengths in STEPS:
-        given = harness.step(layer, lengths)
-        assert given.cache is not None
-        blocks = given.cache.num_blocks
-        for stored, wanted in ((cache.key, given.cache.key), (cache.value, given.cache.value)):
+        work = harness.step(layer, lengths)
+        assert work.cache is not None
+        blocks = work.cache.num_blocks
+        for stored, wanted in ((cache.key, work.cache.key), (cache.value, work.cache.value)):
             stored[:blocks] = wanted
-        found = graphs.replay(given.remembered().batch, given.tensors()).clone()
-        given.compare(found, None, "replayed: ")
-        graph = graphs.find(given.batch)
+        replayed = graphs.replay(work.remembered().batch, work.tensors()).clone()
+        work.compare(replayed, None, "replayed: ")
+        graph = graphs.find(work.batch)
         assert graph is not None
-        filled = graph.buffers.fill(given.batch)
+        filled = graph.buffers.fill(work.batch)
         eager = layer(*graph.inputs.values(), cache, filled)
-        rows = slice(0, len(found))
+        rows = slice(0, len(replayed))
         if isinstance(graph.buffers, MixedBuffers):
             eager = eager[graph.buffers.places[rows]]
-        assert torch.equal(eager[rows], found), (
+        assert torch.equal(eager[rows], replayed), (
             "a replay has other bits than the same step run eagerly"
         )
 
@@ -113,14 +113,14 @@ def graph(case: Case, harness: Harness) -> None:
     ]
     for reverse in (False, True):
         lengths = _captured_lengths(case, block)
-        given = harness.step(layer, lengths[::-1] if reverse else lengths)
-        assert given.cache is not None and cache is not None
-        cache.key[: given.cache.num_blocks] = given.cache.key
-        cache.value[: given.cache.num_blocks] = given.cache.value
-        eager = given.remembered().run()
-        assert torch.equal(graphs.replay(given.batch, given.tensors()), eager)
+        work = harness.step(layer, lengths[::-1] if reverse else lengths)
+        assert work.cache is not None and cache is not None
+        cache.key[: work.cache.num_blocks] = work.cache.key
+        cache.value[: work.cache.num_blocks] = work.cache.value
+        eager = work.remembered().run()
+        assert torch.equal(graphs.replay(work.batch, work.tensors()), eager)
         assert all(bool((other == 7).all()) for other in others), "it wrote beside its own memory"
-        given.check()
+        work.check()
 
 
 def reuse(case: Case, harness: Harness) -> None:
@@ -136,25 +136,29 @@ def reuse(case: Case, harness: Harness) -> None:
     rows = len(lengths) + 2
     query_len = max(query for query, _ in lengths)
     buffers = StepBuffers(
-        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device,
+        rows,
+        query_len,
+        8 * form.block_size,
+        form.block_size,
+        harness.torch_device,
         padding_rows=layer.group.planner.padding_rows,
-    )  # fmt: skip
+    )
     buffers.seq_lens.fill_(buffers.padding_len)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.step(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
+        work = harness.step(layer, chosen)
+        tokens = work.batch.num_tokens
+        filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
         query, key, value = (
             torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
-            for t in (given.query, given.key, given.value)
+            for t in (work.query, work.key, work.value)
             if t is not None
         )
-        step = given.remembered().but(batch=filled, query=query, key=key, value=value)
+        step = work.remembered().but(batch=filled, query=query, key=key, value=value)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
-        given.compare(step.out[:tokens], lse, "a plan reused: ")
+        work.compare(step.out[:tokens], lse, "a plan reused: ")
 
 
 def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
@@ -171,9 +175,9 @@ def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
     buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.step(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
+        work = harness.step(layer, chosen)
+        tokens = work.batch.num_tokens
+        filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
 
         def wide(tensor: Tensor | None, short: int = rows - tokens) -> Tensor | None:
@@ -181,11 +185,11 @@ def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
                 return None
             return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
 
-        widened = {name: wide(getattr(given, name)) for name in fields}
-        step = given.remembered().but(batch=filled, **widened)
+        widened = {name: wide(getattr(work, name)) for name in fields}
+        step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
-        given.compare(step.out[:tokens], lse, "a plan reused: ")
+        work.compare(step.out[:tokens], lse, "a plan reused: ")
 
 
 def bounds(case: Case, harness: Harness) -> None:
@@ -200,9 +204,13 @@ def bounds(case: Case, harness: Harness) -> None:
     assert batch.block_table is not None
     longest = batch.block_table.shape[1] * form.block_size
     bounded = Batch.on_buffers(
-        batch.starts, [longest] * batch.num_seqs, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, batch.slot_mapping,
-    )  # fmt: skip
+        batch.starts,
+        [longest] * batch.num_seqs,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.slot_mapping,
+    )
     plan = layer.group.plan(bounded)
     given.check("planned by bounds: ", plan)
     # The same plan, after the device's lengths have changed.
@@ -217,24 +225,24 @@ def bounds(case: Case, harness: Harness) -> None:
     _by_address(held, plan)
 
 
-def _by_address(given: AttentionWorkload, plan: StepPlan) -> None:
+def _by_address(work: AttentionWorkload, plan: StepPlan) -> None:
     """Run a plan by bounds over pages by its tensors' addresses, where its backend has such a way."""
-    cache = given.cache
+    cache = work.cache
     assert isinstance(plan, AttentionStep) and cache is not None
     if len(plan.calls) != 1 or plan.calls[0].block_size is not None:
         return
     (call,) = plan.calls
-    of_query, of_key, of_value = given.query.stride(), cache.key.stride(), cache.value.stride()
+    of_query, of_key, of_value = work.query.stride(), cache.key.stride(), cache.value.stride()
     strides = PageStrides(of_query[:2], of_key[:3], of_value[:3])  # type: ignore[arg-type]
     run = call.backend.addressed_pages(call.plan, strides)
     if run is None:
         return
-    out = torch.full(plan.out_shape, torch.nan, device=given.device).to(plan.out_dtype)
+    out = torch.full(plan.out_shape, torch.nan, device=work.device).to(plan.out_dtype)
     lse = None
-    if given.spec.needs_lse:
-        lse = torch.full(plan.lse_shape, torch.nan, device=given.device)
-    run(given.query[None], cache.key, cache.value, given.layer.params, out[None], lse)
-    given.compare(out, lse, "over pages by addresses: ")
+    if work.spec.needs_lse:
+        lse = torch.full(plan.lse_shape, torch.nan, device=work.device)
+    run(work.query[None], cache.key, cache.value, work.layer.params, out[None], lse)
+    work.compare(out, lse, "over pages by addresses: ")
 
 
 def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:

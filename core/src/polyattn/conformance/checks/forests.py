@@ -58,20 +58,18 @@ def forest_graph(case: Case, harness: Harness) -> None:
         return layer(query, None, None, cache, plans[layer.group])
 
     steps = [_step(layer, name, harness) for name in FORESTS]
-    blocks = max(given.cache.num_blocks for given, _ in steps if given.cache is not None)
+    blocks = max(work.cache.num_blocks for work, _ in steps if work.cache is not None)
     cache = layer.group.allocate_cache(blocks)
-    graphs = StepGraphs(
-        [layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True
-    )  # fmt: skip
+    graphs = StepGraphs([layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True)
     graphs.capture({"query": steps[0][0].query})
-    for given, levels in (*steps, steps[0]):
-        held = given.remembered().held
+    for work, levels in (*steps, steps[0]):
+        held = work.remembered().held
         assert held is not None
         cache.key[: held.num_blocks], cache.value[: held.num_blocks] = held.key, held.value
-        told = given.batch.with_shared_prefix(levels)
-        found = graphs.replay(told, {"query": given.query})
-        out, lse = found if isinstance(found, tuple) else (found, None)
-        given.compare(out, lse, "a replayed step that shares: ")
+        told = work.batch.with_shared_prefix(levels)
+        replayed = graphs.replay(told, {"query": work.query})
+        out, lse = replayed if isinstance(replayed, tuple) else (replayed, None)
+        work.compare(out, lse, "a replayed step that shares: ")
 
 
 def _step(layer: Attention, name: str, harness: Harness) -> tuple[AttentionWorkload, Levels]:

@@ -40,10 +40,10 @@ def index_ranked(case: Case, harness: IndexHarness) -> None:
     batch, frame = harness.step(case.spec, case.batch, whole=False)
     backend.run(backend.plan(batch), frame)
     exact = harness.expected(case.spec, batch, frame)
-    found = frame.out.cpu()
-    assert torch.equal((found >= 0).sum(2), (exact >= 0).sum(2)), "another number of ids"
-    for token, choice in (found != exact).any(2).nonzero().tolist():
+    chosen = frame.out.cpu()
+    assert torch.equal((chosen >= 0).sum(2), (exact >= 0).sum(2)), "another number of ids"
+    for token, choice in (chosen != exact).any(2).nonzero().tolist():
         scores = reference.scored(case.spec, batch, frame, token)[choice]
-        ids = ([n for n in each[token, choice].tolist() if n >= 0] for each in (found, exact))
+        ids = ([n for n in each[token, choice].tolist() if n >= 0] for each in (chosen, exact))
         problem = reference.ranking_problem(scores, *ids)
         assert problem is None, f"token {token} {problem}"

@@ -29,13 +29,13 @@ Piece = tuple[int, int, int]
 """A sequence, and the first and the last but one of its tokens that a step asks for."""
 
 
-def same_bits(found: Tensor, expected: Tensor, what: str) -> None:
+def same_bits(result: Tensor, expected: Tensor, what: str) -> None:
     """Assert that no bit differs; says how many elements do."""
-    differ = int((bits(found) != bits(expected)).sum())
+    differ = int((bits(result) != bits(expected)).sum())
     if differ:
-        most = float((found.double() - expected.double()).abs().max())
+        most = float((result.double() - expected.double()).abs().max())
         raise AssertionError(
-            f"{what}: {differ} of {found.numel()} elements have other bits, off by up to {most:.3g}"
+            f"{what}: {differ} of {result.numel()} elements have other bits, off by up to {most:.3g}"
         )
 
 
@@ -48,7 +48,7 @@ def regrouped(case: Case, harness: Harness) -> None:
     queries, lens = lens_of(step.lengths)
     for requests in drawn_requests(harness.dice, len(queries), DRAWS):
         some = step.picked(requests)
-        found = some.run()
+        result = some.run()
         its_lse, its_states = _kept(some)
         for place, request in enumerate(requests):
             if not lens[request]:
@@ -56,7 +56,7 @@ def regrouped(case: Case, harness: Harness) -> None:
             mine = slice(*some.batch.starts[place : place + 2])
             same = slice(*step.batch.starts[request : request + 2])
             what = f"request {request} of a step of {requests}"
-            same_bits(found[mine], out[same], what)
+            same_bits(result[mine], out[same], what)
             if lse is not None and its_lse is not None:
                 same_bits(its_lse[mine], lse[same], f"LSE of {what}")
             if states is not None and its_states is not None:
@@ -74,9 +74,7 @@ def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
 def _kept(step: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return a step's LSE and the states that it left, where it has them."""
     lse, states = step.__dict__.get("lse"), step.__dict__.get("states")
-    return (
-        None if lse is None else lse.clone(), None if states is None else states.data.clone()
-    )  # fmt: skip
+    return (None if lse is None else lse.clone(), None if states is None else states.data.clone())
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
@@ -131,9 +129,13 @@ class Told:
         table = work.batch.block_table[[s for s, _, _ in pieces]]
         host = table.cpu().numpy()
         step = work.but(
-            lengths=lengths, query=work.query[rows], key=work.key[rows], value=work.value[rows],
-            cache=self.cache, batch=paged(lengths, table, self.block, host_block_table=host),
-        )  # fmt: skip
+            lengths=lengths,
+            query=work.query[rows],
+            key=work.key[rows],
+            value=work.value[rows],
+            cache=self.cache,
+            batch=paged(lengths, table, self.block, host_block_table=host),
+        )
         what = ", ".join(f"tokens {a} to {b} of sequence {s}" for s, a, b in pieces[:4])
         what += "…" if len(pieces) > 4 else ""
         same_bits(step.run(), self.out[rows], what)
@@ -205,8 +207,8 @@ def hits(case: Case, harness: Harness) -> None:
     """
     told = Told(case, harness, shared=True)
     told.ask([(0, 0, told.totals[0])])
-    found = SHARED * told.block
-    told.ask([(1, found, told.totals[1] - 1)])
+    hit = SHARED * told.block
+    told.ask([(1, hit, told.totals[1] - 1)])
     last = [(i, told.totals[i] - 1, told.totals[i]) for i in (0, 1)]
     told.ask(last)
     told.ask(last[::-1])
@@ -225,8 +227,8 @@ def given_alike(case: Case, harness: Harness) -> None:
         out = torch.full_like(told.out[rows], torch.nan)
         lse = None if told.lse is None else torch.full_like(told.lse[rows], torch.nan)
         batch = Batch.from_lens(lens, lens, device=work.query.device)
-        given = work.query[rows], work.keys[rows], work.values[rows]
-        layer.run(layer.plan(batch), *given, None, out, lse)
+        tokens = work.query[rows], work.keys[rows], work.values[rows]
+        layer.run(layer.plan(batch), *tokens, None, out, lse)
         same_bits(out, told.out[rows], f"sequences {requests} packed, without a cache")
         if told.lse is not None and lse is not None:
             same_bits(lse, told.lse[rows], f"LSE of sequences {requests} packed")
@@ -259,8 +261,8 @@ def divided(case: Case, harness: Harness) -> None:
             ).to(out.device)
             lengths = [(b - at[i], b) for i, b in zip(some, ends, strict=True)]
             batch = whole.step(lengths, slots[some])
-            found = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
-            same_bits(found, out[rows], f"steps of {lengths}")
+            result = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
+            same_bits(result, out[rows], f"steps of {lengths}")
             for i, b in zip(some, ends, strict=True):
                 at[i] = b
         same_bits(states.data[whole.slots[: len(totals)]], ended, "the states at the end")

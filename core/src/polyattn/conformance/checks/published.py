@@ -34,9 +34,7 @@ MOST_HEADS = 142
 """Query heads of a layer of pairs: Falcon's group of 71, twice."""
 FEW = 3
 """So many of its rows, the shortest, are there again in larger steps."""
-MODES = {
-    "gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode,
-}  # fmt: skip
+MODES = {"gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode}
 OF_STEPS = frozenset({"layout", "lie", "mode", "sequences", "decodes", "prompts"})
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
@@ -167,10 +165,13 @@ def _pair(harness: Harness, spec: LayerSpec, choice: Choice, covering: Covering)
         order = [order[n] for n in harness.dice.order(count).tolist()]
     _lying(known.picked(order), choice).check(f"{choice}: ")
     own = {rows[row] for row in order}
-    covering.meet(choice | {
-        "decodes": [row for row in choice["decodes"] if (1, *row) in own],
-        "prompts": [row for row in choice["prompts"] if _prompt(row) in own],
-    })  # fmt: skip
+    covering.meet(
+        choice
+        | {
+            "decodes": [row for row in choice["decodes"] if (1, *row) in own],
+            "prompts": [row for row in choice["prompts"] if _prompt(row) in own],
+        }
+    )
 
 
 def _lying(step: AttentionWorkload, choice: Choice) -> AttentionWorkload:
@@ -210,9 +211,10 @@ def fits(choice: Choice, most: int) -> bool:
         return False
     if choice.get("sink_tokens") and choice.get("sliding_window", 1) is None:
         return False
-    if choice.get("v_head_size", 0) not in (0, choice.get("head_size", choice.get("v_head_size"))) and (
-        layout == "contiguous" or lie == "packed"
-    ):  # fmt: skip
+    if choice.get("v_head_size", 0) not in (
+        0,
+        choice.get("head_size", choice.get("v_head_size")),
+    ) and (layout == "contiguous" or lie == "packed"):
         return False
     if layout == "contiguous" and lie == "packed":
         return False
@@ -232,21 +234,25 @@ def by_heads(tensor: Tensor) -> Tensor:
 
 def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Return the values of which a backend may serve a layer."""
-    found = dict(VALUES)
+    values = dict(VALUES)
     for name, sizes in (
-        ("head_size", caps.head_sizes), ("group", caps.gqa_ratios), ("block_size", caps.block_sizes),
+        ("head_size", caps.head_sizes),
+        ("group", caps.gqa_ratios),
+        ("block_size", caps.block_sizes),
         ("v_head_size", caps.v_head_sizes),
-    ):  # fmt: skip
-        found[name] = tuple(each for each in VALUES[name] if not each or each in sizes)
+    ):
+        values[name] = tuple(each for each in VALUES[name] if not each or each in sizes)
     for name, claimed in (
-        ("dtype", caps.dtypes), ("kv_cache_dtype", caps.kv_cache_dtypes), ("layout", caps.layouts),
-    ):  # fmt: skip
-        found[name] = tuple(each for each in VALUES[name] if each in claimed)
+        ("dtype", caps.dtypes),
+        ("kv_cache_dtype", caps.kv_cache_dtypes),
+        ("layout", caps.layouts),
+    ):
+        values[name] = tuple(each for each in VALUES[name] if each in claimed)
     if not base.cached:
-        found |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
-        del found["layout"]
+        values |= {"kv_cache_dtype": ("auto",), "block_size": (None,), "lie": ("plain", "by heads")}
+        del values["layout"]
     if "prefill" not in caps.phases:
-        found["query"] = (1,)
+        values["query"] = (1,)
     unclaimed = {
         "group": "gqa", "causal": "non_causal", "chunk_size": "chunked", "needs_lse": "lse",
         **{n: n for n in ("sliding_window", "sink_tokens", "logit_soft_cap", "alibi", "learned_sinks")},
@@ -254,8 +260,8 @@ def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     }  # fmt: skip
     for name, feature in unclaimed.items():
         if feature not in caps.features or (name == "v_head_size" and caps.v_head_pairs):
-            found[name] = VALUES[name][:1]
-    return {name: each or (getattr(base, name),) for name, each in found.items()}
+            values[name] = VALUES[name][:1]
+    return {name: each or (getattr(base, name),) for name, each in values.items()}
 
 
 def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:

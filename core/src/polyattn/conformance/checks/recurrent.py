@@ -74,12 +74,12 @@ def state_isolation(case: Case, harness: Harness) -> None:
     slot, rows = int(batch.state_slots[victim]), slice(*batch.starts[victim : victim + 2])
     for part in range(-1, len(step.tokens)):
         states = start.clone()
-        given = [tensor.clone() for tensor in step.tokens]
+        tokens = [tensor.clone() for tensor in step.tokens]
         if part < 0:
             states[slot] = spoiled(states[slot], how)
         else:
-            given[part][rows] = spoiled(given[part][rows], how)
-        after = step.but(states=StateCache(states), tokens=given).run()
+            tokens[part][rows] = spoiled(tokens[part][rows], how)
+        after = step.but(states=StateCache(states), tokens=tokens).run()
         same = step.real_rows()
         same[rows] = False
         what = "state" if part < 0 else list(layer.form.inputs)[part]
@@ -105,11 +105,11 @@ def state_targets(case: Case, harness: Harness) -> None:
     assert slots is not None and targets is not None
     queries, lens = step.batch.query_lens, step.batch.lens
     counts = [max(1, query - 1 - index % 2) for index, query in enumerate(queries)]
-    kept = torch.tensor(counts, device=harness.torch_device)
+    numbers = torch.tensor(counts, device=harness.torch_device)
     alive = [
         i for i, (query, length) in enumerate(zip(queries, lens, strict=True)) if query and length
     ]
-    start = StateCache.accepted(targets, kept)[alive]
+    start = StateCache.accepted(targets, numbers)[alive]
     after = [lens[i] - queries[i] + counts[i] for i in alive]
     batch = step.step([(1, length + 1) for length in after], start)
     more = step.but(batch=batch, tokens=step.more(len(alive)), used=start.tolist())
@@ -134,13 +134,13 @@ def rejected_drafts(case: Case, harness: Harness) -> None:
         tokens = step.more(3 * most)
         drafts = step.but(batch=step.step([(most, n + most) for n in lens], slots), tokens=tokens)
         label = f"drafts, step {turn}: "
-        found = drafts.check(label)
+        result = drafts.check(label)
         rows = torch.tensor([i * most + t for i in range(3) for t in range(counts[i])])
         rows = rows.to(harness.torch_device)
         lens = [n + count for n, count in zip(lens, counts, strict=True)]
         batch = Batch.from_lens(counts, lens, state_slots=slots, device=harness.torch_device)
         expected = alone(*(x[rows] for x in tokens), states=states, plan=batch)
-        step.agree(found[rows], expected, f"{label}accepted ")
+        step.agree(result[rows], expected, f"{label}accepted ")
 
 
 def recurrent_out(case: Case, harness: Harness) -> None:
@@ -202,14 +202,14 @@ def recurrent_graph(case: Case, harness: Harness) -> None:
     graphs = StepGraphs([layer.group], step, [size], longest)
     graphs.capture(first.tensors())
     for chosen in (RECURRENT[case.batch], RECURRENT[case.batch][::-1]):
-        given = _to_capture(case, harness, layer, chosen)
-        states.data.copy_(given.states.data)
-        replayed = graphs.replay(given.batch, given.tensors())
-        expected = given.check()
+        work = _to_capture(case, harness, layer, chosen)
+        states.data.copy_(work.states.data)
+        replayed = graphs.replay(work.batch, work.tensors())
+        expected = work.check()
         if case.inputs != LAST:  # which eager steps move by a copy before another kernel
             assert torch.equal(replayed, expected)
-            assert torch.equal(states.data[given.used], given.states.data[given.used])
-        _same(given, replayed, expected, states)
+            assert torch.equal(states.data[work.used], work.states.data[work.used])
+        _same(work, replayed, expected, states)
 
 
 def recurrent_reuse(case: Case, harness: Harness) -> None:
@@ -223,19 +223,19 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
     )  # fmt: skip
     captured = layer.group.plan(buffers.batch([longest] * size.rows))
     for chosen in (lengths, lengths[::-1], lengths[1:]):
-        given = _to_capture(case, harness, layer, chosen)
-        tokens, start = given.batch.num_tokens, given.states.data.clone()
-        assert buffers.fits(given.batch)
-        layer.group.plan(buffers.fill(given.batch), reuse=captured)
+        work = _to_capture(case, harness, layer, chosen)
+        tokens, start = work.batch.num_tokens, work.states.data.clone()
+        assert buffers.fits(work.batch)
+        layer.group.plan(buffers.fill(work.batch), reuse=captured)
         wide = [
-            torch.cat([t, t.new_zeros(size.tokens - tokens, *t.shape[1:])]) for t in given.tokens
+            torch.cat([t, t.new_zeros(size.tokens - tokens, *t.shape[1:])]) for t in work.tokens
         ]
         states = StateCache(start.clone())
-        found = given.but(tokens=wide, states=states).run(captured)
-        expected = given.check()
-        _same(given, found[:tokens], expected, states)
-        kept = [slot for slot in range(len(start)) if slot not in given.used]
-        assert torch.equal(bits(states.data[kept]), bits(start[kept])), (
+        result = work.but(tokens=wide, states=states).run(captured)
+        expected = work.check()
+        _same(work, result[:tokens], expected, states)
+        others = [slot for slot in range(len(start)) if slot not in work.used]
+        assert torch.equal(bits(states.data[others]), bits(start[others])), (
             "a stranger's slot was written"
         )
 
@@ -256,7 +256,7 @@ def _to_capture(
     return step
 
 
-def _same(given: RecurrentWorkload, found: Tensor, expected: Tensor, states: StateCache) -> None:
+def _same(work: RecurrentWorkload, result: Tensor, expected: Tensor, states: StateCache) -> None:
     """Assert that a captured step's output and states are the eager one's."""
-    given.agree(found, expected, "a plan reused: ")
-    given.agree(states.data[given.used], given.states.data[given.used], "a plan reused, its state ")
+    work.agree(result, expected, "a plan reused: ")
+    work.agree(states.data[work.used], work.states.data[work.used], "a plan reused, its state ")

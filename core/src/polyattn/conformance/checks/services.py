@@ -95,11 +95,11 @@ def _merged(case: Case, harness: MergeHarness, backend: MergeBackend, count: int
         precise = torch.float64 if case.spec.dtype == "float64" else torch.float32
         total, total_lse = parts[0][0].to(precise, copy=True), parts[0][1].to(precise, copy=True)
         for out, lse in parts[1:]:
-            given, given_lse = out.clone(), lse.to(precise, copy=True)
-            kept = given_lse.clone()
-            backend.run(total, total_lse, given, given_lse)
-            unchanged("the part's output", given, out)
-            unchanged("the part's LSE", given_lse, kept)
+            before, given_lse = out.clone(), lse.to(precise, copy=True)
+            lse_before = given_lse.clone()
+            backend.run(total, total_lse, before, given_lse)
+            unchanged("the part's output", before, out)
+            unchanged("the part's LSE", given_lse, lse_before)
         expected, expected_lse = over_all(parts)
         limit = STATES * (1.0 if precise is torch.float32 else 0.1)
         error, lse_off = output_error(total, expected), lse_error(total_lse, expected_lse)

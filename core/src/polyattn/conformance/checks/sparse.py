@@ -88,13 +88,13 @@ def sparse_graph(case: Case, harness: Harness) -> None:
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})
     for chosen in (pairs(first.batch), pairs(first.batch)[::-1]):
-        given = harness.step(layer, chosen)
-        for mine, theirs in ((cache.key, given.cache.key), (cache.value, given.cache.value)):
+        work = harness.step(layer, chosen)
+        for mine, theirs in ((cache.key, work.cache.key), (cache.value, work.cache.value)):
             mine[: len(theirs)] = theirs
-        eager = given.remembered().run()
-        replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
+        eager = work.remembered().run()
+        replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
         assert torch.equal(replayed, eager)
-        given.check()
+        work.check()
 
 
 def sparse_reuse(case: Case, harness: Harness) -> None:
@@ -123,12 +123,19 @@ def _specs(draw: st.DrawFn, base: LayerSpec, dtypes: list[str]) -> LayerSpec:
     scope, heads = draw(st.sampled_from(SCOPES)), draw(st.integers(1, 4))
     latent = heads == 1 and draw(st.booleans())
     choice = SparseSpec(
-        budget=draw(st.integers(1, 20)), granularity=group, scope=scope,
+        budget=draw(st.integers(1, 20)),
+        granularity=group,
+        scope=scope,
         tokens_per_entry=draw(st.sampled_from((1, 1, 2, 4, 128))),
-        physical=group == 1 and draw(st.booleans()), value_in_key=latent,
-    )  # fmt: skip
+        physical=group == 1 and draw(st.booleans()),
+        value_in_key=latent,
+    )
     return LayerSpec(
-        kind=base.kind, num_heads=heads * draw(st.integers(1, 4)), num_kv_heads=heads,
-        head_size=base.head_size, dtype=draw(st.sampled_from(dtypes)),
-        block_size=draw(st.sampled_from((None, 1, 16, 48, 128))), sparse=choice,
-    )  # fmt: skip
+        kind=base.kind,
+        num_heads=heads * draw(st.integers(1, 4)),
+        num_kv_heads=heads,
+        head_size=base.head_size,
+        dtype=draw(st.sampled_from(dtypes)),
+        block_size=draw(st.sampled_from((None, 1, 16, 48, 128))),
+        sparse=choice,
+    )

@@ -57,9 +57,13 @@ _RECURRENT: tuple[Check, ...] = (
     search.recurrent_search,
 )  # fmt: skip
 _SPARSE: tuple[Check, ...] = (
-    sparse.sparse, sparse.sparse_plans, sparse.sparse_others, sparse.sparse_graph,
-    sparse.sparse_reuse, sparse.sparse_search,
-)  # fmt: skip
+    sparse.sparse,
+    sparse.sparse_plans,
+    sparse.sparse_others,
+    sparse.sparse_graph,
+    sparse.sparse_reuse,
+    sparse.sparse_search,
+)
 _INDEX: tuple[Check, ...] = (index.index, index.index_ranked)
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)

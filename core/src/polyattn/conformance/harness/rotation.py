@@ -96,13 +96,13 @@ class RotationHarness(StoreHarness):
             assert key is not None and value is not None, f"{self.backend} kept no keys"
             self.near(f"{label}kept key", key, exact["key"], dtype, 1.0)
             self.near(f"{label}kept value", value, exact["value"], dtype, 1.0)
-        kept = step.slots >= 0
-        at = step.slots[kept] // cache.block_size, step.slots[kept] % cache.block_size
+        has_slot = step.slots >= 0
+        at = step.slots[has_slot] // cache.block_size, step.slots[has_slot] % cache.block_size
         scales = step.params.k_scale, step.params.v_scale
         for name, stored, was, scale in zip(
             ("key", "value"), (cache.key, cache.value), held, scales, strict=True
         ):
-            wanted = exact[name][kept.cpu()]
+            wanted = exact[name][has_slot.cpu()]
             self.near(f"{label}stored {name}", stored[at], wanted, stored.dtype, scale)
             rest = bits(stored) != bits(was)
             rest[at] = False
@@ -125,10 +125,10 @@ class RotationHarness(StoreHarness):
         return {"query": query, "key": key, "value": value}
 
     def near(
-        self, name: str, found: Tensor, exact: Tensor, dtype: torch.dtype, scale: Scale
+        self, name: str, result: Tensor, exact: Tensor, dtype: torch.dtype, scale: Scale
     ) -> None:
         """Assert that numbers are as near to what is exact as their dtype allows, but for own errors."""
-        assert found.shape == exact.shape and found.dtype == dtype, f"{name} is {found.dtype}"
+        assert result.shape == exact.shape and result.dtype == dtype, f"{name} is {result.dtype}"
         if not exact.numel():
             return
         own = OWN_ERRORS if dtype != torch.float64 else 1e-14
@@ -142,7 +142,7 @@ class RotationHarness(StoreHarness):
             best = quantize(exact.float(), dtype, 1.0).double()
         else:
             best = exact.to(dtype).double()
-        excess = (found.cpu().double() - exact).abs() - (best - exact).abs()
+        excess = (result.cpu().double() - exact).abs() - (best - exact).abs()
         wrong = excess > own * largest
         assert not wrong.any(), (
             f"{self.backend}: {name} is wrong, first for token {int(wrong.nonzero()[0, 0])}: "

@@ -111,20 +111,23 @@ class StoreHarness(Harness):
         """Assert that `new.cache` holds what it must, bit for bit, or rounded to what is as near."""
         scales = (new.params.k_scale, new.params.v_scale)
         for name, given, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
-            found, wanted = getattr(new.cache, name), getattr(held, name)
-            wrong = bits(found) != bits(wanted)
+            stored, wanted = getattr(new.cache, name), getattr(held, name)
+            wrong = bits(stored) != bits(wanted)
             if not wrong.any():
                 continue
-            kept = new.slots >= 0
-            at = new.slots[kept] // new.cache.block_size, new.slots[kept] % new.cache.block_size
+            has_slot = new.slots >= 0
+            at = (
+                new.slots[has_slot] // new.cache.block_size,
+                new.slots[has_slot] % new.cache.block_size,
+            )
             elsewhere = wrong.clone()
             elsewhere[at] = False
             assert not elsewhere.any(), f"{label}{self.backend} wrote a {name} where no slot is"
-            if found.dtype == torch.uint8:  # rows of bytes, which nothing else rounds to
+            if stored.dtype == torch.uint8:  # rows of bytes, which nothing else rounds to
                 if name == "value" and new.cache.value_in_key:
                     continue  # it is the key's
                 format = rows_of(new.cache.format.dtype)[name == "value"]
-                read = [decoded(rows[at], format, given.shape[2]) for rows in (found, wanted)]
+                read = [decoded(rows[at], format, given.shape[2]) for rows in (stored, wanted)]
                 same = ((read[0] == read[1]) | (read[0].isnan() & read[1].isnan())).all(-1)
                 # Of a row's NaNs any bits do, and of zeros, whose extremes have either sign.
                 alike = same & (read[1].isnan().any(-1) | (read[1] == 0).all(-1))
@@ -132,11 +135,11 @@ class StoreHarness(Harness):
                     f"{label}{self.backend} stored a {name} wrong"
                 )
                 continue
-            assert found.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
+            assert stored.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
             # What is quantised may round another way only where both are as near; no 8-bit integer
             # says NaN, and of an 8-bit float's NaNs any does.
-            exact = given[kept].double() / of_heads(scale, given.shape[1])
-            error = (found[at].double() - exact).abs()
+            exact = given[has_slot].double() / of_heads(scale, given.shape[1])
+            error = (stored[at].double() - exact).abs()
             best = (wanted[at].double() - exact).abs()
             near = (error <= best + 1e-6 * exact.abs()) | exact.isnan()
             assert bool(near.all()), f"{label}{self.backend} rounded a {name} wrong"
@@ -152,7 +155,7 @@ class MergeHarness(Harness):
     def states(self, spec: LayerSpec, parts: int, tokens: int = 40) -> list[tuple[Tensor, Tensor]]:
         """Return (output, LSE) of several parts; some rows saw no key in some, or in any."""
         dtype = STORAGE_DTYPES[spec.dtype]
-        found = []
+        parts_of = []
         for index in range(parts):
             out = self.dice.normal(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
             lse = self.dice.normal(tokens, spec.num_heads) * 3.0
@@ -163,5 +166,5 @@ class MergeHarness(Harness):
             none[4] = index > 0
             lse.masked_fill_(none, -torch.inf)
             out.masked_fill_(none[..., None], 0.0)
-            found.append((out, lse))
-        return found
+            parts_of.append((out, lse))
+        return parts_of

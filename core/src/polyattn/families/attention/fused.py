@@ -65,15 +65,15 @@ def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:
     return view
 
 
-def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:
+def fused_bias(bias: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:
     """Return a layer's bias as its store reads it. Raises `SpecError`."""
-    if given is None:
+    if bias is None:
         return None
     if spec.role is Role.CROSS:
         raise SpecError(
             "qkv_bias: cross-attention projects its keys apart from its queries; add the bias "
             "before the call"
         )
-    check_shape("qkv_bias", given, (sum(widths(spec)),))  # the query's, the key's, the value's
+    check_shape("qkv_bias", bias, (sum(widths(spec)),))  # the query's, the key's, the value's
     precise = torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32
-    return Weight("qkv_bias", given, device, precise)
+    return Weight("qkv_bias", bias, device, precise)

@@ -111,9 +111,10 @@ class Attention(Layer):
         self.qkv_bias = fused_bias(qkv_bias, spec, device)
         self.inputs, self._from_step = layer_inputs(spec, inputs, device)
         self.scales = LayerScales(
-            spec, device,
+            spec,
+            device,
             {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale},
-        )  # fmt: skip
+        )
         self._params = LayerParams(rotate=rotated_here(spec, check_rotate(spec, rotate)))
         for name, number in self.scales.numbers.items():
             setattr(self._params, name, number)

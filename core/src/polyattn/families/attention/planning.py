@@ -136,10 +136,11 @@ class Chooser:
         parts = [
             (phase, info, part)
             for phase, info, part in (
-                ("decode", decode.info, phases.decode), ("prefill", prefill.info, phases.prefill),
+                ("decode", decode.info, phases.decode),
+                ("prefill", prefill.info, phases.prefill),
             )
             if part is not None and part.batch.num_tokens
-        ]  # fmt: skip
+        ]
         if self.bounded and any(isinstance(part.rows, Tensor) for _, _, part in parts):
             # Gathered rows would have copies of lengths that only the device knows.
             return [("prefill", prefill.info, Part(batch, None))]
@@ -199,9 +200,10 @@ class AttentionStep(StepPlan):
         if transforms is not None:
             places = cache(lambda: Places.of_queries(batch))
             ops = (
-                TransformInputs(transforms, batch, places, before.keys_reach), *ops,
+                TransformInputs(transforms, batch, places, before.keys_reach),
+                *ops,
                 TransformOutput(transforms, batch, places),
-            )  # fmt: skip
+            )
         super().__init__(group, batch, ops)
         self.device, self.device_type = group.torch_device, group.device_type
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))

@@ -88,10 +88,10 @@ def attend(
     mask = visible(spec, num_queries, num_keys, first)
     pointwise = Pointwise.of(spec)
     if pointwise is not None:
-        given = _widened({**(inputs or {}), **params.inputs}, dtype)
+        values = _widened({**(inputs or {}), **params.inputs}, dtype)
         places = _places(spec.num_heads, num_queries, num_keys, seq)
-        scores = pointwise.score(scores, places, given)
-        seen = pointwise.visible(places, given)
+        scores = pointwise.score(scores, places, values)
+        seen = pointwise.visible(places, values)
         mask = mask if seen is None else (mask & seen).expand_as(scores)
         if not pointwise.softmax:
             weights = scores.masked_fill(~mask, 0.0)
@@ -159,9 +159,13 @@ def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tenso
 
 
 def read_cache(
-    spec: LayerSpec, cache: KVCache, batch: Batch, index: int, params: LayerParams,
+    spec: LayerSpec,
+    cache: KVCache,
+    batch: Batch,
+    index: int,
+    params: LayerParams,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return one sequence's keys and values, (seq_len, num_kv_heads, size), scales applied."""
     assert batch.block_table is not None
     length, size = batch.lens[index], cache.block_size
@@ -199,7 +203,7 @@ def scaled(wide: Tensor, scale: float | Tensor) -> Tensor:
 
 def _transformed(
     transforms: Transforms, query: Tensor, keys: Tensor, values: Tensor, inputs: Mapping[str, Tensor],
-    seq: int, given: bool,
+    seq: int, whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
     """Transform a sequence's queries, and keys and values where they are given and not cached.
 
@@ -210,7 +214,7 @@ def _transformed(
     every = Places(torch.tensor(seq), torch.arange(count)[:, None, None])
     own = Places(every.seq, torch.arange(count - len(query), count)[:, None, None])
     query = transforms.changed("query", query, own, named)
-    if given:
+    if whole:
         keys = transforms.changed("key", keys, every, named)
         values = transforms.changed("value", values, every, named)
     return query, keys, values, lambda output: transforms.changed("output", output, own, named)

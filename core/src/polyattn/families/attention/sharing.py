@@ -51,12 +51,15 @@ def why_not(spec: LayerSpec) -> str | None:
     if spec.latent is not None:
         return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
     for name, asked in (
-        ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
-        ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
+        ("a sliding window", spec.sliding_window),
+        ("chunks", spec.chunk_size),
+        ("ALiBi", spec.alibi),
+        ("a bitwise batch-invariant result", spec.batch_invariant),
         ("positions within the cache", unrotated(spec).rope),
-        (f"the functions of {spec.variant}", spec.variant), ("a step's mask", spec.mask),
+        (f"the functions of {spec.variant}", spec.variant),
+        ("a step's mask", spec.mask),
         ("quantised queries or outputs", spec.qkv_dtype != "auto" or spec.out_dtype != "auto"),
-    ):  # fmt: skip
+    ):
         if asked:
             return f"{name}: a shared key's part depends on each row's own position or batch"
     if spec.role is not Role.DECODER or not spec.causal:

@@ -34,13 +34,13 @@ def by_position(spec: LayerSpec, batch: Batch) -> list[tuple[LayerSpec, Part]]:
     elif not spec.sink_tokens:
         return []
     assert batch.first_positions is not None
-    kept = [max(0, spec.sink_tokens - first) for first in batch.first_positions]
+    sinks = [max(0, spec.sink_tokens - first) for first in batch.first_positions]
     plain = batch.copy()
     plain.__dict__["key_starts"], plain.first_positions = batch.key_starts, None
     parts = []
-    for count in dict.fromkeys(kept):
-        rows = [i for i, n in enumerate(kept) if n == count]
-        part = Part(plain, None) if len(rows) == len(kept) else part_of(plain, rows)
+    for count in dict.fromkeys(sinks):
+        rows = [i for i, n in enumerate(sinks) if n == count]
+        part = Part(plain, None) if len(rows) == len(sinks) else part_of(plain, rows)
         parts.append((spec.replace(sink_tokens=count), part))
     return [(spec, part) for spec, part in parts if part.batch.num_tokens]
 
@@ -60,6 +60,9 @@ def _by_chunk(batch: Batch, firsts: list[int], chunk: int) -> Batch:
             positions.append(begin)
             at = stop
     return Batch(
-        [0, *accumulate(query_lens)], lens, key_starts=starts, first_positions=positions,
+        [0, *accumulate(query_lens)],
+        lens,
+        key_starts=starts,
+        first_positions=positions,
         device=batch.device,
-    )  # fmt: skip
+    )

@@ -34,18 +34,18 @@ class Transforms:
         return _transforms(spec, generation())
 
     def changed(
-        self, name: str, given: Tensor, places: Places, inputs: Mapping[str, Tensor]
+        self, name: str, tensor: Tensor, places: Places, inputs: Mapping[str, Tensor]
     ) -> Tensor:
         """Return what the `name`d tensor (tokens, heads, size) becomes, in its dtype."""
         function = self.functions.get(name)
         if function is None:
-            return given
-        device = given.device
-        heads = torch.arange(given.shape[1], device=device)[:, None]
-        at = (places.seq, heads, places.place, torch.arange(given.shape[2], device=device))
-        wide = given if given.dtype == torch.float64 else given.float()
+            return tensor
+        device = tensor.device
+        heads = torch.arange(tensor.shape[1], device=device)[:, None]
+        at = (places.seq, heads, places.place, torch.arange(tensor.shape[2], device=device))
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
         result = torch.as_tensor(function(wide, *at, inputs=inputs))
-        return result.to(given.dtype).expand_as(given)
+        return result.to(tensor.dtype).expand_as(tensor)
 
 
 @lru_cache(maxsize=256)

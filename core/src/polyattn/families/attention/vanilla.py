@@ -27,11 +27,11 @@ class Vanilla(AttentionBackend):
 
     def run(self, plan: Plan, frame: Frame) -> None:
         batch = plan.batch.measured() if self.spec.length_bounds else plan.batch
-        found, found_lse = reference.forward(
+        result, found_lse = reference.forward(
             self.spec_of(batch), frame.query, frame.key, frame.value, frame.cache, batch, frame.params,
             torch.float64, transformed=True,
         )  # fmt: skip
-        write_output(frame.out, found, frame.params.out_scale)
+        write_output(frame.out, result, frame.params.out_scale)
         if frame.lse is not None:
             frame.lse.copy_(found_lse)
 

@@ -166,8 +166,8 @@ class AttentionWorkload(Workload):
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
         for run in (run for level in shared for run in level):
             _share(run, table, (self.keys, self.values), lens, form.block_size)
-        kept = replace(form, interleaved=self.packed)
-        self.cache = cache = KVCache.allocate(kept, num_blocks, self.device)
+        own = replace(form, interleaved=self.packed)
+        self.cache = cache = KVCache.allocate(own, num_blocks, self.device)
         poison(cache)
         slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
         assert slots is not None
@@ -218,9 +218,12 @@ class AttentionWorkload(Workload):
         rows = picked_rows(queries, requests, self.device)
         tokens = picked_rows(lens, requests, self.device)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], brought=self.brought.picked(requests),
-            query=self.query[rows], keys=self.keys[tokens], values=self.values[tokens],
-        )  # fmt: skip
+            lengths=[self.lengths[i] for i in requests],
+            brought=self.brought.picked(requests),
+            query=self.query[rows],
+            keys=self.keys[tokens],
+            values=self.values[tokens],
+        )
         queries, lens = lens_of(work.lengths)
         parts = [(work.query, queries), (work.keys, lens), (work.values, lens)]
         spoil_requests(parts, spoilt, self.dice)
@@ -340,17 +343,6 @@ def widths(spec: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int
         (spec.num_kv_heads, spec.head_size),
         (spec.num_kv_heads, spec.v_head_size),
     )
-
-
-def attention_inputs(
-    spec: LayerSpec, tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normal (query, key, value) of `tokens` tokens, in what they come in."""
-    query, key, value = (
-        torch.randn(tokens, *width, generator=generator).to(input_dtype(spec))
-        for width in widths(spec)
-    )
-    return query, key, value
 
 
 def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:

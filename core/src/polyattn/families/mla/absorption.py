@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.cache.rows import decoded
-from polyattn.runtime.program import LayerParams
+from polyattn.runtime.program import LayerParams, by_request
 
 Weights = tuple[Tensor, Tensor]
 """W_UK (num_heads, nope size, rank) and W_UV (num_heads, rank, v_head_size)."""
@@ -24,9 +24,8 @@ def _products(rows: Tensor, weights: Tensor, counts: Sequence[int] | None) -> Te
     if counts is None:
         return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
     products = rows.new_empty(*rows.shape[:2], weights.shape[2])
-    for some, into in zip(rows.split(list(counts)), products.split(list(counts)), strict=True):
-        if len(some):
-            into.copy_(torch.bmm(some.transpose(0, 1).clone(), weights).transpose(0, 1))
+    for some, into in by_request(counts, rows, products):
+        into.copy_(torch.bmm(some.transpose(0, 1).clone(), weights).transpose(0, 1))
     return products
 
 
@@ -74,10 +73,7 @@ def expand_rows(
     key = rows.new_empty(len(rows), heads, nope + rope.shape[1])
     key[..., nope:] = rope[:, None]
     value = rows.new_empty(len(rows), heads, weights[1].shape[2])
-    some = [len(rows)] if counts is None else [n for n in counts if n]
-    for each, keys, values in zip(
-        latent.split(some), key.split(some), value.split(some), strict=True
-    ):
+    for each, keys, values in by_request(counts, latent, key, value):
         each = each if counts is None else each.clone()
         keys[..., :nope] = torch.einsum("tr,hnr->thn", each, weights[0])
         values.copy_(torch.einsum("tr,hrv->thv", each, weights[1]))

@@ -77,8 +77,8 @@ def attend(
         # As if the sequence were one block, at the start of the cache.
         chosen = chosen_slots(spec, ids, first + token, len(rows), [0], max(len(rows), 1))
         output[token], lse[token] = (
-            found[0]
-            for found in reference.attend(
+            state[0]
+            for state in reference.attend(
                 alone, query[token : token + 1], key[chosen], value[chosen], None, dtype
             )
         )

@@ -26,9 +26,9 @@ class VanillaSparseMLA(SparseBackend):
         for token, row in enumerate(choice.cpu().long()):
             chosen = row[row >= 0].to(cache.key.device)
             keys = cached_rows(cache, chosen, frame.params, torch.float64).cpu()[:, None]
-            found, found_lse = reference.attend(
+            result, found_lse = reference.attend(
                 alone, frame.query[token : token + 1], keys, keys[..., :rank]
             )
-            frame.out[token].copy_(found[0])
+            frame.out[token].copy_(result[0])
             if frame.lse is not None:
                 frame.lse[token].copy_(found_lse[0])

@@ -20,6 +20,6 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     width += prod(shape_of(spec, form.output, 1))
     size = STORAGE_DTYPES[spec.dtype].itemsize
     seqs = sum(count > 0 for count in batch.query_lens)
-    kept = StateCacheSpec.for_layer(spec, 1).dtype
-    states = 2 * seqs * state * STORAGE_DTYPES[kept].itemsize
+    state_dtype = StateCacheSpec.for_layer(spec, 1).dtype
+    states = 2 * seqs * state * STORAGE_DTYPES[state_dtype].itemsize
     return Cost(6 * batch.num_tokens * state, batch.num_tokens * width * size + states)

@@ -20,7 +20,7 @@ class VanillaScan(RecurrentBackend):
         inputs, params = frame.inputs, frame.params
         batch = plan.batch
         assert batch.state_slots is not None
-        given = {name: t.detach().to("cpu", torch.float64) for name, t in inputs.items()}
+        wide = {name: t.detach().to("cpu", torch.float64) for name, t in inputs.items()}
         held = {name: t.detach().to("cpu", torch.float64) for name, t in params.items()}
         for index, slot in enumerate(batch.state_slots.tolist()):
             rows = slice(batch.starts[index], batch.starts[index + 1])
@@ -29,7 +29,7 @@ class VanillaScan(RecurrentBackend):
             before = batch.lens[index] - batch.query_lens[index]
             state = frame.states[slot].to("cpu", torch.float64)
             state = state if before else torch.zeros_like(state)
-            mine = {name: tensor[rows] for name, tensor in given.items()}
+            mine = {name: tensor[rows] for name, tensor in wide.items()}
             result, state = reference.scan(self.spec, mine, held, state, before)
             frame.out[rows].copy_(result)
             frame.states[slot].copy_(state)

@@ -156,9 +156,13 @@ class Compressor:
         return Entries(pooled.masked_fill((ids < 0)[:, None], 0.0), ids, seqs)
 
     def finished(
-        self, entries: Entries, norm: Tensor | None = None, *, eps: float = 1e-6,
+        self,
+        entries: Entries,
+        norm: Tensor | None = None,
+        *,
+        eps: float = 1e-6,
         rope: RopeSpec | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the entries' rows as a cache keeps them; `entries.rows` stays as it is.
 
         Args:

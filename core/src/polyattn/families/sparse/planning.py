@@ -148,9 +148,13 @@ class Planner(StepPlanner):
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
         self.form = CacheFormat(
-            block_size=self.page_size, num_kv_heads=1, head_size=form.head_size,
-            v_head_size=form.v_head_size, dtype=form.dtype, value_in_key=form.value_in_key,
-        )  # fmt: skip
+            block_size=self.page_size,
+            num_kv_heads=1,
+            head_size=form.head_size,
+            v_head_size=form.v_head_size,
+            dtype=form.dtype,
+            value_in_key=form.value_in_key,
+        )
         self.backend: AttentionBackend | SparseBackend
         if self.kind is Piece:
             self.backend = group.load("decode", info, AttentionBackend, self.spec, self.form)

@@ -91,16 +91,18 @@ def forward(
                     chosen_slots(
                         spec, ids, length - stop + token, length, table[index], cache.block_size
                     ),
-                    dtype=torch.int64, device=cache.key.device,
-                )  # fmt: skip
+                    dtype=torch.int64,
+                    device=cache.key.device,
+                )
                 of_key = heads // spec.gqa_ratio
                 place = slots // cache.block_size, slots % cache.block_size
                 keys, values = (
                     exact(_at(stored, place), scale, dtype)[:, of_key].transpose(0, 1)
                     for stored, scale in (
-                        (cache.key, params.k_scale), (cache.value, params.v_scale)
+                        (cache.key, params.k_scale),
+                        (cache.value, params.v_scale),
                     )
-                )  # fmt: skip
+                )
                 own = None if sinks is None else sinks[heads]
                 output[token, heads], lse[token, heads] = attend(
                     spec, query[token, heads], keys, values, own
@@ -132,15 +134,15 @@ def candidates(
         products = (weights.to("cpu", dtype) @ products)[None]
     elif spec.fold == "sum":
         products = products.sum(0, keepdim=True)
-    found = []
+    ranked = []
     for row in products:
         scores: dict[int, float] = {}
         for entry, score in enumerate(row.tolist()):
             if within is None or spec.within is None or entry // spec.within in within:
                 candidate = entry // spec.pool
                 scores[candidate] = max(score, scores.get(candidate, -math.inf))
-        found.append(scores)
-    return found
+        ranked.append(scores)
+    return ranked
 
 
 def choose(spec: IndexerSpec, scores: dict[int, float], position: int) -> list[int]:
@@ -212,8 +214,8 @@ def indexed(spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
     ids = torch.full(frame.out.shape, -1, dtype=torch.int32)
     for token, position in enumerate(token_places(batch)[1].tolist()):
         for at, scores in enumerate(scored(spec, batch, frame, token)):
-            found = choose(spec.indexer, scores, position)
-            ids[token, at, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            choice = choose(spec.indexer, scores, position)
+            ids[token, at, : len(choice)] = torch.tensor(choice, dtype=torch.int32)
     return ids
 
 

@@ -72,9 +72,12 @@ class UnionAttention:
         for layer in layers:
             assert first is not None
             for name, wanted in (
-                ("needs_lse", True), ("learned_sinks", False), ("num_heads", first.num_heads),
-                ("v_head_size", first.v_head_size), ("dtype", first.dtype),
-            ):  # fmt: skip
+                ("needs_lse", True),
+                ("learned_sinks", False),
+                ("num_heads", first.num_heads),
+                ("v_head_size", first.v_head_size),
+                ("dtype", first.dtype),
+            ):
                 if (value := getattr(layer.spec, name)) != wanted:
                     raise SpecError(f"{name}={value!r}: a stream of one softmax has {wanted!r}")
         if first is None:

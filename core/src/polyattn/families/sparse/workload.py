@@ -87,9 +87,13 @@ class SparseWorkload(ChoosingWorkload):
         factor = {"auto": 1.0, "int8": 0.08}.get(spec.kv_cache_dtype, 0.7)
         sinks = dice.normal(spec.num_heads).float() if spec.learned_sinks else None
         return SparseAttention(
-            group, sinks=sinks, k_scale=factor, v_scale=factor, checks=checks,
+            group,
+            sinks=sinks,
+            k_scale=factor,
+            v_scale=factor,
+            checks=checks,
             rotate=False if spec.rope is not None else None,
-        )  # fmt: skip
+        )
 
     @property
     def part(self) -> SparseSpec:
@@ -138,9 +142,13 @@ class SparseWorkload(ChoosingWorkload):
                 position = length - at - query + token
                 for each in rows[token]:
                     slots = reference.chosen_slots(
-                        self.spec.replace(sparse=named), each, position, length, blocks[index],
+                        self.spec.replace(sparse=named),
+                        each,
+                        position,
+                        length,
+                        blocks[index],
                         block_size,
-                    )  # fmt: skip
+                    )
                     each[:] = slots + [-1] * (len(each) - len(slots))
             at += query
         shape = self.ids.shape
@@ -155,9 +163,12 @@ class SparseWorkload(ChoosingWorkload):
         rows = picked_rows(queries, requests, self.device)
         held = picked_rows(entries, requests, self.device)
         work = self.but(
-            lengths=[self.lengths[i] for i in requests], query=self.query[rows], ids=self.ids[rows],
-            keys=self.keys[held], values=self.values[held],
-        )  # fmt: skip
+            lengths=[self.lengths[i] for i in requests],
+            query=self.query[rows],
+            ids=self.ids[rows],
+            keys=self.keys[held],
+            values=self.values[held],
+        )
         queries, lens = lens_of(work.lengths)
         entries = [n // self.part.tokens_per_entry for n in lens]
         spoil_requests([(work.query, queries), (work.keys, entries)], spoilt, self.dice)
@@ -242,12 +253,12 @@ MOST_ENTRIES = 1 << 12
 """Entries that a check of an indexer scores at most."""
 
 
-def index_problem(found: Selection, seed: int) -> str | None:
+def index_problem(selection: Selection, seed: int) -> str | None:
     """Return how an indexer's choices differ from their definition's, or None.
 
     Scores are summed in float32: what is chosen may differ where they are equal but for rounding.
     """
-    indexer, layer = Indexer(found), found.spec
+    indexer, layer = Indexer(selection), selection.spec
     spec, block, device = indexer.spec, 16, indexer.group.torch_device
     dice, dtype = Dice(seed, device), STORAGE_DTYPES[layer.dtype]
     group = spec.tokens_per_entry * spec.pool

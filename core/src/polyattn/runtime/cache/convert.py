@@ -19,10 +19,14 @@ AT_ONCE = 1 << 22
 
 
 def convert_blocks(
-    source: KVCache, target: KVCache,
-    source_blocks: Sequence[int] | Tensor, target_blocks: Sequence[int] | Tensor, *,
-    source_scales: tuple[Scale, Scale] = (1.0, 1.0), target_scales: tuple[Scale, Scale] = (1.0, 1.0),
-) -> None:  # fmt: skip
+    source: KVCache,
+    target: KVCache,
+    source_blocks: Sequence[int] | Tensor,
+    target_blocks: Sequence[int] | Tensor,
+    *,
+    source_scales: tuple[Scale, Scale] = (1.0, 1.0),
+    target_scales: tuple[Scale, Scale] = (1.0, 1.0),
+) -> None:
     """Write tokens of one cache into another, whatever their formats, layouts, block sizes and devices.
 
     Bytes are copied as they are where both formats and scales are equal. Otherwise a token is read in
@@ -117,9 +121,13 @@ def _pieces(tokens: int, one: int, other: int, width: int) -> list[tuple[int, in
 
 
 def _rewritten(
-    rows: Tensor, read: RowFormat | None, written: RowFormat | None, size: int, dtype: torch.dtype,
+    rows: Tensor,
+    read: RowFormat | None,
+    written: RowFormat | None,
+    size: int,
+    dtype: torch.dtype,
     scales: tuple[Scale, Scale],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return rows (tokens, heads, width) in another format; `size`: a row's elements."""
     if read is not None:
         factor = of_heads(scales[0], rows.shape[1])

@@ -19,17 +19,17 @@ EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
 
 def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
     """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` if it can't be loaded."""
-    given = getattr(format, which)
-    if not isinstance(given, str):
-        found: Callable[..., Any] = given
-        return found
+    source = getattr(format, which)
+    if not isinstance(source, str):
+        function: Callable[..., Any] = source
+        return function
     try:
-        found = load_object(given)
+        function = load_object(source)
     except Exception as error:
         raise SpecError(
-            f"row format {format.name!r}: {which}={given!r} can't be loaded: {describe(error)}"
+            f"row format {format.name!r}: {which}={source!r} can't be loaded: {describe(error)}"
         ) from error
-    return found
+    return function
 
 
 class Bytes:
@@ -72,9 +72,12 @@ def encoded(row: Tensor, format: RowFormat) -> Tensor:
 
 
 def decoded(
-    rows: Tensor, format: RowFormat, size: int, dtype: torch.dtype = torch.float32,
+    rows: Tensor,
+    format: RowFormat,
+    size: int,
+    dtype: torch.dtype = torch.float32,
     turn: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the elements that a row format's bytes stand for, without the layer's scale.
 
     Args:
@@ -129,8 +132,8 @@ def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
 
     """
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    found: Tensor = function_of(format, "turn")(values.to(wide), back)
-    return found
+    rows: Tensor = function_of(format, "turn")(values.to(wide), back)
+    return rows
 
 
 def sizes_of(format: RowFormat) -> list[int]:

@@ -21,8 +21,8 @@ Scale = float | Tensor
 class ScaleTensor:
     """A scale that kernels read, float32 (num_kv_heads,), from a tensor that it references."""
 
-    def __init__(self, name: str, given: Tensor, heads: int, device: torch.device):
-        self.weight = Weight(name, given, device, torch.float32)
+    def __init__(self, name: str, tensor: Tensor, heads: int, device: torch.device):
+        self.weight = Weight(name, tensor, device, torch.float32)
         self._heads = heads
         self._read: Tensor | None = None
         self._view: Tensor | None = None
@@ -47,13 +47,13 @@ class LayerScales:
 
     NAMES = ("q_scale", "k_scale", "v_scale", "out_scale")
 
-    def __init__(self, spec: LayerSpec, device: torch.device, given: dict[str, Scale]):
+    def __init__(self, spec: LayerSpec, device: torch.device, scales: dict[str, Scale]):
         self.spec, self._device = spec, device
         self.captured = False
         self.numbers: dict[str, float] = {}
         self.tensors: dict[str, ScaleTensor] = {}
         for name in self.NAMES:
-            self.set(name, given[name])
+            self.set(name, scales[name])
 
     def set(self, name: str, value: Scale) -> None:
         """Put another number, or another tensor, in a scale's place. Raises `SpecError`."""
@@ -151,12 +151,12 @@ def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     return (tensor.to(wide) * factor).to(dtype)
 
 
-def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
+def write_output(out: Tensor, values: Tensor, scale: Scale) -> None:
     """Write a kernel's output to the call's, quantised if that has 8 bits.
 
     Args:
         out: (tokens, heads, size), written.
-        found: the output, of the same shape in a wider dtype.
+        values: the output, of the same shape in a wider dtype.
         scale: the output's scale, a number or float32 (num_kv_heads,), whose first number counts.
 
     Raises:
@@ -170,7 +170,7 @@ def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
 
     """
     if out.dtype.itemsize > 1:
-        out.copy_(found)
+        out.copy_(values)
         return
     number = scale[:1] if isinstance(scale, Tensor) else scale
-    out.copy_(quantize(found, out.dtype, number))
+    out.copy_(quantize(values, out.dtype, number))

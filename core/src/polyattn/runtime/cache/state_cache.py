@@ -108,11 +108,11 @@ class StateCache:
             BatchError: the shapes don't fit each other.
 
         """
-        for name, given, dims in (("targets", targets, 2), ("counts", counts, 1)):
-            check_is_tensor(name, given)
-            if given.dim() != dims or given.dtype not in (torch.int64, torch.int32):
+        for name, tensor, dims in (("targets", targets, 2), ("counts", counts, 1)):
+            check_is_tensor(name, tensor)
+            if tensor.dim() != dims or tensor.dtype not in (torch.int64, torch.int32):
                 shape = ("num_seqs", "tokens")[:dims]
-                raise bad_input(name, given, shape, torch.int64)
+                raise bad_input(name, tensor, shape, torch.int64)
         return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
 
     def copy(self, source: int, target: int) -> None:

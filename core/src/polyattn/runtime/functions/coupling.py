@@ -76,13 +76,13 @@ def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Te
 def _problem(
     function: Function, example: list[Tensor], inputs: dict[str, Tensor], device: torch.device
 ) -> str | None:
-    given = {name: tensor.to(device) for name, tensor in inputs.items()}
+    tensors = {name: tensor.to(device) for name, tensor in inputs.items()}
     args = [tensor.to(device) for tensor in example]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
 
     def call(parts: list[Tensor]) -> Tensor:
         with torch.no_grad():
-            result = torch.as_tensor(function(*parts, inputs=given))
+            result = torch.as_tensor(function(*parts, inputs=tensors))
         size = torch.broadcast_shapes(*(tensor.shape for tensor in parts))
         return result.to(device, torch.float64).expand(size)
 
@@ -140,5 +140,5 @@ def _part(tensor: Tensor, unit: tuple[slice, ...], dims: int) -> Tensor:
     return tensor
 
 
-def _close(found: Tensor, wanted: Tensor) -> bool:
-    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+def _close(value: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(value, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)

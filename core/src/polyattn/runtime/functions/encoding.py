@@ -28,9 +28,10 @@ Places = NDArray[np.int64]
 ROUNDS = 12582912.0
 """1.5 * 2^23: float32's last place is 1 there, so a sum is rounded to integers, halves to even."""
 SMALL_FLOATS = {
-    torch.float16: (10, 15, 0x7C00, 0x7E00), torch.bfloat16: (7, 127, 0x7F80, 0x7FC0),
+    torch.float16: (10, 15, 0x7C00, 0x7E00),
+    torch.bfloat16: (7, 127, 0x7F80, 0x7FC0),
     torch.float8_e4m3fn: (3, 7, 0x7F, 0x7F),
-}  # fmt: skip
+}
 """Bits of the mantissa, the exponent's bias, the code of what is too large, and that of NaN."""
 _ALONE = {
     "abs": "abs", "neg": "neg", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
@@ -280,11 +281,11 @@ class _Reader:
         first, *rest = args
         nodes = [int(first)]
         nodes += [
-            int(a) if isinstance(a, _Node) else self.trace.add(
-                "constant", what=float(a) if kind == FLOAT else int(a), kind=kind
-            )
+            int(a)
+            if isinstance(a, _Node)
+            else self.trace.add("constant", what=float(a) if kind == FLOAT else int(a), kind=kind)
             for a in rest
-        ]  # fmt: skip
+        ]
         return _Node(self.trace.add(op, tuple(nodes)))
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
@@ -432,9 +433,11 @@ class _Reader:
     def _stack(self, parts: Sequence[Any], dim: int = 0) -> Any:
         rank = len(_shape(parts[0])) + 1
         wide = [
-            _Array(p.node, np.expand_dims(p.at, dim % rank), p.dtype) if isinstance(p, _Array)
-            else p.unsqueeze(dim) for p in parts
-        ]  # fmt: skip
+            _Array(p.node, np.expand_dims(p.at, dim % rank), p.dtype)
+            if isinstance(p, _Array)
+            else p.unsqueeze(dim)
+            for p in parts
+        ]
         return self._cat(wide, dim % rank)
 
     def _clamp(self, value: _Array, low: Any = None, high: Any = None) -> _Array:

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from polyattn.runtime.step.batch import Batch
 
 INPUT_DTYPES = {
-    "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
-}  # fmt: skip
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
 _COLUMN = VariantInput("int64", ("num_seqs",))
 _BITS = {"mask_bits": VariantInput("bool", ("*",))}
 _STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = {
@@ -178,21 +181,21 @@ class Pointwise:
 
 def function_of(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
     """Return one of a variant's functions (`"query_mod"`) to call, or None. Raises `SpecError`."""
-    given = getattr(variant, which)
-    if given is None:
+    function = getattr(variant, which)
+    if function is None:
         return None
-    if isinstance(given, str):
+    if isinstance(function, str):
         try:
-            given = load_object(given)
+            function = load_object(function)
         except Exception as error:
             raise SpecError(
-                f"variant {variant.name!r}: {which}={shown(given)} can't be loaded: {describe(error)}"
+                f"variant {variant.name!r}: {which}={shown(function)} can't be loaded: {describe(error)}"
             ) from error
-    return Function(given, variant.names_of(which, given), which, variant.source(language))
+    return Function(function, variant.names_of(which, function), which, variant.source(language))
 
 
 def layer_inputs(
-    spec: LayerSpec, given: Mapping[str, Any] | None, device: torch.device
+    spec: LayerSpec, values: Mapping[str, Any] | None, device: torch.device
 ) -> tuple[dict[str, Weight], tuple[str, ...]]:
     """Return the variant's inputs that a layer brings, and the names of those that its steps must bring.
 
@@ -202,9 +205,9 @@ def layer_inputs(
     declared = {} if pointwise is None else pointwise.inputs
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
     weights = {}
-    if given is not None and not isinstance(given, Mapping):
-        raise SpecError(f"inputs={shown(given)} must map names to tensors or numbers")
-    for name, value in (given or {}).items():
+    if values is not None and not isinstance(values, Mapping):
+        raise SpecError(f"inputs={shown(values)} must map names to tensors or numbers")
+    for name, value in (values or {}).items():
         if name not in declared:
             raise SpecError(
                 f"inputs has {name!r}, which {spec} doesn't take; it takes "

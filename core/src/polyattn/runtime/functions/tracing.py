@@ -162,11 +162,11 @@ class Trace:
             else kind_of_all
         )
 
-    def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
+    def addresses(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """Return each input's address, then the size and stride of each of its dimensions.
 
         Args:
-            given: the inputs by name.
+            tensors: the inputs by name.
 
         Raises:
             BatchError: an input is empty.
@@ -174,7 +174,7 @@ class Trace:
         """
         rows = []
         for name, declared in self.inputs.items():
-            tensor = given[name]
+            tensor = tensors[name]
             if not tensor.numel():
                 raise BatchError(
                     f"input {name!r} ({declared}) is empty; it must have an element at least"
@@ -259,14 +259,16 @@ def trace(
         (['ge', 'to_bool'], True)
 
     """
-    found = Trace()
+    operations = Trace()
     if score_mod is not None:
-        result = found.function(score_mod, inputs, 5)
-        found.score = found.add("to_float", (result,))
+        result = operations.function(score_mod, inputs, 5)
+        operations.score = operations.add("to_float", (result,))
     for function in mask_mods:
-        mask = found.add("to_bool", (found.function(function, inputs, 4),))
-        found.mask = mask if found.mask is None else found.add("and", (found.mask, mask))
-    return found
+        mask = operations.add("to_bool", (operations.function(function, inputs, 4),))
+        operations.mask = (
+            mask if operations.mask is None else operations.add("and", (operations.mask, mask))
+        )
+    return operations
 
 
 def trace_rows(format: RowFormat, size: int) -> Trace:
@@ -292,11 +294,11 @@ def trace_rows(format: RowFormat, size: int) -> Trace:
     """
     decode = function_of(format, "decode")
     function = Function(lambda d, *, row: decode(row, d, size), ("row",))
-    found = Trace()
-    reader = _Reader(found, {"row": VariantInput("int32", ("*",))}, OPERATIONS | OF_BYTES)
+    operations = Trace()
+    reader = _Reader(operations, {"row": VariantInput("int32", ("*",))}, OPERATIONS | OF_BYTES)
     result = reader.read(function, ("d",))
-    found.score = found.add("to_float", (result,))
-    return found
+    operations.score = operations.add("to_float", (result,))
+    return operations
 
 
 class _Reader:
@@ -320,8 +322,8 @@ class _Reader:
             return tracer.create_proxy("placeholder", name, (), {})
 
         try:
-            given = [proxy(name) for name in places]
-            result = function.call(*given, **{name: proxy(name) for name in function.names})
+            proxies = [proxy(name) for name in places]
+            result = function.call(*proxies, **{name: proxy(name) for name in function.names})
             tracer.graph.output(tracer.create_arg(result))
         except PolyattnError:
             raise
@@ -489,7 +491,7 @@ class _Input:
 
 
 def _targets() -> dict[Any, str]:
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     pairs: dict[str, tuple[Any, ...]] = {
         "add": (operator.add, torch.add), "sub": (operator.sub, torch.sub),
         "mul": (operator.mul, torch.mul), "truediv": (operator.truediv, torch.true_divide),
@@ -514,8 +516,8 @@ def _targets() -> dict[Any, str]:
     for name in plain:
         pairs[name] = (getattr(torch, name),)
     for name, targets in pairs.items():
-        found.update(dict.fromkeys(targets, name))
-    return found
+        names.update(dict.fromkeys(targets, name))
+    return names
 
 
 _TARGETS: dict[Any, str] = _targets()

@@ -77,9 +77,9 @@ class StepGraph:
                 raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
         self.graph.replay()
         if places is None:
-            return _map(self.result, lambda found: found[:tokens])
+            return _map(self.result, lambda tensor: tensor[:tokens])
         return _map(
-            self.result, lambda found, out: _select(found, places, out[:tokens]), self.taken
+            self.result, lambda tensor, out: _select(tensor, places, out[:tokens]), self.taken
         )
 
 

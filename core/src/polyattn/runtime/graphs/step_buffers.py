@@ -173,19 +173,19 @@ class StepBuffers:
         else:
             self._put(self.seq_lens, lens)
         self.slots.fill_(-1)
-        given: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
-            given.append((self.block_table[:count, :width], batch.block_table[:, :width]))
+            pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
             self.block_table[count:] = 0
         if self.positions is not None:
             self.positions.zero_()
-            given.append((self.positions[..., :tokens], batch.token_positions))
+            pairs.append((self.positions[..., :tokens], batch.token_positions))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
-            given.append((self.slot_mapping[:tokens], batch.slot_mapping))
+            pairs.append((self.slot_mapping[:tokens], batch.slot_mapping))
         if batch.state_slots is not None:
-            given.append((self.state_slots[:count], batch.state_slots))
-        copy_together(given + self._targets(batch.state_targets))
+            pairs.append((self.state_slots[:count], batch.state_slots))
+        copy_together(pairs + self._targets(batch.state_targets))
         filled = self.batch(lens)
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None

@@ -116,8 +116,8 @@ class Batch:
         self.__dict__["host_lens"] = on_host("seq_lens", self.lens)
         check_lengths(self.host_starts, self.host_lens)
         if device is None:
-            given = (block_table, slot_mapping, state_slots, positions)
-            device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
+            tensors = (block_table, slot_mapping, state_slots, positions)
+            device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
         self.device = torch_device(device)
         if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
             slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
@@ -585,8 +585,8 @@ class Batch:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
 
 
-def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:
-    places = integers(name, given)
+def _one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
+    places = integers(name, numbers)
     if len(places) != len(lens) or any(place < 0 for place in places):
         raise BatchError(
             f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"

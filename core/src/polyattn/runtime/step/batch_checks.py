@@ -129,10 +129,10 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
             f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
             f"{num_blocks * block_size} slots, and -1 skips"
         )
-    kept, count = slots[slots >= 0].unique(return_counts=True)
+    each, count = slots[slots >= 0].unique(return_counts=True)
     if (count > 1).any():
         raise BatchError(
-            f"slot_mapping writes slot {int(kept[count > 1][0])} twice in one step; each new token "
+            f"slot_mapping writes slot {int(each[count > 1][0])} twice in one step; each new token "
             "needs a slot of its own"
         )
     for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):

@@ -77,11 +77,11 @@ def beam_batch(
 def _check(lens: list[int], table: Tensor, indirection: Tensor, block_size: int) -> None:
     if type(block_size) is not int or block_size < 1:
         raise BatchError(f"block_size={block_size!r} must be a positive integer")
-    for name, given in (("block_table", table), ("cache_indirection", indirection)):
-        if given.dim() != 3 or given.dtype != torch.int32 or len(given) != len(lens):
+    for name, tensor in (("block_table", table), ("cache_indirection", indirection)):
+        if tensor.dim() != 3 or tensor.dtype != torch.int32 or len(tensor) != len(lens):
             raise BatchError(
-                f"{name} is {given.dtype} {tuple(given.shape)}; it must be int32 (num_seqs, beams, …) of "
-                f"{len(lens)} sequences"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 (num_seqs, beams, …) "
+                f"of {len(lens)} sequences"
             )
     if table.shape[1] != indirection.shape[1] or not table.shape[1]:
         raise BatchError(

@@ -80,16 +80,16 @@ def visible_entries(
     return tokens.clamp(min=0) // tokens_per_entry
 
 
-def choice_of(spec: LayerSpec, given: Tensor | None, batch: Batch) -> Tensor:
+def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
     """Return what a call chooses: what it brings, or the newest groups, as many as the budget."""
     sparse = spec.sparse
     assert sparse is not None
-    if given is not None:
+    if choice is not None:
         if sparse.newest:
             raise BatchError(
                 "choice was given, and the layer attends to the newest keys; leave it out"
             )
-        return given
+        return choice
     if sparse.physical:
         raise BatchError(
             "choice is missing: physical ids have no order in which some are the newest"
@@ -242,14 +242,14 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
         block_size,
         (1, 0, 0),
     )
-    found = Batch(
+    paged = Batch(
         batch.starts,
         chosen.tolist(),
         table.gather(1, pages.long().to(table.device)),
         device=batch.device,
     )
-    found.causal = batch.causal
-    return found
+    paged.causal = batch.causal
+    return paged
 
 
 def _named(batch: Batch, mask: BlockSparseMask) -> Tensor:

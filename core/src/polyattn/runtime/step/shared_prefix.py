@@ -184,7 +184,7 @@ def check_own_tokens(levels: Levels, lens: Sequence[int], block_size: int) -> No
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
     """Return the forest of some of the rows, renumbered in their order."""
     numbers = {row: number for number, row in enumerate(rows)}
-    found = []
+    forest = []
     for level in levels:
         runs = []
         for run in level:
@@ -193,8 +193,8 @@ def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
                 runs.append(SharedRun(left, run.first, run.count))
         if not runs:
             break
-        found.append(tuple(sorted(runs, key=lambda run: run.rows)))
-    return tuple(found)
+        forest.append(tuple(sorted(runs, key=lambda run: run.rows)))
+    return tuple(forest)
 
 
 def may_share(block_table: NDArray[np.int32]) -> bool:

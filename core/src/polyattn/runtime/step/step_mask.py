@@ -182,9 +182,12 @@ class CustomMask(StepMask):
         context = [n - q for q, n in zip(query_lens, lens, strict=True)]
         starts = [0, *accumulate(sizes)][:-1]
         return {"mask_bits": _ended(self.bits.to(device))} | _columns(
-            device, mask_start=starts, mask_width=[k for _, k in pairs],
-            mask_query=context, mask_key=before,
-        )  # fmt: skip
+            device,
+            mask_start=starts,
+            mask_width=[k for _, k in pairs],
+            mask_query=context,
+            mask_key=before,
+        )
 
 
 class BlockSparseMask(StepMask):
@@ -208,8 +211,12 @@ class BlockSparseMask(StepMask):
 
     kind = "block_sparse"
 
-    def __init__(self, indptr: Sequence[int] | Tensor, indices: Sequence[int] | Tensor,
-                 block: tuple[int, int]):  # fmt: skip
+    def __init__(
+        self,
+        indptr: Sequence[int] | Tensor,
+        indices: Sequence[int] | Tensor,
+        block: tuple[int, int],
+    ):
         self.indptr, self.indices = integers("indptr", indptr), integers("indices", indices)
         self.block = _checked(block)
         steps = zip(self.indptr, self.indptr[1:], strict=False)

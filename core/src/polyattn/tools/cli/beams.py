@@ -65,22 +65,23 @@ def search(
     }
 
 
-def print_search(found: dict[str, Any]) -> None:
+def print_search(report: dict[str, Any]) -> None:
     """Print each prompt's best hypothesis and what the search took."""
     console.print()
-    for index, (best, *_) in enumerate(found["hypotheses"]):
+    for index, (best, *_) in enumerate(report["hypotheses"]):
         tokens = best["tokens"]
         shown = " ".join(map(str, tokens[:12])) + (" …" if len(tokens) > 12 else "")
         console.print(f"prompt {index}: {best['score']:.4f}  {shown}", highlight=False)
     console.print(
-        f"{found['requests']} prompts, {found['beams']} beams each, in {found['steps']} steps of up to "
-        f"{found['widest_decode']} rows and {found['seconds']:.2f} s: {found['blocks_copied']} blocks "
-        f"copied before they were written to, {', '.join(map(str, found['most_blocks']))} held at most",
+        f"{report['requests']} prompts, {report['beams']} beams each, in {report['steps']} steps of up "
+        f"to {report['widest_decode']} rows and {report['seconds']:.2f} s: "
+        f"{report['blocks_copied']} blocks copied before they were written to, "
+        f"{', '.join(map(str, report['most_blocks']))} held at most",
         highlight=False,
     )
     console.print(
-        f"{found['checked_tokens']} tokens checked against the float64 reference, largest relative "
-        f"error {found['max_error']:.2g}",
+        f"{report['checked_tokens']} tokens checked against the float64 reference, largest relative "
+        f"error {report['max_error']:.2g}",
         highlight=False,
     )
 

@@ -381,7 +381,8 @@ def _print(
                 f"{row['batch']}, {row['backend']}: {row['blocks_read']} blocks read, "
                 f"{row['distinct_blocks']} distinct: {row['shared_bytes'] / 2**20:.1f} MiB are the same; "
                 f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all",
-                markup=False, highlight=False,
-            )  # fmt: skip
+                markup=False,
+                highlight=False,
+            )
         if "cannot" in row:
             console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from polyattn.api import select
@@ -13,7 +13,7 @@ from polyattn.settings import Settings
 from polyattn.spec.kinds import KV_CACHE_DTYPES
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import known_formats
-from polyattn.tools.cli.forecasting import forecast
+from polyattn.tools.cli.forecasting import UNMEASURED, forecast
 from polyattn.tools.cli.output import add_row, console, table
 
 Steps = Mapping[str, list[tuple[int, int]]]
@@ -67,14 +67,14 @@ def _time(selection: Selection, lengths: list[tuple[int, int]]) -> float | None:
     return total if calls else None
 
 
-def print_formats(rows: list[dict[str, Any]], steps: Iterable[str]) -> None:
+def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
     """Print the formats that a group of layers could cache in, and why it couldn't in the others."""
     console.print("cache formats, bytes of a token in these layers:", markup=False)
     made = table("  kv_cache_dtype", ">bytes", "  decode", *(f">us, {step}" for step in steps))
     for row in rows:
         if "cannot" in row:
             continue
-        times = [f"{row['us'][step]:.1f}" if step in row["us"] else "unmeasured" for step in steps]
+        times = [f"{row['us'][step]:.1f}" if step in row["us"] else "-" for step in steps]
         add_row(
             made,
             f"  {row['kv_cache_dtype']}",
@@ -83,6 +83,8 @@ def print_formats(rows: list[dict[str, Any]], steps: Iterable[str]) -> None:
             *times,
         )
     console.print(made)
+    if any(len(row.get("us", steps)) < len(steps) for row in rows):
+        console.print(f"  -: {UNMEASURED}", markup=False, highlight=False)
     for row in rows:
         if "cannot" in row:
             console.print(

@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
         "devices": [],
         "timings": [],
         "plugins": [],
-        "integrations": [found.to_dict() for found in integrations()],
+        "integrations": [each.to_dict() for each in integrations()],
         "backends": [],
     }
     problems += _requirements()
@@ -98,7 +98,7 @@ def _torch(problems: list[str]) -> str:
 def _requirements() -> list[str]:
     """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
-    return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
+    return [f"{problem}; pip install '{t}'" for t in own if (problem := requirement_problem(t))]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
@@ -108,20 +108,24 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
     """
     code = "from polyattn import discover; import json; found = discover().torch_importers\n"
     code += "print('', json.dumps(found), sep='\\n')"  # a hook may have printed
-    found, known, notes = registry.torch_importers, list(settings.disabled_plugins), []
-    while found:
-        known += found
+    importers, known, notes = registry.torch_importers, list(settings.disabled_plugins), []
+    while importers:
+        known += importers
         environment = os.environ | {"POLYATTN_DISABLE_PLUGINS": ",".join(known)}
         try:
             said = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
-                check=True, timeout=settings.plugin_timeout * len(registry.plugins),
-            )  # fmt: skip
-            found = json.loads(said.stdout.splitlines()[-1])
+                [sys.executable, "-c", code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=settings.plugin_timeout * len(registry.plugins),
+            )
+            importers = json.loads(said.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             notes.append("whether more plugins' hook modules import torch couldn't be asked")
             break
-        notes += found.values()
+        notes += importers.values()
     return notes
 
 
@@ -198,12 +202,15 @@ def _timings(
     problems += tables.broken
     return [
         {
-            "path": table.path, "device": table.device, "measured": table.measured,
-            "models": len(table.entries), "here": any(table.is_for(d) for d in devices.values()),
+            "path": table.path,
+            "device": table.device,
+            "measured": table.measured,
+            "models": len(table.entries),
+            "here": any(table.is_for(d) for d in devices.values()),
             "ignored": [note for d in devices.values() for note in table.notes(d)],
         }
         for table in tables.tables
-    ]  # fmt: skip
+    ]
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -217,9 +224,10 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["timings"]:
         where = "" if row["here"] else "; no such device here"
         add_row(
-            facts, "timings",
+            facts,
+            "timings",
             f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}",
-        )  # fmt: skip
+        )
     for name, text in report["variables"].items():
         add_row(facts, "set", f"{name}={text}")
     console.print(facts, "")

@@ -109,14 +109,14 @@ def _predicted(
 
 
 def _plot(
-    found: Sequence[_Group], predicted: Sequence[dict[str, Any]], path: Path, device: str
+    groups: Sequence[_Group], predicted: Sequence[dict[str, Any]], path: Path, device: str
 ) -> None:
     """Plot each candidate's predicted time. Raises `SettingsError` where none is known."""
     panels = {
         f"{len(layers)} layers: {spec}\n{text}, {call['kind']}, {call['rows']}": {
             row["backend"]: row["us"] for row in call["candidates"]
         }
-        for (spec, layers, *_), steps in zip(found, predicted, strict=True)
+        for (spec, layers, *_), steps in zip(groups, predicted, strict=True)
         for text, step in steps.items()
         for call in step["calls"]
         if call["candidates"]
@@ -157,9 +157,9 @@ def _json(
     return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
 
 
-def _context_bytes(found: Selection) -> tuple[float, float]:
+def _context_bytes(selection: Selection) -> tuple[float, float]:
     """Return what a layer keeps for a token of context: bytes of keys and values, and of index keys."""
-    spec, cache = found.spec, found.cache_format
+    spec, cache = selection.spec, selection.cache_format
     sparse, indexer = spec.sparse, spec.indexer
     keys = 0 if cache is None else cache.bytes_per_token
     index = indexer.key_bytes(spec.dtype) / indexer.tokens_per_entry if indexer else 0
@@ -167,7 +167,7 @@ def _context_bytes(found: Selection) -> tuple[float, float]:
 
 
 def _tree(
-    spec: LayerSpec, layers: list[int], read: _Sources, found: Selection | SelectionError
+    spec: LayerSpec, layers: list[int], read: _Sources, selection: Selection | SelectionError
 ) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
     for sources, (_, what) in zip(read, SOURCES, strict=True):
@@ -175,12 +175,12 @@ def _tree(
             readers = [i for i, other in zip(layers, sources, strict=True) if other == source != i]
             if readers:
                 tree.add(f"layers {ranges(readers)} {what} of layer {source}")
-    if isinstance(found, SelectionError):
-        tree.add(f"[red]{escape(str(found))}[/]")
+    if isinstance(selection, SelectionError):
+        tree.add(f"[red]{escape(str(selection))}[/]")
         return tree
-    result = found.decision
+    result = selection.decision
     if spec.sparse is not None:
-        keys, index = _context_bytes(found)
+        keys, index = _context_bytes(selection)
         beside = f", and {index:g} of index keys" if index else ""
         tree.add(f"a layer keeps {keys:g} bytes of keys and values for a token of context{beside}")
     for number, step in enumerate(result.steps, 1):

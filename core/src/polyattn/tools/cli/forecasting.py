@@ -71,18 +71,19 @@ def _why(call: CallChoice, times: Mapping[str, float]) -> str:
     return f"{call.name}: {name} would take {us / call.times[call.name]:.2f} times as long"
 
 
-def print_forecast(text: str, found: dict[str, Any]) -> None:
+def print_forecast(text: str, prediction: dict[str, Any]) -> None:
     """Print a step's calls, the fastest backend of each first."""
     console.print(f"batch {text}:", markup=False, highlight=False)
-    if found["why"]:
-        console.print(f"  {found['why']}", markup=False, highlight=False)
-    for call in found["calls"]:
+    if prediction["why"]:
+        console.print(f"  {prediction['why']}", markup=False, highlight=False)
+    for call in prediction["calls"]:
         shape = call["shape"]
         console.print(
             f"  {call['kind']}, {call['rows']}: {shape['rows']} rows, {shape['queries']} query tokens, "
             f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}",
-            markup=False, highlight=False,
-        )  # fmt: skip
+            markup=False,
+            highlight=False,
+        )
         if not call["candidates"]:
             continue
         rows = table("  backend", ">us", *(f">{term}" for term in TERMS))

@@ -83,10 +83,13 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         colours = ["tab:blue" if row["selected"] else "lightsteelblue" for row in shown]
         axis.axvline(shown[0]["limit_ms"], color="tab:red", linestyle="--")
         _points(
-            axis, {row["backend"]: row["ms"] for row in shown},
-            [f"{row['over_best']:.2f}" for row in shown], colours, title=batch,
+            axis,
+            {row["backend"]: row["ms"] for row in shown},
+            [f"{row['over_best']:.2f}" for row in shown],
+            colours,
+            title=batch,
             xlabel="ms (dashed: the machine's limit); the numbers are ratios to the best",
-        )  # fmt: skip
+        )
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 

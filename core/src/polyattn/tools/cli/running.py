@@ -90,14 +90,14 @@ def _check_beams(options: RunOptions) -> None:
             f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
             f"--weights=random"
         )
-    for name, given, usual in (
+    for name, value, usual in (
         ("samples", options.samples, None),
         ("arrivals", options.arrivals, "all"),
         ("plot", options.plot, None),
     ):
-        if given != usual:
+        if value != usual:
             raise SettingsError(
-                f"{flag} and --{name}={given} don't go together: a search's rows come and go with its "
+                f"{flag} and --{name}={value} don't go together: a search's rows come and go with its "
                 "beams; drop one of them"
             )
 
@@ -122,8 +122,10 @@ def show(options: RunOptions) -> int:
     whole = None
     if options.weights is not None:
         if options.layers is not None:
-            raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
-                                "whole; drop one of them")  # fmt: skip
+            raise SettingsError(
+                f"--layers={options.layers} and --weights: a model with weights runs "
+                "whole; drop one of them"
+            )
         if options.context_parallel > 1:
             raise SettingsError(
                 f"--context-parallel={options.context_parallel} and --weights: ranks share the layers' "
@@ -195,11 +197,11 @@ def _serve(
     return 0
 
 
-def _print_beams(found: dict[str, Any], options: RunOptions, path: str) -> int:
+def _print_beams(report: dict[str, Any], options: RunOptions, path: str) -> int:
     if options.json:
-        print_json({"model": _name(path), "weights": options.weights, **found})
+        print_json({"model": _name(path), "weights": options.weights, **report})
     else:
-        print_search(found)
+        print_search(report)
     return 0
 
 
@@ -320,9 +322,13 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         add_row(
             phases,
             "with prefill" if name == "prefill" else "decode only",
-            str(row["steps"]), str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['p50_ms']:.2f}",
-            f"{row['p99_ms']:.2f}", *(format(row[rate], form) for rate, form in rates.items()),
-        )  # fmt: skip
+            str(row["steps"]),
+            str(row["tokens"]),
+            f"{row['seconds']:.2f}",
+            f"{row['p50_ms']:.2f}",
+            f"{row['p99_ms']:.2f}",
+            *(format(row[rate], form) for rate, form in rates.items()),
+        )
     console.print("", phases, "")
     console.print(
         f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
@@ -337,8 +343,9 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
         f"ms, p99 {times['ttft_p99_ms']:.2f} ms; between tokens p50 {times['itl_p50_ms']:.2f} ms, p99 "
         f"{times['itl_p99_ms']:.2f} ms",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
     for index, tokens in enumerate(report.outputs):
         ids = " ".join(map(str, tokens))
         console.print(f"tokens of request {index}: {ids}", markup=False, highlight=False)

@@ -70,12 +70,12 @@ def show(
     if batch_invariant is not None:
         specs += [spec.replace(batch_invariant=batch_invariant) for spec in specs]
     _measure(tuning, specs, seconds, quiet=as_json)
-    found = tables.fits(points.measured())
-    data = tables.table(found, resolved, registry)
-    written = path if found else None  # an older table isn't given up for an empty one
+    fits = tables.fits(points.measured())
+    data = tables.table(fits, resolved, registry)
+    written = path if fits else None  # an older table isn't given up for an empty one
     if written:
         tables.write(data, written)
-    report = _report(found, tuning, points)
+    report = _report(fits, tuning, points)
     if as_json:
         print_json({"table": written and str(written), "device": str(resolved), **report})
     else:
@@ -89,7 +89,7 @@ def show(
             for kind, row in report["choice"].items()
         }
         plot_values(panels, plot, f"tuned on {resolved}", "chosen backend's time / best")
-    return int(not found)
+    return int(not fits)
 
 
 def _check_scipy() -> None:
@@ -129,19 +129,23 @@ def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: 
         tuning.run(specs, seconds, lambda spec, done, total: None)
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         tuning.run(
-            specs, seconds,
+            specs,
+            seconds,
             lambda spec, done, total: progress.update(
                 task, description=spec[:60], completed=done, total=total
             ),
-        )  # fmt: skip
+        )
 
 
-def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> dict[str, Any]:
+def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> dict[str, Any]:
     failures = sorted({f"{m.backend}, {m.sample.kind}: {m.cannot}" for m in points.failed()})
     return {
         "points": sum(1 for _ in points.measured()),
@@ -150,14 +154,14 @@ def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) ->
                 "backend": backend, "kind": kind, "layer": dict(layer), "points": len(members),
                 "error": made.error, "overlap": made.overlap, "whole": made.whole,
             }
-            for (layer, kind, backend), (made, members) in sorted(found.items(), key=str)
+            for (layer, kind, backend), (made, members) in sorted(fits.items(), key=str)
         ],
         "choice": {
             kind: {
                 "steps": len(costs), "over_best": tables.mean(costs), "worst": max(costs),
                 "p95": statistics.quantiles(costs, n=20)[-1] if len(costs) > 1 else costs[0],
             }
-            for kind, costs in tables.regrets(found).items()
+            for kind, costs in tables.regrets(fits).items()
         },
         "notes": [*tuning.notes, *failures],
     }  # fmt: skip
@@ -169,18 +173,25 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
         layer = row["layer"]
         form = "overlap" if row["overlap"] else "sum"
         add_row(
-            fitted, row["backend"], row["kind"],
+            fitted,
+            row["backend"],
+            row["kind"],
             f"{layer['dtype']} over {layer['stored']}, heads of {layer['head_size']}",
-            str(row["points"]), f"{row['error']:.1%}",
+            str(row["points"]),
+            f"{row['error']:.1%}",
             f"{form}, cut below {row['whole']} tiles" if row["whole"] else form,
-        )  # fmt: skip
+        )
     console.print(fitted, "")
     chosen = table("kind", ">steps", ">chosen / best", ">p95", ">worst")
     for kind, row in report["choice"].items():
         add_row(
-            chosen, kind, str(row["steps"]), f"{row['over_best']:.3f}", f"{row['p95']:.2f}",
+            chosen,
+            kind,
+            str(row["steps"]),
+            f"{row['over_best']:.3f}",
+            f"{row['p95']:.2f}",
             f"{row['worst']:.2f}",
-        )  # fmt: skip
+        )
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)

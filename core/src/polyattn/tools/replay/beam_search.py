@@ -187,7 +187,7 @@ class BeamSearch:
                     search.ended.append(Hypothesis(tuple(tokens), score))
             elif len(goes_on) < self.beams:
                 goes_on.append(Beam(tokens, total, self._shared(parent)))
-        search.ended.sort(key=lambda found: -found.score)
+        search.ended.sort(key=lambda beam: -beam.score)
         del search.ended[self.beams :]
         for beam in search.beams:
             self._release(beam)

@@ -50,7 +50,7 @@ class Checker:
         self,
         layer: Attention,
         query: Tensor,
-        given: tuple[Tensor | None, Tensor | None],
+        keys: tuple[Tensor | None, Tensor | None],
         cache: KVCache | None,
         batch: Batch,
         out: Tensor,
@@ -58,13 +58,13 @@ class Checker:
         """Raise `WrongResultError` if a sampled token is off by more than the tolerance."""
         indices = [i for i, n in enumerate(batch.query_lens) if n]
         for index in self._random.sample(indices, min(self.per_step, len(indices))):
-            self._check_one(layer, query, given, cache, batch, out, index)
+            self._check_one(layer, query, keys, cache, batch, out, index)
 
     def _check_one(
         self,
         layer: Attention,
         query: Tensor,
-        given: tuple[Tensor | None, Tensor | None],
+        keys: tuple[Tensor | None, Tensor | None],
         cache: KVCache | None,
         batch: Batch,
         out: Tensor,
@@ -75,7 +75,7 @@ class Checker:
         at = self._random.randrange(last + 1)
         if not spec.causal and (spec.sliding_window or spec.chunk_size or spec.alibi):
             at = last  # its position must be the last
-        own = [None if tensor is None else tensor[rows] for tensor in given]
+        own = [None if tensor is None else tensor[rows] for tensor in keys]
         after = last - at if spec.causal else 0
         row = rows.start + at
         error = token_error(
@@ -110,9 +110,12 @@ class Checker:
         spec = layer.spec
         heads = sorted(self._random.sample(range(spec.num_heads), min(HEADS, spec.num_heads)))
         alone = LayerSpec(
-            num_heads=len(heads), head_size=spec.head_size, v_head_size=spec.v_head_size,
-            scale=spec.scale, causal=False,
-        )  # fmt: skip
+            num_heads=len(heads),
+            head_size=spec.head_size,
+            v_head_size=spec.v_head_size,
+            scale=spec.scale,
+            causal=False,
+        )
         assert layer.weights is not None
         w_uk, w_uv = layer.weights
         indices = [i for i, n in enumerate(batch.query_lens) if n]

@@ -158,10 +158,12 @@ class Engine:
             cost += batch_cost(cross.runner.spec, batch) * len(cross.runner.layers)
         if self.encoder_only:
             cost += sum(
-                (batch_cost(r.spec, Batch.from_lens(counts, lens)) * len(r.layers)
-                 for r in self.encoders),
+                (
+                    batch_cost(r.spec, Batch.from_lens(counts, lens)) * len(r.layers)
+                    for r in self.encoders
+                ),
                 start=Cost(0, 0),
-            )  # fmt: skip
+            )
         if (
             self.options.context is not None
         ):  # all ranks have one clock, so that they schedule alike

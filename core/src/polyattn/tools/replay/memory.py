@@ -85,9 +85,13 @@ def step_batch(
         positions = torch.tensor(places, dtype=torch.int64, device=device)
     table = block_table([h.blocks for h in held])
     return Batch.from_lens(
-        counts, lens, table.to(device), pool.block_size, positions=positions,
+        counts,
+        lens,
+        table.to(device),
+        pool.block_size,
+        positions=positions,
         host_block_table=table.numpy(),
-    )  # fmt: skip
+    )
 
 
 def block_table(rows: Sequence[Sequence[int]]) -> Tensor:

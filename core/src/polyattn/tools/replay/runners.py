@@ -273,11 +273,15 @@ class SparseRunner(Runner):
         sinks = torch.randn(spec.num_heads, generator=self.generator)
         self.layers = [
             SparseAttention(
-                self.group, sinks=sinks if spec.learned_sinks else None, k_scale=self.scale,
-                v_scale=self.scale, rotate=None if spec.rope is None else False, checks=True,
+                self.group,
+                sinks=sinks if spec.learned_sinks else None,
+                k_scale=self.scale,
+                v_scale=self.scale,
+                rotate=None if spec.rope is None else False,
+                checks=True,
             )
             for _ in range(self.count)
-        ]  # fmt: skip
+        ]
         self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
         if spec.indexer is not None:
             self.index(spec, num_blocks)

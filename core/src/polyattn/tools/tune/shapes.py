@@ -41,8 +41,12 @@ def samples(
     """Yield steps of all kinds in turn, so that an early stop leaves some of each."""
     source = random.Random(seed)
     makers = {
-        "decode": _decode, "short": _short, "prefill": _prefill, "chunked": _chunked, "mixed": _mixed,
-    }  # fmt: skip
+        "decode": _decode,
+        "short": _short,
+        "prefill": _prefill,
+        "chunked": _chunked,
+        "mixed": _mixed,
+    }
     distributions = list(({**DISTRIBUTIONS, **traces}).items())
     most, drawn = max(counts.values()), dict.fromkeys(counts, 0)
     for index in range(1, most + 1):

@@ -46,10 +46,10 @@ Step = dict[str, tuple[float, float]]
 """Of one step by backend: microseconds as predicted by others' points, and as measured."""
 
 
-def _steps(found: Fits) -> dict[tuple[Any, str], list[Step]]:
+def _steps(by_class: Fits) -> dict[tuple[Any, str], list[Step]]:
     """Return, by layer class and kind, the steps that several backends were measured at."""
     steps: dict[Any, Step] = defaultdict(dict)
-    for (layer, kind, backend), (made, members) in found.items():
+    for (layer, kind, backend), (made, members) in by_class.items():
         for m, predicted in zip(members, made.held_out, strict=True):
             assert m.us is not None
             steps[layer, kind, m.spec, m.step][backend] = predicted, m.us
@@ -79,13 +79,13 @@ def _favourite(steps: Sequence[Step]) -> str:
     return min(sorted(names), key=loss)
 
 
-def margins(found: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
+def margins(by_class: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
     """Return, by layer class and kind, the favourite and the margin that costs least by held-out points.
 
     Squares of logarithms: one step at 1.4 of the best is worse than four at 1.1. Of equals the larger.
     """
     margin_of_kind = {}
-    for key, steps in _steps(found).items():
+    for key, steps in _steps(by_class).items():
         favourite = _favourite(steps)
 
         def loss(margin: float, steps: list[Step] = steps, favourite: str = favourite) -> float:
@@ -95,21 +95,21 @@ def margins(found: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
     return margin_of_kind
 
 
-def regrets(found: Fits) -> dict[str, list[float]]:
+def regrets(by_class: Fits) -> dict[str, list[float]]:
     """Return, by kind, what choosing by held-out predictions costs: chosen over best, each step."""
     costs: dict[str, list[float]] = defaultdict(list)
-    choices = margins(found)
-    for (layer, kind), steps in _steps(found).items():
+    choices = margins(by_class)
+    for (layer, kind), steps in _steps(by_class).items():
         costs[kind] += [_cost(step, *choices[layer, kind]) for step in steps]
     return costs
 
 
-def margin_of(key: Key, error: float, kept: dict[tuple[Any, str], tuple[str, float]]) -> float:
+def margin_of(key: Key, error: float, by_class: dict[tuple[Any, str], tuple[str, float]]) -> float:
     """Return a model's margin. One call for a mixed step is beside a pair: its own error."""
     layer, kind, backend = key
     if kind == "mixed":
         return error
-    favourite, margin = kept.get((layer, kind), (backend, 0.0))
+    favourite, margin = by_class.get((layer, kind), (backend, 0.0))
     return 0.0 if backend == favourite else margin
 
 
@@ -118,10 +118,10 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
+def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
     """Return the table as JSON values."""
-    choices = margins(found)
-    backends = sorted({backend for _, _, backend in found})
+    choices = margins(by_class)
+    backends = sorted({backend for _, _, backend in by_class})
     of = {name: packages_of(registry, name) for name in backends}
     return {
         "format": FORMAT,
@@ -145,7 +145,7 @@ def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "points": len(members),
             }
             for (layer, kind, backend), (model, members) in sorted(
-                found.items(), key=lambda item: str(item[0])
+                by_class.items(), key=lambda item: str(item[0])
             )
         ],
     }

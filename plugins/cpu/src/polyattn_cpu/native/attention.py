@@ -202,9 +202,13 @@ def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addres
     ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
 
     def run(
-        query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: LayerParams,
+        out: Tensor,
         lse: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sinks, alibi = params.sinks, params.alibi_slopes
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),

@@ -32,7 +32,7 @@ def reads(spec: LayerSpec, numbers: Ints, items: Ints, groups: Ints, block_size:
         np.concatenate([which[some], which]),
         np.concatenate([(kept + start)[some], near + np.maximum(start - first, 0)]),
         np.concatenate([(kept + np.minimum(stop, first))[some], near + stop - first]),
-    )  # fmt: skip
+    )
     faults = []
     if scratch < needed:
         faults.append(f"an item needs {needed} bytes of scratch, a thread has {scratch}")

@@ -33,10 +33,14 @@ OPS = (
 TRACED, INT8, E4M3, CODES = range(4)
 HALVES, STEPS, E4M3S, POWERS, NORM = range(5)
 BY_HAND = {
-    "int8_rows": (INT8, 0, 0), "e4m3_rows": (E4M3, 0, 0), "int4": (CODES, HALVES, 32),
-    "kivi4": (CODES, STEPS, 32), "nvfp4": (CODES, E4M3S, 16), "mxfp4": (CODES, POWERS, 32),
+    "int8_rows": (INT8, 0, 0),
+    "e4m3_rows": (E4M3, 0, 0),
+    "int4": (CODES, HALVES, 32),
+    "kivi4": (CODES, STEPS, 32),
+    "nvfp4": (CODES, E4M3S, 16),
+    "mxfp4": (CODES, POWERS, 32),
     "turboquant4": (CODES, NORM, 0),
-}  # fmt: skip
+}
 """`pa_row_format`'s form, scale and group of core's formats, version 1."""
 COLUMNS = 16
 """A register's elements are padded to a multiple of these."""

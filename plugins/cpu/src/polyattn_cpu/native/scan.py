@@ -82,8 +82,8 @@ class NativeScan(RecurrentBackend):
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         inputs, params, states = frame.inputs, frame.params, frame.states
         spec = self.spec
-        given = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs.values()]
-        rows = b"".join(map(_rows, given)) + _NO_ROWS * (6 - len(given))
+        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs.values()]
+        rows = b"".join(map(_rows, tensors)) + _NO_ROWS * (6 - len(tensors))
         weights = [params.get(name) for name in PARAMS.get(spec.kind, ())]
         whole = [None if weight is None else weight.contiguous() for weight in weights]
         pointers = [0 if weight is None else weight.data_ptr() for weight in whole]

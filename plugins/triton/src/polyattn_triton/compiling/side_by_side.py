@@ -40,9 +40,9 @@ _log = logging.getLogger("polyattn")
 class _Pickler(pickle.Pickler):
     """Says kernels, and functions that they are given, by their modules and names."""
 
-    def reducer_override(self, given: Any) -> Any:
-        if isinstance(given, triton.JITFunction):
-            return worker.function_of, (given.fn.__module__, given.fn.__name__)
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, triton.JITFunction):
+            return worker.function_of, (value.fn.__module__, value.fn.__name__)
         return NotImplemented
 
 
@@ -95,9 +95,11 @@ class Compilers:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", worker.__name__, str(theirs.fileno())],
-                    env=os.environ | said, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    env=os.environ | said,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             self._connection = ours
             self._forgotten = weakref.finalize(self, _end_group, self._process.pid)
             self._forgotten.atexit = False  # it ends with this process anyhow

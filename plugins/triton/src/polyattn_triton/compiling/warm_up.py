@@ -34,8 +34,11 @@ def blank_frame(spec: LayerSpec, form: CacheFormat | None, device: torch.device)
     cache = None if form is None else KVCache.allocate(form, 1, device)
     kind = STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
     leaves = STORAGE_DTYPES[spec.dtype if spec.out_dtype == "auto" else spec.out_dtype]
-    sizes = ((spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size),
-             (spec.num_kv_heads, spec.v_head_size))  # fmt: skip
+    sizes = (
+        (spec.num_heads, spec.head_size),
+        (spec.num_kv_heads, spec.head_size),
+        (spec.num_kv_heads, spec.v_head_size),
+    )
     query, key, value = (torch.empty(1, *size, dtype=kind, device=device) for size in sizes)
     out = torch.empty(1, spec.num_heads, spec.v_head_size, dtype=leaves, device=device)
     lse = torch.empty(1, spec.num_heads, device=device) if spec.needs_lse else None
@@ -73,9 +76,12 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
     lens: tuple[tuple[list[int], list[int]], ...]
     if phase == "decode":
         lens = (
-            ([1], [16]), ([1], [4096]), ([1], [1 << 17]), ([1, 1], [16, 8192]),
+            ([1], [16]),
+            ([1], [4096]),
+            ([1], [1 << 17]),
+            ([1, 1], [16, 8192]),
             ([1] * 8 * SEQUENCES, [16] * 8 * SEQUENCES),
-        )  # fmt: skip
+        )
     else:
         lens = (([600], [600]), ([512] * SEQUENCES, [512] * SEQUENCES))
         if paged:
@@ -107,8 +113,8 @@ def blank_inputs(spec: LayerSpec, num_seqs: int, device: torch.device) -> dict[s
     """Return an example of every input that a layer's functions read."""
     pointwise = Pointwise.of(spec)
     words = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
-    found = {}
+    kernels = {}
     for name, declared in {} if pointwise is None else pointwise.inputs.items():
         shape = [words.get(d, 1) if isinstance(d, str) else d for d in declared.dims]
-        found[name] = torch.ones(shape, dtype=INPUT_DTYPES[declared.dtype], device=device)
-    return found
+        kernels[name] = torch.ones(shape, dtype=INPUT_DTYPES[declared.dtype], device=device)
+    return kernels

@@ -68,8 +68,12 @@ def _share(x):
         share = tl.inline_asm_elementwise(
             "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; "
             "rcp.approx.ftz.f32 $0, e; }",
-            "=f,f", [x], tl.float32, True, 1,
-        )  # fmt: skip
+            "=f,f",
+            [x],
+            tl.float32,
+            True,
+            1,
+        )
     else:
         root = tl.rsqrt(1.0 + tl.exp2(x))
         share = root * root

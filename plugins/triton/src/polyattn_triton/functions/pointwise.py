@@ -98,7 +98,7 @@ def variant_problem(variant: AttentionVariant) -> str | None:
 
 
 def table(
-    traced: Trace, seq_index: Tensor, given: dict[str, Tensor], lists: Tensor | None = None
+    traced: Trace, seq_index: Tensor, tensors: dict[str, Tensor], lists: Tensor | None = None
 ) -> Tensor:
     """Return the addresses of the functions' inputs, int64, in `source`'s order. Raises `BatchError`.
 
@@ -108,7 +108,7 @@ def table(
     if lists is not None:
         by_head = lists.stride(1) if lists.shape[1] > 1 else 0
         rows[1:] = [lists.data_ptr(), lists.stride(0), by_head]
-    rows += traced.addresses(given)
+    rows += traced.addresses(tensors)
     return torch.tensor(rows, dtype=torch.int64).to(seq_index.device)
 
 
@@ -127,9 +127,9 @@ def imported(text: str) -> ModuleType:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as new:
             new.write(text)
         Path(new.name).replace(file)  # atomic: others may write it now
-    found = importlib.util.spec_from_file_location(name, file)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
-    found.loader.exec_module(module)
+    module_spec.loader.exec_module(module)
     return module

@@ -173,9 +173,11 @@ class _Source:
                 (t for t, i in zip(texts, node.args, strict=True) if self.known[i][1]), texts[0]
             )
             return "tl.div_rn({}, {})".format(
-                *(t if self.known[i][1] else f"({t} + tl.zeros_like({like}))"
-                  for t, i in zip(texts, node.args, strict=True))
-            )  # fmt: skip
+                *(
+                    t if self.known[i][1] else f"({t} + tl.zeros_like({like}))"
+                    for t, i in zip(texts, node.args, strict=True)
+                )
+            )
         if node.op == "sqrt":
             return f"tl.sqrt_rn({texts[0]})"
         return computed(node.op, node.kind, texts)

@@ -140,9 +140,12 @@ def _halves(format: RowFormat, size: int) -> bool:
     trace = trace_rows(format, size)
     writer = _Writer(trace, size, 1, True, 1, 0)
     ints = [
-        i for n in trace.nodes if n.kind == "float" and n.op != "half" for i in n.args
+        i
+        for n in trace.nodes
+        if n.kind == "float" and n.op != "half"
+        for i in n.args
         if trace.nodes[i].kind == "int" and writer.values[i] is None
-    ]  # fmt: skip
+    ]
     exact = all(writer.top(i) is not None or writer.ranged(i) for i in ints)
     plain = all(n.kind != "float" or n.op in IN_HALF for n in trace.nodes)
     return format.largest <= HALF_MAX and exact and plain
@@ -159,10 +162,13 @@ def source(format: RowFormat, size: int, align: int, half: bool) -> str:
     pair = [_Writer(trace, size, align, half, 2, at) for at in (0, 1)]
     lines += _function("both", pair, block // 2)
     lines += [
-        "", "", "@triton.jit", f"def whole({TAKES}):",
+        "",
+        "",
+        "@triton.jit",
+        f"def whole({TAKES}):",
         "    even, odd = both(BASE, row, held, N, SIZE, BLOCK)",
         f"    return tl.join(even, odd).reshape((N, {block}))",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -232,8 +238,8 @@ class _Writer:
             elif node.op not in ("load", "half", "single"):
                 zeros[number] = np.nan  # nobody knows
         assert self.trace.score is not None
-        found = zeros[self.trace.score]
-        return bool(np.isfinite(np.asarray(found, dtype=np.float64)).all())
+        element = zeros[self.trace.score]
+        return bool(np.isfinite(np.asarray(element, dtype=np.float64)).all())
 
     def _put(self, text: str, kind: str = "x") -> str:
         """Give an expression a name, once."""

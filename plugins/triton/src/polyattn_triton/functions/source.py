@@ -83,15 +83,18 @@ class _Writer:
         once = [i for i in needed if self.shapes[i] in (ONE, ROW)]
         tile = [i for i in needed if self.shapes[i] in (KEY, TILE)]
         told = {
-            word for i in needed if self._gathers(i, needed)
+            word
+            for i in needed
+            if self._gathers(i, needed)
             for word in WORDS.findall(" ".join(bounds(self, i) or ()))
-        }  # fmt: skip
+        }
         # Rows hand over what the tile's operations take; a constant is written where it is used.
         passed = [
-            i for i in once
+            i
+            for i in once
             if nodes[i].op not in ("constant",)
             and (i in results or any(i in nodes[j].args for j in tile) or f"x{i}" in told)
-        ]  # fmt: skip
+        ]
         early = {name for i in once for name in _inputs(nodes[i])}
         later = {name for i in tile if nodes[i].op != "size" for name in _inputs(nodes[i])}
         late = [name for name in self.trace.inputs if name in later]
@@ -156,9 +159,8 @@ class _Writer:
         lines += [f"    {word} = rows[{place}]" for place, word in enumerate(handed)]
         first = self if before is None else _Writer(self.trace)
         lines += [
-            self._line(i) for i in needed
-            if first.shapes[i] in (KEY, TILE) and i not in self.alike
-        ]  # fmt: skip
+            self._line(i) for i in needed if first.shapes[i] in (KEY, TILE) and i not in self.alike
+        ]
         return lines + self._ending(score, mask, hidden)
 
     def _ending(self, score: int | None, mask: int | None, hidden: str) -> list[str]:
@@ -206,8 +208,8 @@ class _Writer:
             return self._load(node, [ref(i, "") for i in range(len(args))])
         if op == "written":
             called, names = node.what
-            given = [f"{name}={self._given(name)}" for name in names]
-            return f"{called}({', '.join([*(ref(i, '') for i in range(len(args))), *given])})"
+            arguments = [f"{name}={self._given(name)}" for name in names]
+            return f"{called}({', '.join([*(ref(i, '') for i in range(len(args))), *arguments])})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -294,10 +296,10 @@ def _inputs(node: Any) -> tuple[str, ...]:
 
 
 def _joined(shapes: list[str]) -> str:
-    found = set(shapes) - {ONE}
-    if not found:
+    widths = set(shapes) - {ONE}
+    if not widths:
         return ONE
-    return found.pop() if len(found) == 1 else TILE
+    return widths.pop() if len(widths) == 1 else TILE
 
 
 def literal_of(value: Any, kind: str) -> str:

@@ -71,8 +71,9 @@ def hopper_config(spec: LayerSpec, arch: str, generated: Generated | None = None
         logging.getLogger("polyattn").warning(
             "TRITON_ATTN runs its portable prefill on %s, a third slower: Triton %s's Gluon lacks what "
             "the kernel for Hopper needs; install triton 3.6",
-            arch, triton.__version__,
-        )  # fmt: skip
+            arch,
+            triton.__version__,
+        )
         return None
     return config
 
@@ -108,9 +109,13 @@ class HopperPrefill:
     """
 
     def __init__(
-        self, spec: LayerSpec, config: Config, programs: int, cached: int,
+        self,
+        spec: LayerSpec,
+        config: Config,
+        programs: int,
+        cached: int,
         generated: Generated | None = None,
-    ):  # fmt: skip
+    ):
         self.generated = generated
         self.config, self.programs, self.heads = config, programs, spec.num_kv_heads
         self.pipes = HOPPER_PIPES[spec.head_size]
@@ -201,12 +206,9 @@ class HopperPrefill:
             plan.grid if split else programs,
             (query, out, out if lse is None else lse, inputs),
             factors,
-            (
-                k[0], v[0], 0 if lse is None else lse.stride(0), plan.table[0], tiles,
-                plan.at_once,
-            ),
+            (k[0], v[0], 0 if lse is None else lse.stride(0), plan.table[0], tiles, plan.at_once),
             plan.kept,
-        )  # fmt: skip
+        )
         return True
 
 

@@ -44,18 +44,18 @@ def _matrix(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int]
     return [rows, columns], Steps(block // token, row, column)
 
 
-def described(kept: Tensor, box: int) -> tuple[Any, Steps] | None:
+def described(pages: Tensor, box: int) -> tuple[Any, Steps] | None:
     """Describe keys or values, (blocks, block size, heads, size) or (tokens, heads, size), 16 bits.
 
     `box`: rows that are copied at once. None: these strides or this address can't be described.
     """
-    found = _matrix(tuple(kept.shape), kept.stride())
-    if found is None or kept.data_ptr() % 16:
+    found = _matrix(tuple(pages.shape), pages.stride())
+    if found is None or pages.data_ptr() % 16:
         return None
     shape, steps = found
     # Without its own checks, which ask the same again for longer than a launch takes.
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = kept, shape, [kept.stride(-3), 1]
-    descriptor.block_shape = [box, kept.shape[-1]]
+    descriptor.base, descriptor.shape, descriptor.strides = pages, shape, [pages.stride(-3), 1]
+    descriptor.block_shape = [box, pages.shape[-1]]
     descriptor.layout, descriptor.padding = SHARED, "zero"
     return descriptor, steps

@@ -35,12 +35,12 @@ def _blocks(
     """Return where a tile's rows lie: slots, block numbers, or the one block number of them all."""
     at = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=LAYOUT)
     if SPARSE:
-        found = gl.load(SLOTS + at, mask=at < length, other=-1)
+        slots = gl.load(SLOTS + at, mask=at < length, other=-1)
     elif BLOCK_SIZE % BLOCK_N == 0:
-        found = gl.load(BT + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < length, other=0)
+        slots = gl.load(BT + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < length, other=0)
     else:
-        found = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
-    return found
+        slots = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
+    return slots
 
 
 @gluon.jit
@@ -87,9 +87,12 @@ def _attend(
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     PAIR: gl.constexpr = gl.DistributedLinearLayout(  # SCORES' rows, both groups' halves in each
-        reg_bases=[[0, 1], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [0, 0]], block_bases=[], shape=[BLOCK_H, 2],
-    )  # fmt: skip
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [0, 0]],
+        block_bases=[],
+        shape=[BLOCK_H, 2],
+    )
     O_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
@@ -99,16 +102,18 @@ def _attend(
     offs_w = gl.arange(0, RANK, layout=gl.SliceLayout(0, WIDE))
     q_w = (token0 + row_w // HEADS).to(gl.int64) * q_t + row_w % HEADS * q_h
     async_copy.async_copy_global_to_shared(
-        q_smem, Q + q_w[:, None] + offs_w[None, :],
+        q_smem,
+        Q + q_w[:, None] + offs_w[None, :],
         mask=(row_w < queries)[:, None] & (offs_w < RANK)[None, :],
-    )  # fmt: skip
+    )
     row_n = start + gl.arange(0, BLOCK_H, layout=NARROW_ROW)
     offs_n = gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
     q_n = (token0 + row_n // HEADS).to(gl.int64) * q_t + row_n % HEADS * q_h
     async_copy.async_copy_global_to_shared(
-        q_rope_smem, Q + RANK + q_n[:, None] + offs_n[None, :],
+        q_rope_smem,
+        Q + RANK + q_n[:, None] + offs_n[None, :],
         mask=(row_n < queries)[:, None] & (offs_n < ROPE)[None, :],
-    )  # fmt: skip
+    )
 
     high_key = length
     if FEW:
@@ -207,9 +212,10 @@ def _store(
     o_row = token * o_t + row % HEADS * o_h
     out = acc * (v_scale / safe)[:, None]
     gl.store(
-        OUT + o_row[:, None] + offs[None, :], out.to(OUT.dtype.element_ty),
+        OUT + o_row[:, None] + offs[None, :],
+        out.to(OUT.dtype.element_ty),
         mask=row_ok[:, None] & (offs < RANK)[None, :],
-    )  # fmt: skip
+    )
     if HAS_LSE:
         lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe)) * LN2)
         gl.store(LSE + token * lse_t + row % HEADS, lse, mask=row_ok)
@@ -228,9 +234,10 @@ def _store_part(
     offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
     at = part * BLOCK_H + row
     gl.store(
-        PARTS + at[:, None] * RANK + offs[None, :], acc / safe[:, None],
+        PARTS + at[:, None] * RANK + offs[None, :],
+        acc / safe[:, None],
         mask=row_ok[:, None] & (offs < RANK)[None, :],
-    )  # fmt: skip
+    )
     gl.store(PART_LSE + at, gl.where(l == 0.0, float("-inf"), m + gl.log2(safe)), mask=row_ok)
 
 

@@ -75,18 +75,22 @@ E2M1 = gl.constexpr("""
 def _unpacked(units, scales, FLOAT: gl.constexpr):
     """Return the first, second, third and fourth numbers of units int16 times their scales, float16."""
     return gl.inline_asm_elementwise(
-        E2M1 if FLOAT else INTEGERS, "=r,=r,=r,=r,r,r", [units, scales],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+        E2M1 if FLOAT else INTEGERS,
+        "=r,=r,=r,=r,r,r",
+        [units, scales],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
 def _scales(smem, LAYOUT: gl.constexpr, FLOAT: gl.constexpr):
     """Load scales as float16; those of e2m1 64 times as large."""
-    found = smem.load(LAYOUT)
+    scale = smem.load(LAYOUT)
     if FLOAT:
-        found = found.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
-    return found
+        scale = scale.to(gl.float8e4nv, bitcast=True).to(gl.float16) * 64.0
+    return scale
 
 
 @gluon.jit
@@ -104,9 +108,10 @@ def _copy(
             codes.index(slot).slice(part * 16, 16), FROM + of_row
         )
         async_copy.async_copy_global_to_shared(
-            scales.index(slot).slice(part * 16, 16), FROM + WORDS + (line * t)[:, None],
+            scales.index(slot).slice(part * 16, 16),
+            FROM + WORDS + (line * t)[:, None],
             mask=(line < length - at)[:, None],
-        )  # fmt: skip
+        )
 
 
 @gluon.jit
@@ -138,9 +143,7 @@ def _attend(
     q1 = gl.load(AT + 1, mask=mine, other=0.0).to(gl.float32)
     q2 = gl.load(AT + 2, mask=mine, other=0.0).to(gl.float32)
     q3 = gl.load(AT + 3, mask=mine, other=0.0).to(gl.float32)
-    most = gl.maximum(
-        gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3))
-    )  # fmt: skip
+    most = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3)))
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
@@ -219,14 +222,26 @@ def _attend(
         weights = gl.convert_layout(p.to(gl.float16), B)
         v0, v1, v2, v3 = _unpacked(v, v_by[:, None, :], FLOAT)
         more = alpha[None, :]
-        acc0 = mma_v2(gl.convert_layout(v0.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
-                      weights, acc0 * more)  # fmt: skip
-        acc1 = mma_v2(gl.convert_layout(v1.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
-                      weights, acc1 * more)  # fmt: skip
-        acc2 = mma_v2(gl.convert_layout(v2.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
-                      weights, acc2 * more)  # fmt: skip
-        acc3 = mma_v2(gl.convert_layout(v3.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
-                      weights, acc3 * more)  # fmt: skip
+        acc0 = mma_v2(
+            gl.convert_layout(v0.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+            weights,
+            acc0 * more,
+        )
+        acc1 = mma_v2(
+            gl.convert_layout(v1.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+            weights,
+            acc1 * more,
+        )
+        acc2 = mma_v2(
+            gl.convert_layout(v2.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+            weights,
+            acc2 * more,
+        )
+        acc3 = mma_v2(
+            gl.convert_layout(v3.reshape((UNITS, BLOCK_N)), A, assert_trivial=True),
+            weights,
+            acc3 * more,
+        )
     async_copy.wait_group(0)
     total = gl.sum(sums, 0)
     raised = 256.0 if FLOAT else 1.0
@@ -363,8 +378,9 @@ def packed_kernel(
         if SPLIT:
             part = (program * gl.num_programs(1) + kv_head) * splits + begin
             place = part * ROWS + head
-            _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
-                   1.0, 1.0, ok, True)  # fmt: skip
+            _store(
+                acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place, 1.0, 1.0, ok, True
+            )
         else:
             _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
                    token * lse_t + heads, v_scale, LN2, ok, HAS_LSE)  # fmt: skip

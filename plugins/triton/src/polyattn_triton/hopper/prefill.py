@@ -81,8 +81,12 @@ def _kept(s, place, bound, HIDDEN: gl.constexpr):
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, " + HIDDEN + ", p; }",
-        "=f,f,r,r", [s, place, bound], gl.float32, True, 1,
-    )  # fmt: skip
+        "=f,f,r,r",
+        [s, place, bound],
+        gl.float32,
+        True,
+        1,
+    )
 
 
 @gluon.jit
@@ -314,9 +318,7 @@ def _consume(
             )  # fmt: skip
         if QUERIES == 1 and at < stop:
             barrier()
-            load_query(
-                q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
-            )  # fmt: skip
+            load_query(q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D)
 
 
 @gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles", "at_once"])

@@ -12,9 +12,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def load_query(
-    q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
+def load_query(q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr):
     """Copy a group's 64 (token, head) rows into shared memory, without waiting."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
@@ -44,9 +42,10 @@ def store_rows(
     offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
     at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h
     gl.store(
-        OUT + at[:, None] + offs[None, :], q.load(WIDE),
+        OUT + at[:, None] + offs[None, :],
+        q.load(WIDE),
         mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
-    )  # fmt: skip
+    )
     if HAS_LSE:
         row = start + gl.arange(0, 64, layout=ROW)
         lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)

@@ -11,6 +11,8 @@ it.
 import triton
 import triton.language as tl
 
+from polyattn_triton.kernels.scan import sequence_of, unit
+
 
 @triton.jit
 def _row(X, row, stride, ok, offsets):
@@ -101,11 +103,6 @@ def _tile(X, row, stride, ok, offsets):
 
 
 @triton.jit
-def _unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
 def chunk_kernel(
     Q, K, V, G, A, B, WORK, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
     q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, w_t, w_h, o_t, o_h, st_s, st_h,
@@ -115,14 +112,9 @@ def chunk_kernel(
     """A sequence's chunks one after another. Grid: (sequences, heads, value blocks)."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
@@ -143,8 +135,8 @@ def chunk_kernel(
         q = q.to(tl.float32)
         k = k.to(tl.float32)
         if NORM:
-            q = _unit(q)
-            k = _unit(k)
+            q = unit(q)
+            k = unit(k)
         g = _tile(G, row, g_t, ok & k_ok, head * g_h + kk).to(tl.float32)
         within = (at + 1 < count) & (rows + 1 < CHUNK)
         after = _tile(G, row + 1, g_t, within[:, None] & k_ok, head * g_h + kk).to(tl.float32)
@@ -181,6 +173,7 @@ def chunk_kernel(
         h = tl.dot(tl.trans((k * until).to(kind)), fresh, h, input_precision="ieee")
         tl.store(
             OUT + row[:, None] * o_t + head * o_h + vv[None, :],
-            (y * scale).to(OUT.dtype.element_ty), mask=ok & v_ok,
-        )  # fmt: skip
+            (y * scale).to(OUT.dtype.element_ty),
+            mask=ok & v_ok,
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=state_ok)

@@ -113,8 +113,9 @@ def _attend(
     HALF_ROWS: tl.constexpr = ROWS_WAY >= 8
     SMALL: tl.constexpr = (
         (K.dtype.element_ty.is_fp8() or HALF_ROWS)
-        and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
-    )  # fmt: skip
+        and Q.dtype.element_ty == tl.bfloat16
+        and ROPE == 0
+    )
     BY_HALF: tl.constexpr = SMALL and WAY < 2
     HALF_QUERY: tl.constexpr = Q.dtype.element_ty.is_fp8() and not SINGLE
     RAISED: tl.constexpr = 15 if (BY_HALF or HALF_QUERY) and WAY < 2 else 0
@@ -214,9 +215,7 @@ def _attend(
                 b = tl.where(of_kept, kept_second, b)
             cos, sin = turn_by(at, turn_high, turn_low)
             a, b = turned(a, b, cos[None, :], sin[None, :])
-            k, k_second = turned(
-                k.to(tl.float32), k_second.to(tl.float32), place_cos, place_sin
-            )  # fmt: skip
+            k, k_second = turned(k.to(tl.float32), k_second.to(tl.float32), place_cos, place_sin)
             s = tl.dot(a.to(q.dtype), tl.trans(k.to(q.dtype)), input_precision="ieee")
             s = tl.dot(b.to(q.dtype), tl.trans(k_second.to(q.dtype)), s, input_precision="ieee")
             if SPAN < D:

@@ -56,9 +56,9 @@ def _write_rows(
     within = block % (D // BLOCK)
     ok = head < HEADS
     at = head * new_h + within * BLOCK
-    x = tl.load(
-        NEW + at[:, None] + tl.arange(0, BLOCK)[None, :], mask=ok[:, None], other=0.0
-    ).to(tl.float32)  # fmt: skip
+    x = tl.load(NEW + at[:, None] + tl.arange(0, BLOCK)[None, :], mask=ok[:, None], other=0.0).to(
+        tl.float32
+    )
     scale = scale_of(number, SCALE, head, HEADS, SCALES) + tl.zeros([BLOCKS], tl.float32)
     x = tl.div_rn(x, scale[:, None])
     bad = tl.max((x != x).to(tl.int32), 1) > 0
@@ -74,8 +74,9 @@ def _write_rows(
     pair = tl.arange(0, BLOCK // 2)
     tl.store(
         row[:, None] + (within * (BLOCK // 2))[:, None] + pair[None, :],
-        (low | (high << 4)).to(tl.uint8), mask=ok[:, None],
-    )  # fmt: skip
+        (low | (high << 4)).to(tl.uint8),
+        mask=ok[:, None],
+    )
     tl.store(row + D // 2 + within, tl.where(bad, 127, code).to(tl.uint8), mask=ok)
 
 

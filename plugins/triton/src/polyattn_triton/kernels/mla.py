@@ -135,12 +135,14 @@ def _attend(
     q_row = (token0 + row // HEADS).to(tl.int64) * q_t + row % HEADS * q_h
     q = tl.load(
         Q + q_row[:, None] + offs_r[None, :],
-        mask=row_ok[:, None] & (offs_r < RANK)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=row_ok[:, None] & (offs_r < RANK)[None, :],
+        other=0.0,
+    )
     q_rope = tl.load(
         Q + RANK + q_row[:, None] + offs_p[None, :],
-        mask=row_ok[:, None] & (offs_p < ROPE)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=row_ok[:, None] & (offs_p < ROPE)[None, :],
+        other=0.0,
+    )
     if SPARSE:
         SLOTS += token0.to(tl.int64) * table_s
     else:

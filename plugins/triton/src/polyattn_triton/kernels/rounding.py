@@ -26,8 +26,8 @@ def scale_of(number, SCALE, head, HEADS: tl.constexpr, SCALES: tl.constexpr):
     return number
 
 
-def limit_of(stored: torch.dtype, given: torch.dtype) -> float:
+def limit_of(stored: torch.dtype, source: torch.dtype) -> float:
     """Return the largest number that a cache of `stored` takes; 0 where it holds what is given."""
-    if stored == given:
+    if stored == source:
         return 0.0
     return 127.0 if stored == torch.int8 else torch.finfo(stored).max

@@ -27,15 +27,18 @@ def write_rows_kernel(
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
         WRITE_K(
-            KEY + token * key_t + head * key_h, K + block * k_b + offset * k_t + head * k_h,
-            scale_of(k_scale, K_SCALE, head, HEADS, SCALES), K_TABLE,
-        )  # fmt: skip
+            KEY + token * key_t + head * key_h,
+            K + block * k_b + offset * k_t + head * k_h,
+            scale_of(k_scale, K_SCALE, head, HEADS, SCALES),
+            K_TABLE,
+        )
         if not LATENT:
             WRITE_V(
                 VALUE + token * value_t + head * value_h,
                 V + block * v_b + offset * v_t + head * v_h,
-                scale_of(v_scale, V_SCALE, head, HEADS, SCALES), V_TABLE,
-            )  # fmt: skip
+                scale_of(v_scale, V_SCALE, head, HEADS, SCALES),
+                V_TABLE,
+            )
 
 
 _write_rows = Launcher(write_rows_kernel)

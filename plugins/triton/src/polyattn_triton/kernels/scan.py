@@ -13,6 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
+def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
+    """A sequence's slot, first token, number of tokens (0 without slot), and whether its state began."""
+    slot = tl.load(STATE_SLOTS + seq)
+    start = tl.load(STARTS + seq)
+    count = tl.where(slot < 0, 0, tl.load(STARTS + seq + 1) - start)
+    return slot, start, count, tl.load(SEQ_LENS + seq) > count
+
+
+@triton.jit
 def _softplus(x):
     """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
 
@@ -84,23 +93,26 @@ def conv_kernel(
         at = t - (WIDTH - 1) + w
         new = tl.load(
             x_row + at[:, None] * x_t + c[None, :],
-            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :],
+            other=0.0,
+        ).to(tl.float32)
         if WIDTH > 1:
             column = at + WIDTH - 1
             if RING:  # before the sequence's first position: what its start left there, 0
                 column = (before + at + RING) % RING
             new += tl.load(
                 state[None, :] + column[:, None],
-                mask=((at < 0) & begun)[:, None] & c_ok[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+                mask=((at < 0) & begun)[:, None] & c_ok[None, :],
+                other=0.0,
+            ).to(tl.float32)
         acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc))
     tl.store(
-        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :], acc.to(OUT.dtype.element_ty),
+        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :],
+        acc.to(OUT.dtype.element_ty),
         mask=(t < count)[:, None] & c_ok[None, :],
-    )  # fmt: skip
+    )
     if RING:
         if first == 0:
             tl.debug_barrier()  # every thread has read what another may overwrite
@@ -108,9 +120,10 @@ def conv_kernel(
                 source = count - RING + w
                 given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
                 tl.store(
-                    state + (before + source + RING) % RING, given.to(STATE.dtype.element_ty),
+                    state + (before + source + RING) % RING,
+                    given.to(STATE.dtype.element_ty),
                     mask=c_ok & ((source >= 0) | (begun == 0)),
-                )  # fmt: skip
+                )
     elif first == 0:
         # In the order of the state, so that what is read is never yet overwritten.
         for w in tl.static_range(WIDTH - 1):
@@ -146,14 +159,9 @@ def gated_kernel(
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ok = kk < KS
@@ -174,16 +182,19 @@ def gated_kernel(
         row = (start + at).to(tl.int64)
         q = tl.load(
             Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         k = tl.load(
             K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         x = tl.load(
             V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & v_ok[None, :],
+            other=0.0,
+        )
         v = x
         if MAMBA:
             dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
@@ -211,14 +222,15 @@ def gated_kernel(
             at_z = row[:, None] * z_t + head * z_h + vv[None, :]
             y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
         tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
+            y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
-        )  # fmt: skip
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
 
 
 @triton.jit
-def _unit(x):
+def unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
@@ -235,14 +247,9 @@ def delta_kernel(
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ok = kk < KS
@@ -257,22 +264,25 @@ def delta_kernel(
         row = (start + at).to(tl.int64)
         q = tl.load(
             Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         k = tl.load(
             K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & k_ok[None, :],
+            other=0.0,
+        )
         v = tl.load(
             V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :], other=0.0,
-        )  # fmt: skip
+            mask=ok[:, None] & v_ok[None, :],
+            other=0.0,
+        )
         kind = v.dtype
         g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
         beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
         if NORM:
-            q = _unit(q.to(tl.float32)).to(kind)
-            k = _unit(k.to(tl.float32)).to(kind)
+            q = unit(q.to(tl.float32)).to(kind)
+            k = unit(k.to(tl.float32)).to(kind)
         total = tl.cumsum(g, 0)
         last = _at_end(total, at, first, count, CHUNK)
         decay = tl.exp(
@@ -296,7 +306,8 @@ def delta_kernel(
         kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
         h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
         tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
+            y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
-        )  # fmt: skip
+        )
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])

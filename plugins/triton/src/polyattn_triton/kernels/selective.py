@@ -182,7 +182,7 @@ def selective_kernel(
     MASKED: tl.constexpr = EACH % BLOCK_D != 0
     rows = _tokens(
         X, DT, B, C, first, end, group, d_ok, x_t, dt_t, b_t, c_t, N, PER, PACK, BLOCK_T, MASKED
-    )  # fmt: skip
+    )
     for at in range(first, end, BLOCK_T):
         here = rows
         rows = _tokens(

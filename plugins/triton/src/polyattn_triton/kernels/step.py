@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import _softplus, draft_place, gated
+from polyattn_triton.kernels.scan import _softplus, draft_place, gated, sequence_of
 
 
 @triton.jit
@@ -58,9 +58,10 @@ def conv_drafts_kernel(
         tl.store(OUT + (start + t).to(tl.int64) * o_t + c, y.to(OUT.dtype.element_ty), mask=c_ok)
         to = draft_place(TARGETS, targets_t, seq, t)
         tl.store(
-            STATE + to * st_s + columns - 1, window.to(STATE.dtype.element_ty),
+            STATE + to * st_s + columns - 1,
+            window.to(STATE.dtype.element_ty),
             mask=c_ok[:, None] & (w > 0)[None, :] & (w < WIDTH)[None, :] & (to >= 0),
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -77,14 +78,9 @@ def mamba1_kernel(
     slot of TARGETS; which slot the sequence came from makes no difference, it was read before.
     """
     seq = tl.program_id(0)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     ok = (d < CHANNELS)[:, None] & (n < N)[None, :]

@@ -67,8 +67,9 @@ def load_four_bit_rows(ROWS, held, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
     )
     units = tl.load(
         ROWS[:, None] + (SIZE // 2 + block)[None, :],
-        mask=held[:, None] & (block < SIZE // 16)[None, :], other=0,
-    ).to(tl.uint16)  # fmt: skip
+        mask=held[:, None] & (block < SIZE // 16)[None, :],
+        other=0,
+    ).to(tl.uint16)
     scale = (((units & 127) << 7) | ((units & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
     scale = tl.where((units & 127) == 127, float("nan"), scale)
     each = tl.broadcast_to(scale[:, :, None], (N, BLOCK // 16, 8)).reshape((N, BLOCK // 2))

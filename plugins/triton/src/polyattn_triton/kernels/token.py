@@ -7,7 +7,7 @@ last.
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import _softplus, draft_place
+from polyattn_triton.kernels.scan import _softplus, draft_place, sequence_of
 
 
 @triton.jit
@@ -32,14 +32,9 @@ def channel_kernel(
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     group = head // EACH
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -96,14 +91,9 @@ def unit_kernel(
 ):  # fmt: skip
     """RG-LRU. Grid: (sequences, blocks of channels). `DRAFTS` as above."""
     seq = tl.program_id(0)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
     if count == 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = c < CHANNELS
     rate = -8.0 * _softplus(tl.load(LAMBDA + c, mask=ok, other=0.0))

@@ -96,9 +96,11 @@ class Architecture:
 
 
 GEMMA_NORMS = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
-)  # fmt: skip
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
     "mistral": Architecture(),

@@ -129,9 +129,13 @@ class SoftmaxExperts(nn.Module):
     """
 
     def __init__(
-        self, fields: Fields, expert: Callable[[], nn.Module], counted: str = "num_experts",
-        router: str = "gate", scaled: bool = False,
-    ):  # fmt: skip
+        self,
+        fields: Fields,
+        expert: Callable[[], nn.Module],
+        counted: str = "num_experts",
+        router: str = "gate",
+        scaled: bool = False,
+    ):
         super().__init__()
         count = fields.size(counted)
         self.top = fields.below("num_experts_per_tok", counted)

@@ -13,9 +13,12 @@ LLAMA = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 PLAIN = {
-    "vocab_size": 151936, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 GEMMA = {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True,

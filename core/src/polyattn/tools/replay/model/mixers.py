@@ -70,9 +70,12 @@ class SelfAttention(Mixer):
         memory = groups[self.spec]
         sinks = None if self.sinks is None else self.sinks.detach()
         self.layer = Attention(
-            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index),
+            memory.group,
+            sinks=sinks,
+            rotate=memory.rotates,
+            checks=memory.checks(index),
             **_used(scales, self.spec),
-        )  # fmt: skip
+        )
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -120,9 +123,13 @@ class LatentSelfAttention(Mixer):
         up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
         self.layer = LatentAttention(
-            memory.group, w_uk.contiguous(), w_uv.contiguous(), rotate=memory.rotates,
-            checks=memory.checks(index), k_scale=_used(scales, self.spec).get("k_scale", 1.0),
-        )  # fmt: skip
+            memory.group,
+            w_uk.contiguous(),
+            w_uv.contiguous(),
+            rotate=memory.rotates,
+            checks=memory.checks(index),
+            k_scale=_used(scales, self.spec).get("k_scale", 1.0),
+        )
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:

@@ -188,13 +188,15 @@ class Checkpoint(Weights):
             if name not in self._where:
                 wrong.append(f"lacks {name} {shape}")
                 continue
-            found, dtype = self._header(name)
-            if found != shape:
-                wrong.append(f"{name} has shape {found}, expected {shape} by the config")
+            stored, dtype = self._header(name)
+            if stored != shape:
+                wrong.append(f"{name} has shape {stored}, expected {shape} by the config")
             elif dtype not in DTYPES:
                 wrong.append(f"{name} is {dtype}, expected one of {', '.join(DTYPES)}")
-        wrong += [f"has {name}, which the config's model has no use for"
-                  for name in _unread(self._where, shapes, model)]  # fmt: skip
+        wrong += [
+            f"has {name}, which the config's model has no use for"
+            for name in _unread(self._where, shapes, model)
+        ]
         if wrong:
             more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             raise WeightsError(
@@ -209,15 +211,15 @@ class Checkpoint(Weights):
 
     def scales(self) -> dict[int, dict[str, Any]]:
         """Return the scales that the files hold, of a whole tensor each."""
-        found = model_reader().cache_scales(str(self.folder))
-        for index, scales in found.items():
+        by_layer = model_reader().cache_scales(str(self.folder))
+        for index, scales in by_layer.items():
             for name, scale in scales.items():
                 if isinstance(scale, Tensor):
                     raise WeightsError(
                         f"{self.folder}: {name} of layer {index} has {scale.numel()} numbers, one a "
                         "head; `run` takes one for all heads: keep their largest alone"
                     )
-        return found
+        return by_layer
 
 
 def _unread(names: Iterable[str], shapes: Mapping[str, Shape], model: Decoder) -> list[str]:

@@ -1,4 +1,4 @@
-"""How does a kernel whose output has 16 bits serve a layer whose output leaves in e4m3?"""
+"""How does what a kernel writes become the output that its layer asks for?"""
 
 from __future__ import annotations
 
@@ -21,5 +21,20 @@ def quantized_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, An
         wide = torch.empty_like(frame.out, dtype=STORAGE_DTYPES[self.spec.dtype])
         run(self, plan, frame.but(out=wide))
         write_output(frame.out, wide, frame.params.out_scale)
+
+    return through
+
+
+def contiguous_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, Any, Frame], None]:
+    """Give a kernel that takes an address alone a contiguous output, and copy it to the layer's."""
+
+    @wraps(run)
+    def through(self: Any, plan: Any, frame: Frame) -> None:
+        if frame.out.is_contiguous():
+            run(self, plan, frame)
+            return
+        whole = torch.empty_like(frame.out, memory_format=torch.contiguous_format)
+        run(self, plan, frame.but(out=whole))
+        frame.out.copy_(whole)
 
     return through
