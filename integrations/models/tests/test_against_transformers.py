@@ -119,6 +119,10 @@ def test_publishers_own_fields_say_what_the_type_does(model_type: str) -> None:
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 4, "index_topk_freq": 3}),
+        (
+            "dots3_note_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "swa_rope_theta": 300.0},
+        ),
         ("qwen3_5_text", {"attn_output_gate": False}),
         ("qwen3_5_text", {"partial_rotary_factor": 0.5}),
     ],
@@ -128,6 +132,28 @@ def test_publishers_own_fields_that_say_otherwise_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="|".join(changes)):
         model_layers({"model_type": model_type} | tiny_values(CONFIG_MAPPING[model_type]) | changes)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR, "rope_theta": 700.0},
+        {"rope_parameters": {}}, {"swa_rope_theta": 300.0},
+        {"rope_parameters": {
+            f"{kind}_attention": dict(LINEAR) for kind in ("indexed", "sliding", "full")}},
+        {"rope_parameters": LINEAR | {"rope_theta": 300.0}, "swa_rope_theta": 300.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windowed_layers_have_a_base_of_their_own_only_where_no_parameters_are(
+    changes: dict[str, Any],
+) -> None:
+    values = tiny_values(CONFIG_MAPPING["dots3_note_text"]) | changes
+    config = CONFIG_MAPPING["dots3_note_text"](**copy.deepcopy(values))
+    compare(config, {"model_type": "dots3_note_text", "dtype": "float32"} | copy.deepcopy(values))
 
 
 @pytest.mark.sweep

@@ -158,10 +158,10 @@ def dots3(cfg: Config) -> Towers:
     cfg.only("swa_num_key_value_heads", sizes["num_attention_heads"])
     cfg.integer("swa_q_lora_rank")
     turned = cfg.integer("swa_qk_rope_head_dim") or sizes["head_dim"] - sizes["qk_nope_head_dim"]
-    layers = []
-    thetas = {
-        SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)
-    }  # fmt: skip
+    layers, theta = [], cfg.number("rope_theta", 8e7)
+    # What is stated in one place is of all layers: there `rope_theta` stands for a missing base.
+    plain = cfg.get("rope_parameters") is None and not cfg.get("rope_scaling")
+    near_theta = cfg.number("swa_rope_theta", 50_000.0) if plain else theta
     for index, kind in enumerate(types):
         values: Mapping[str, object] = (
             dict(sizes, qk_rope_head_dim=turned) if kind == SLIDING else {}
@@ -169,8 +169,9 @@ def dots3(cfg: Config) -> Towers:
         if own is not None:
             values = _layer_values(cfg, own, index)
         part = Config({**cfg.values, **values}, cfg.source, cfg.model_type)
-        rope = _dots3_rope(part, kind, thetas.get(kind))
+        rope = _dots3_rope(part, kind, near_theta if kind == SLIDING else theta)
         if kind == SLIDING:
+            cfg.only("swa_rope_theta", rope.base)
             near = SparseSpec(
                 budget=cfg.integer("sliding_window") or cfg.integer("sliding_window_size") or 512,
                 value_in_key=True,
