@@ -259,6 +259,8 @@ def _grouped(specs: Sequence[LayerSpec], index: int) -> LayerSpec:
     """Return what a layer that reads another's keys computes: what its source does."""
     source = specs[index].kv_source
     own = specs[index].replace(kv_source=None)
+    if source is not None and source < index and own.chooses and own.indexer is None:
+        own = own.replace(indexer=specs[source].indexer)  # it takes the choice of a layer before it
     if source is None or source >= index or specs[source] != own:
         raise SpecError(
             f"layer {index}: kv_source={source} must be an earlier layer that computes the same and "
