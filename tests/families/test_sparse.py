@@ -96,6 +96,21 @@ def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> N
     )
 
 
+@pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_heads_of_one_choice_are_read_together(layout: str, backend: str) -> None:
+    """A row of the call is a token with all its KV heads; with a choice for each head, one head."""
+    settings = replace(current(), layout=layout)
+    for scope, rows in (("all", 1), ("kv_head", 7)):
+        spec = of(granularity=4, budget=9, scope=scope).replace(num_heads=14, num_kv_heads=7)
+        step = workload(
+            LayerGroup(select(spec, "cpu", backend=backend, settings=settings)), STEP, 1
+        )
+        step.check()
+        (piece,) = step.plan.pieces
+        assert len(piece.lens) == rows * step.batch.num_tokens
+
+
 def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     group = LayerGroup(select(MSA, "cpu", backend="TORCH_SDPA"))
     step = workload(group, STEP, 4)

@@ -235,6 +235,7 @@ def longcat(cfg: Config) -> Towers:
 
 LE_ROPE = {
     "rope_type": "yarn",
+    "rope_theta": 10000.0,
     "factor": 2048.0,
     "original_max_position_embeddings": 512,
     "attention_factor": 1.0,
