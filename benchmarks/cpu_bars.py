@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ INDEXERS: dict[str, tuple[int, IndexerSpec, str]] = {
     ), "mm bf16"),
 }  # fmt: skip
 """Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it."""
-SECTIONS = ("share", "store", "two", "busy", "index")
+SECTIONS = ("share", "store", "two", "busy", "index", "sparse")
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -181,6 +182,66 @@ class Visit:
             share = done / best["index"] / (amount / best["limit"])
             self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
                      gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
+
+    def sparse(self) -> None:
+        """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen."""
+        from dataclasses import replace
+
+        from polyattn import Batch, LayerGroup, SparseAttention, select
+        from polyattn.settings import current
+        from suites.sparse import MINIMAX, QWEN
+
+        torch, length, seqs = self.torch, 1 << 13, 32  # what is chosen is in no cache
+        for name, spec, layout in (
+            ("MSA", MINIMAX, "NHD"), ("MSA", MINIMAX, "HND"), ("QSA", QWEN, "NHD")
+        ):  # fmt: skip
+            settings = replace(current(), layout=layout)
+            selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
+            layer = SparseAttention(LayerGroup(selection), checks=False)
+            block, part = layer.group.cache_format.block_size, spec.sparse
+            cache = layer.group.allocate_cache(seqs * length // block)
+            cache.key.normal_(), cache.value.normal_()
+            table = torch.randperm(len(cache.key)).int().view(seqs, -1)
+            step = layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, table, block))
+            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+            scopes = part.choices(spec.num_heads, spec.num_kv_heads)
+            ids = torch.rand(seqs, scopes, length // part.granularity)
+            choice = ids.topk(part.budget).indices.int()
+
+            def call() -> object:
+                return layer(query, None, None, cache, step, choice=choice)  # noqa: B023
+
+            call()
+            runs, size = self._runs(step, cache)
+            limit, amount = self.limits()["read"]
+            calls: Calls = {"sparse": call, "read": limit}
+            calls |= {
+                f"rows {n}": partial(self.native._read, runs, size, n, 0) for n in (0, 4096, 16384)
+            }
+            best = least(calls, self.seconds, time.thread_time)
+            rate = len(runs) * size / best["sparse"]
+            rows = len(runs) * size / min(took for key, took in best.items() if "rows" in key)
+            self.row(f"sparse {name} {layout}", rate * best["read"] / amount, "of read", 0.6,
+                     ms=best["sparse"] * 1e3, run_bytes=size, rows_of_read=rows * best["read"] / amount,
+                     of_rows=rate / rows)  # fmt: skip
+
+    def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
+        """Return where the runs of memory are that a step's rows read, and their bytes."""
+        (piece,), planner = step.pieces, step.planner
+        view, _ = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
+        _, tokens, heads, width = view.key.shape
+        unit, by_token, *_ = view.key.stride()
+        inside = self.torch.arange(tokens) * by_token
+        if by_token == heads * width:
+            tokens, inside = 1, inside[:1]
+        at = (piece.table.long()[:, :, None] * unit + inside).flatten(1) * view.key.itemsize
+        both = [at + stored.data_ptr() for stored in (view.key, view.value)]
+        runs = self.torch.cat(both, 1).flatten()
+        return runs, len(piece.lens) * self._row_bytes(view) * int(piece.lens[0]) // len(runs)
+
+    @staticmethod
+    def _row_bytes(view: Any) -> int:
+        return (view.key[0, 0].numel() + view.value[0, 0].numel()) * view.key.itemsize
 
     @contextmanager
     def threads(self, count: int) -> Iterator[None]:

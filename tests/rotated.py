@@ -49,7 +49,12 @@ def specs(
         ("part of six", base.replace(rope=rope(rotary_size=6)), "HND", False),
         ("odd values", base.replace(v_head_size=10, rope=rope(rotary_size=12)), "NHD", True),
         ("one head", base.replace(num_heads=1, num_kv_heads=1), "NHD", True),
-        ("warm", base.replace(rope=rope(**warm)), "NHD", False),
+        (
+            "warm, clockwise",
+            base.replace(rope=rope(**warm, temperature_power=0.2, clockwise=True)),
+            "NHD",
+            False,
+        ),
         ("temperature alone", base.replace(rope=rope(rotary_size=0, **warm)), "NHD", True),
         ("latent", mla, "NHD", False),
     ]

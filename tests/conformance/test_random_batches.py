@@ -21,12 +21,15 @@ from polyattn import (
     discover,
     register,
     resolve_device,
+    row_formats,
     select,
     unregister,
 )
 from polyattn.conformance.random_batches import random_batches
+from polyattn.kernel import sizes_of
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
+from polyattn.spec.row_format import known_formats
 from polyattn.workload.base import workload
 
 CPU = resolve_device("cpu")
@@ -124,6 +127,25 @@ def test_a_picked_step_is_of_its_pool() -> None:
     assert not all(t.isfinite().all() for t in (spoilt.query, spoilt.keys, spoilt.values))
     others = torch.tensor([1, 2, 3, 4, 5])  # the first row is the spoilt one's
     assert next(spoilt.errors(others))[1] < 1e-6
+
+
+@pytest.mark.parametrize("name", [n for n, f in known_formats().items() if sizes_of(f)[0] <= 128])
+def test_a_spoilt_row_is_stored_as_nan_or_saturates(name: str) -> None:
+    """Whatever a format's codes of NaN are: a build, or a device, may choose others."""
+    format = row_formats()[name]
+    size = 128 if format.row_bytes(128) else sizes_of(format)[0]
+    spec = LayerSpec(
+        num_heads=6, num_kv_heads=3, head_size=size, dtype="bfloat16", kv_cache_dtype=name,
+        block_size=16,
+    )  # fmt: skip
+    lengths = [(1, 27), (5, 65), (2, 3), (7, 7)]
+    group = LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN"))
+    pool: Any = workload(group, lengths, 3)
+    pool.remembered()
+    for _ in range(12):
+        step = pool.picked([0, 1, 2, 3, 1], [1, 3])
+        step.run()
+        step.check_memory()
 
 
 def test_picking_leaves_float64_states_as_they_start() -> None:

@@ -23,7 +23,10 @@ from polyattn import (
     SparseSpec,
     select,
 )
+from polyattn.conformance.case import Case
 from polyattn.conformance.cases.index import INDEXERS, layer_for
+from polyattn.conformance.checks.sparse import sparse_plans
+from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.sparse import planning, reference, torch_index
@@ -94,6 +97,21 @@ def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> N
     torch.testing.assert_close(
         chosen, plain(query, key, value, caches[0], batch), atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_heads_of_one_choice_are_read_together(layout: str, backend: str) -> None:
+    """A row of the call is a token with all its KV heads; with a choice for each head, one head."""
+    settings = replace(current(), layout=layout)
+    for scope, rows in (("all", 1), ("kv_head", 7)):
+        spec = of(granularity=4, budget=9, scope=scope).replace(num_heads=14, num_kv_heads=7)
+        step = workload(
+            LayerGroup(select(spec, "cpu", backend=backend, settings=settings)), STEP, 1
+        )
+        step.check()
+        (piece,) = step.plan.pieces
+        assert len(piece.lens) == rows * step.batch.num_tokens
 
 
 def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +284,24 @@ def test_a_lie_about_a_choice_is_caught(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(planning, "pages_of", LIES[name])
     with pytest.raises((AssertionError, IndexError, BatchError)):
         step.check()
+
+
+def test_pages_that_are_remembered_by_their_choice_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two layers with one choice, the second has other blocks."""
+    harness = Harness("TORCH_SDPA", polyattn.resolve_device("cpu"), 3)
+    case = Case("sparse_plans", "groups", of(granularity=4, budget=9), "decode")
+    sparse_plans(case, harness)
+    known: dict[int, Any] = {}
+    monkeypatch.setattr(
+        planning, "pages_of",
+        lambda sparse, heads, ids, *args: known.setdefault(
+            ids.data_ptr(), (ids, HONEST(sparse, heads, ids, *args))
+        )[1],
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="the choice of the layer before it"):
+        sparse_plans(case, harness)
 
 
 def test_there_are_twenty_lies() -> None:

@@ -28,6 +28,14 @@ def test_traced_operations_write_the_bytes(format: RowFormat) -> None:
         assert torch.equal(replayed(trace, row), encoded(row, format))
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_a_number_lies_between_the_bounds_that_torch_says(right: bool) -> None:
+    bounds = torch.tensor([-1.0, 0.0, 0.5])
+    format = _of(lambda row: torch.bucketize(row, bounds, right=right).to(torch.uint8))
+    row = torch.tensor([torch.nan, -torch.inf, -1.0, -0.0, 0.25, 0.5, torch.inf, -torch.nan])
+    assert torch.equal(replayed(trace_encode(format, 8), row), encoded(row, format))
+
+
 def _of(encode: Callable[[Tensor], Tensor]) -> RowFormat:
     return RowFormat(
         name="odd", encode=encode, decode=lambda row, d, size: row[d] * 1.0,

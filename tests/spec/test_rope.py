@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import LayerSpec, select
+from polyattn import Attention, LayerGroup, LayerSpec, select
 from polyattn.errors import SpecError
 from polyattn.families.attention.rope import angles, inv_freq, query_temperature, rotate
 from polyattn.spec.decompose import group_layers
@@ -16,9 +16,11 @@ from polyattn_models import layer_specs
 from tiny import tiny_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.beam.modeling_beam import compute_attention_scaling
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_gptj
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
@@ -106,6 +108,38 @@ def test_temperature_is_that_of_transformers() -> None:
     torch.testing.assert_close(query_temperature(rope, positions), expected, rtol=1e-6, atol=0)
 
 
+def test_a_power_of_the_position_is_that_of_transformers() -> None:
+    rope = layer_specs(tiny_config("beam"))[-1].rope
+    positions = torch.tensor([0, 5, 2047, 100000])
+    expected = compute_attention_scaling(positions[None]).flatten().double()
+    torch.testing.assert_close(query_temperature(rope, positions), expected, rtol=1e-6, atol=0)
+
+
+def test_clockwise_is_transformers_nanochat() -> None:
+    cfg = tiny_config("nanochat")
+    rope = layer_specs(cfg)[0].rope
+    x, positions = torch.randn(9, 4, rope.rotary_size), torch.randint(0, 50, (9,))
+    cos, sin = nanochat.NanoChatRotaryEmbedding(cfg)(x, positions[None])
+    each = x.transpose(0, 1)[None]
+    expected = nanochat.apply_rotary_pos_emb(each, each, cos, sin)[0][0].transpose(0, 1)
+    torch.testing.assert_close(rotate(x, positions, rope), expected.double(), rtol=0, atol=1e-4)
+    stretched = RopeSpec(
+        rotary_size=64, scaling="llama3", factor=4.0, original_length=64, low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )  # fmt: skip
+    assert torch.equal(
+        inv_freq(dataclasses.replace(stretched, clockwise=True)), -inv_freq(stretched)
+    )
+
+
+def test_a_layer_does_not_turn_by_what_is_learned() -> None:
+    rope = RopeSpec(rotary_size=64, learned=True)
+    group = LayerGroup(select(LayerSpec(num_heads=2, head_size=64, rope=rope), "cpu"))
+    Attention(group, rotate=False)
+    with pytest.raises(SpecError, match="rope.learned=True.*pass rotate=False"):
+        Attention(group, rotate=True)
+
+
 def test_round_trip_and_hash() -> None:
     cfg = config(rope_parameters={"rope_theta": 500.0} | SCALINGS["longrope"])
     (spec,) = layer_specs(cfg)
@@ -138,6 +172,9 @@ def test_rope_is_asked_of_no_attention_kernel() -> None:
         ({"scaling": "longrope", "original_length": 8, "short_factors": [1.0]}, "1 entries"),
         ({"sections": [1, 2]}, "must sum to the 32"),
         ({"temperature": 0.1}, "temperature_length"),
+        ({"temperature_power": 0.1}, "needs rope.temperature_length"),
+        ({"learned": 1}, "rope.learned=1 must be true or false"),
+        ({"clockwise": True, "positions": "cache"}, "rope.clockwise=True doesn't go with"),
         ({"positions": "relative"}, "rope.positions='relative'"),
         ({"thetaa": 1.0}, "no field 'thetaa'"),
     ],

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from polyattn import AttentionKind, LayerSpec, Role
-from polyattn.families.attention.rope import query_temperature, rotate
+from polyattn.families.attention.rope import inv_freq, query_temperature, rotate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -338,8 +338,13 @@ def rope_differences(spec: LayerSpec, call: Call) -> list[str]:
                 return ["rope.pairing: module pairs neighbours"]
             pairing = "neox"  # transformers leaves the rotated elements in halves
         plain = dataclasses.replace(rope, attention_factor=1.0, pairing=pairing)
-        expected = rotate(start, positions, plain, offset=offset)
-        expected = expected * query_temperature(rope, positions)[:, None, None]
+        factors = _query_factors(call.module, rope, positions)
+        if rope.learned and rope.rotary_size:
+            before, part = start.split([offset, rope.rotary_size], -1)
+            expected = torch.cat([before, _learned_turn(part, positions, plain)], -1)
+        else:
+            expected = rotate(start, positions, plain, offset=offset)
+        expected = expected * (factors / factors[:1])[..., None]
         known = attention_factors(call.module)
         if (
             rope.rotary_size
@@ -349,6 +354,22 @@ def rope_differences(spec: LayerSpec, call: Call) -> list[str]:
             return [f"rope.attention_factor: spec {rope.attention_factor}, module {known}"]
     error = (expected - query).abs().max() / query.abs().max()
     return [f"rope: rotated query differs by {error:.2g}; spec {rope}"] if error > 2e-5 else []
+
+
+def _query_factors(module: nn.Module, rope: Any, positions: Tensor) -> Tensor:
+    """Return what each token's query heads are multiplied by, float64 (tokens, heads or 1)."""
+    if not rope.learned:
+        return query_temperature(rope, positions)[:, None]
+    own: Any = module.softmax_scaling
+    return own.scale.double() * (positions + 1.0).log()[:, None] + own.bias.double()
+
+
+def _learned_turn(part: Tensor, positions: Tensor, rope: Any) -> Tensor:
+    """Return a rope part turned by the module's own angles, by pairs in halves."""
+    angles = positions[:, None] * inv_freq(rope) * FACTORS[1].double().exp()
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = part.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def _reordered(call: Call, offset: int) -> bool:
@@ -362,7 +383,7 @@ def _reordered(call: Call, offset: int) -> bool:
     return not torch.allclose(raw, seen, rtol=1e-3, atol=1e-5)
 
 
-FACTORS: dict[int, set[float]] = {}
+FACTORS: dict[int, Any] = {}
 
 
 def attention_factors(module: nn.Module) -> set[float]:
@@ -371,7 +392,14 @@ def attention_factors(module: nn.Module) -> set[float]:
 
 
 def collect_factors(model: nn.Module) -> None:
-    """Remember the attention factors of a model's rotary modules."""
+    """Remember the attention factors of a model's rotary modules; what is learned is drawn."""
+    chance = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(getattr(module, "alpha", None), Tensor) and hasattr(module, "inv_freq"):
+            FACTORS[1] = module.alpha.normal_(0.0, 0.3, generator=chance)
+        if type(module).__name__.endswith("SoftmaxScaling"):
+            for weight in module.parameters():
+                weight.data.normal_(1.0, 0.3, generator=chance)
     FACTORS[0] = {
         float(value)
         for module in model.modules()
@@ -442,6 +470,18 @@ def recurrent_values(spec: LayerSpec) -> tuple[Any, ...]:
             form.conv_width, channels)  # fmt: skip
 
 
+def _source_of(calls: list[Call], index: int, spec: LayerSpec) -> int:
+    """Return the first call with the same keys; of latents, which each layer expands, the rope part."""
+    size = spec.latent.rope_head_size if spec.latent and spec.kv_source is not None else 0
+    if size:
+        turned = [call.key[..., -size:] for call in calls[: index + 1]]
+        return next(
+            i for i, k in enumerate(turned) if k.shape == turned[-1].shape and k.equal(turned[-1])
+        )
+    # All are alive, so those of one address are shared.
+    return [call.key.data_ptr() for call in calls].index(calls[index].key.data_ptr())
+
+
 def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) -> list[str]:
     """Return everything that differs between a model's modules and the specs of its layers.
 
@@ -458,7 +498,6 @@ def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) 
             attention.append(spec)
     recurrent = [recurrent_values(spec) for spec in specs if spec and spec.kind.is_recurrent]
     out = []
-    places = [call.key.data_ptr() for call in calls]  # all are alive, so equal ones are shared
     if len(calls) != len(attention):
         out.append(f"{len(attention)} attention layers, the model has {len(calls)}")
     for index, (spec, call) in enumerate(zip(attention, calls, strict=False)):
@@ -468,7 +507,7 @@ def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) 
             f"attention {index}: {line}"
             for line in attention_differences(spec, call, joined.get(index))
         ]
-        source = places.index(call.key.data_ptr())
+        source = _source_of(calls, index, spec)
         if source != (index if spec.kv_source is None else spec.kv_source):
             out.append(f"attention {index}: module reads the keys of layer {source}")
     held = recurrent_modules(model)

@@ -17,7 +17,9 @@ from polyattn import LayerSpec
 from polyattn.errors import ConfigError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn_models import READERS, ModelLayers, model_layers
-from polyattn_models.multimodal import WRAPPERS
+from polyattn_models.encoders import RANDOM_BLOCKS
+from polyattn_models.gpt import HASHED
+from polyattn_models.multimodal import DRAFTS, WRAPPERS
 from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variations import variations
@@ -42,6 +44,10 @@ def parts(model: ModelLayers) -> list[LayerSpec | None]:
         layers = model.tower("text")
     out: list[LayerSpec | None] = []
     for layer in layers:
+        if model.model_type == "diffllama":  # the module attends once for each half of a value
+            half = layer.specs[0].replace(v_head_size=layer.specs[0].head_size)
+            out += [half, half.replace(kv_source=len(out))]
+            continue
         out += [None if spec.variant else spec for spec in layer.specs]
         out += [None for _ in layer.missing]
     return out
@@ -119,6 +125,10 @@ def test_publishers_own_fields_say_what_the_type_does(model_type: str) -> None:
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 4, "index_topk_freq": 3}),
+        (
+            "dots3_note_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "swa_rope_theta": 300.0},
+        ),
         ("qwen3_5_text", {"attn_output_gate": False}),
         ("qwen3_5_text", {"partial_rotary_factor": 0.5}),
     ],
@@ -128,6 +138,28 @@ def test_publishers_own_fields_that_say_otherwise_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="|".join(changes)):
         model_layers({"model_type": model_type} | tiny_values(CONFIG_MAPPING[model_type]) | changes)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR, "rope_theta": 700.0},
+        {"rope_parameters": {}}, {"swa_rope_theta": 300.0},
+        {"rope_parameters": {
+            f"{kind}_attention": dict(LINEAR) for kind in ("indexed", "sliding", "full")}},
+        {"rope_parameters": LINEAR | {"rope_theta": 300.0}, "swa_rope_theta": 300.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windowed_layers_have_a_base_of_their_own_only_where_no_parameters_are(
+    changes: dict[str, Any],
+) -> None:
+    values = tiny_values(CONFIG_MAPPING["dots3_note_text"]) | changes
+    config = CONFIG_MAPPING["dots3_note_text"](**copy.deepcopy(values))
+    compare(config, {"model_type": "dots3_note_text", "dtype": "float32"} | copy.deepcopy(values))
 
 
 @pytest.mark.sweep
@@ -184,6 +216,14 @@ def test_alibi_models(model_type: str) -> None:
         torch.testing.assert_close(slopes, alibi_slopes(heads).float())
 
 
+NEVER = {RANDOM_BLOCKS, HASHED, DRAFTS}
+"""Why a type isn't served that no work of ours changes: what a token sees is drawn, or elsewhere."""
+
+
+def _layers(model_type: str) -> tuple[Any, ...]:
+    return model_layers(tiny_config(model_type)).served
+
+
 def test_every_causal_model_is_equal_or_refused_by_name() -> None:
     refused = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in READERS]
     assert refused
@@ -191,9 +231,13 @@ def test_every_causal_model_is_equal_or_refused_by_name() -> None:
         with pytest.raises(ConfigError, match=f"model_type='{name}' is unknown"):
             model_layers({"model_type": name, "num_attention_heads": 4})
     known = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(READERS))
-    assert len(known) >= 185, "a type that was read isn't any more"
+    assert len(known) >= 187, "a type that was read isn't any more"
     for name in known:
         assert name in {*accepted(), *BY_ATTRIBUTES, *BY_THEIR_TOWERS}
+    lacks = {name: {m for layer in _layers(name) for m in layer.missing} for name in known}
+    served = [name for name, missing in lacks.items() if not missing]
+    never = [name for name, missing in lacks.items() if missing & NEVER]
+    assert len(served) >= 171 and len(served) + len(never) >= 176
 
 
 def test_every_type_is_in_transformers_or_said_not_to_be() -> None:

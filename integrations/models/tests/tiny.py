@@ -43,6 +43,10 @@ SIZES: dict[str, Any] = {
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 4, 6]}
 PARTIAL_MROPE = MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+DRAFTING = {"text_config": {
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_hidden_layers": 2,
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": False,
+}}  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 24, "n_groups": 2},
     "bamba": {"mamba_d_head": 24, "attn_layer_indices": [1]},
@@ -59,6 +63,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 32},
     "phi4_multimodal": {"original_max_position_embeddings": 32},
     "mimo_v2_flash": {"head_dim": 24},
+    "mistral_large4_text": {
+        "kv_source_layers": [0, 1, 0, 3], "no_rope_layers": [1, 0, 1, 1],
+        "indexer_types": ["full", "full", "shared", "shared"],
+    },
+    "gemma4_assistant": DRAFTING, "gemma4_unified_assistant": DRAFTING,
     "moshi": {"sliding_window": 64},
     "hunyuan_v1_dense": {"rope_parameters": {
         "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},

@@ -25,7 +25,7 @@ class RopeSpec:
         pairing: elements i and i + rotary_size / 2 are a pair (`"neox"`), or 2 i and 2 i + 1
             (`"gptj"`).
         rotary_size: the first elements of each head that are rotated; in an MLA layer, of its rope
-            part. 0: none, for a layer that only has a `temperature`.
+            part. 0: none, for a layer whose queries alone are multiplied.
         base: theta: pair i rotates by position * base ** (-2 i / rotary_size).
         scaling: how the context is stretched: `"none"`, `"linear"`, `"dynamic"` (NTK), `"llama3"`,
             `"yarn"` (Peng et al., 2023), `"longrope"` (Ding et al., 2024) or `"proportional"`.
@@ -46,10 +46,14 @@ class RopeSpec:
         sections_interleaved: pairs take axes in turn.
         positions: `"absolute"`, or `"cache"`: a key's place within the cache (StreamingLLM).
         last: the last elements of each head are rotated, not the first (DeepSeek-V4).
+        clockwise: pairs turn by minus the angle (NanoChat).
         temperature: the query at position p is multiplied by 1 + temperature * ln(1 + floor((p +
             offset) / length)) (Llama 4).
         temperature_length: the `length` of that formula.
         temperature_offset: its `offset`.
+        temperature_power: the query is multiplied by (1 + (p + offset) / length) ** power, too (Beam).
+        learned: weights of the model scale each pair's angle, and each head's query by position (Mistral
+            Large 4): the model rotates, and a layer takes `rotate=False`.
 
     Raises:
         SpecError: a value or a combination describes no rotation.
@@ -80,9 +84,12 @@ class RopeSpec:
     sections_interleaved: bool = False
     positions: str = "absolute"
     last: bool = False
+    clockwise: bool = False
     temperature: float = 0.0
     temperature_length: int | None = None
     temperature_offset: int = 0
+    temperature_power: float = 0.0
+    learned: bool = False
 
     def __post_init__(self) -> None:
         for name in ("short_factors", "long_factors", "sections"):
@@ -147,7 +154,7 @@ class RopeSpec:
 def _check_choices(rope: RopeSpec) -> None:
     for name, valid in (("pairing", PAIRINGS), ("scaling", SCALINGS), ("positions", POSITIONS)):
         choice(f"rope.{name}", getattr(rope, name), valid)
-    for name in ("truncate", "sections_interleaved", "last"):
+    for name in ("truncate", "sections_interleaved", "last", "clockwise", "learned"):
         if not isinstance(getattr(rope, name), bool):
             raise SpecError(f"rope.{name}={getattr(rope, name)!r} must be true or false")
 
@@ -174,8 +181,8 @@ def _check_numbers(rope: RopeSpec) -> None:
             raise SpecError(f"rope.{name} has {len(factors)} entries for {pairs} rotated pairs")
         for factor in factors or ():
             _positive(name, factor)
-    for name in ("temperature", "temperature_offset"):
-        value, kinds = getattr(rope, name), (int, float) if name == "temperature" else int
+    for name in ("temperature", "temperature_offset", "temperature_power"):
+        value, kinds = getattr(rope, name), int if name == "temperature_offset" else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
             raise SpecError(f"rope.{name}={shown(value)} must be a number")
     for part in rope.sections or ():
@@ -219,5 +226,12 @@ def _check_scaling(rope: RopeSpec) -> None:
             f"rope.last=True doesn't go with positions={rope.positions!r}, scaling={rope.scaling!r}; "
             "rotate keys before they are stored, by pairs of neighbours in the rotated part"
         )
-    if rope.temperature and rope.temperature_length is None:
-        raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")
+    for name in ("clockwise", "learned", "temperature_power"):
+        if getattr(rope, name) and rope.positions == "cache":
+            raise SpecError(
+                f"rope.{name}={getattr(rope, name)} doesn't go with positions='cache'; rotate keys "
+                "before they are stored"
+            )
+    for name in ("temperature", "temperature_power"):
+        if getattr(rope, name) and rope.temperature_length is None:
+            raise SpecError(f"rope.{name}={getattr(rope, name)} needs rope.temperature_length")

@@ -10,13 +10,14 @@ from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import Decoder, needed_window, rotary, shared_keys, window
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Part, Reader, Towers
+from polyattn_models.layers import Part, Reader, Towers
 from polyattn_models.patterns import FULL, SLIDING, every, named, starting
 from polyattn_models.recurrent import short_convolution
 from polyattn_models.rotary import read_rope
 
 ROPE_BY_TYPE = Callable[[Config, int, int, str], RopeSpec | None]
-POWER = "a query temperature that is a power of the position"
+WARM = RopeSpec(rotary_size=0, temperature_power=0.1, temperature_length=2048, temperature_offset=1)
+"""Beam's layers without positions."""
 
 
 def rope_by_type(
@@ -132,7 +133,10 @@ def beam(cfg: Config) -> Towers:
     """A layer without positions multiplies the query by ((position + 1) / 2048 + 1) ** 0.1."""
     return {
         "text": [
-            parts if any(isinstance(p, LayerSpec) and p.rope for p in parts) else (Missing(POWER),)
+            tuple(
+                part.replace(rope=part.rope or WARM) if isinstance(part, LayerSpec) else part
+                for part in parts
+            )
             for parts in BEAM(cfg)["text"]
         ]
     }

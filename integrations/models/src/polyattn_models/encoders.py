@@ -15,7 +15,7 @@ from polyattn_models.rotary import nested_parameters, read_rope
 
 RELATIVE_BIAS = "a learned relative position bias"
 PREFIX = "a mask that is causal only beyond a prefix"
-RANDOM_BLOCKS = "a mask of blocks that are drawn at random"
+RANDOM_BLOCKS = "a mask of blocks that are drawn at random in each call"
 ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}
 
 
@@ -75,6 +75,15 @@ def xlm(cfg: Config) -> Towers:
     role: dict[str, Any] = {} if causal else ENCODER
     spec = LayerSpec(num_heads=heads, head_size=width // heads, dtype=cfg.dtype, **role)
     return {"text": [(spec,)] * cfg.need("n_layers")}
+
+
+def git(cfg: Config) -> Towers:
+    """GIT: text that attends causally; image tokens before it see each other both ways."""
+    cfg.get("num_image_with_embedding")
+    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
+    text = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
+    vision = encoder("vision")(cfg.part("vision_config", "git_vision_model"))
+    return {"text": [(text,)] * cfg.need("num_hidden_layers"), **vision}
 
 
 def trocr(cfg: Config) -> Towers:
@@ -206,7 +215,7 @@ READERS: dict[str, Reader] = {
     "roformer": encoder(rope=roformer_rope),
     "big_bird": big_bird,
     "xlm": xlm,
-    "git": unserved(PREFIX),
+    "git": git,
     "trocr": trocr,
     **dict.fromkeys(
         ("vit", "deit", "dinov2", "clip_vision_model", "siglip_vision_model", "idefics3_vision",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import Decoder, head_sizes, no_rope
@@ -9,6 +11,8 @@ from polyattn_models.config import Config, unknown_choice
 from polyattn_models.encoders import RELATIVE_BIAS
 from polyattn_models.layers import Missing, Reader, Towers, unserved
 from polyattn_models.rotary import read_rope
+
+HASHED = "attention within buckets of a hash that is drawn at random in each call"
 
 
 def gptj_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
@@ -36,6 +40,21 @@ def neox_japanese_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpe
         partial=cfg.number("rotary_pct", 1.0),
         theta=cfg.number("rotary_emb_base", 10000.0),
     )
+
+
+def clockwise_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
+    """Halves of a head turn the other way."""
+    return dataclasses.replace(read_rope(cfg, size), clockwise=True)
+
+
+def diffllama(cfg: Config) -> Towers:
+    """Two KV heads, of one half each, share a value as wide as both; the model takes the difference."""
+    out = Decoder()(cfg)
+    (spec,) = out["text"][0]
+    assert isinstance(spec, LayerSpec)
+    if spec.num_kv_heads % 2:
+        raise cfg.error("num_key_value_heads", spec.num_kv_heads, "must be even")
+    return {"text": [(spec.replace(v_head_size=2 * spec.head_size),)] * len(out["text"])}
 
 
 def dbrx(cfg: Config) -> Towers:
@@ -180,10 +199,10 @@ READERS: dict[str, Reader] = {
     "codegen": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
     "dbrx": dbrx,
     "cpmant": unserved(RELATIVE_BIAS),
-    "nanochat": unserved("a rotary embedding that turns the other way"),
-    "diffllama": unserved("the difference of two softmaxes, each over half of the value heads"),
+    "nanochat": Decoder(head_dim=False, rope=clockwise_rope),
+    "diffllama": diffllama,
     "doge": unserved("a learned bias for each key"),
-    "reformer": unserved("attention within buckets of a hash"),
+    "reformer": unserved(HASHED),
     "xlnet": unserved("two streams with a relative position bias"),
     "gpt_neox": Decoder(kv_heads=False, head_dim=False, rope=neox_rope),
     "gptj": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),

@@ -160,15 +160,18 @@ def dots3(cfg: Config) -> Towers:
     cfg.only("swa_num_key_value_heads", sizes["num_attention_heads"])
     cfg.integer("swa_q_lora_rank")
     turned = cfg.integer("swa_qk_rope_head_dim") or sizes["head_dim"] - sizes["qk_nope_head_dim"]
-    layers = []
-    thetas = {SLIDING: cfg.number("swa_rope_theta", 50_000.0), whole: cfg.number("rope_theta", 8e7)}
+    layers, theta = [], cfg.number("rope_theta", 8e7)
+    # What is stated in one place is of all layers: there `rope_theta` stands for a missing base.
+    plain = cfg.get("rope_parameters") is None and not cfg.get("rope_scaling")
+    near_theta = cfg.number("swa_rope_theta", 50_000.0) if plain else theta
     for index, kind in enumerate(types):
         values = cfg.layer_values(index)
         if values is None:
             values = dict(sizes, qk_rope_head_dim=turned) if kind == SLIDING else {}
         part = Config({**cfg.values, **values}, cfg.source, cfg.model_type)
-        rope = _dots3_rope(part, kind, thetas.get(kind))
+        rope = _dots3_rope(part, kind, near_theta if kind == SLIDING else theta)
         if kind == SLIDING:
+            cfg.only("swa_rope_theta", rope.base)
             near = SparseSpec(
                 budget=cfg.integer("sliding_window") or cfg.integer("sliding_window_size") or 512,
                 value_in_key=True,
@@ -222,6 +225,51 @@ def longcat(cfg: Config) -> Towers:
     return {"text": [(latent_attention(cfg, rope),)] * count}
 
 
+LE_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2048.0,
+    "original_max_position_embeddings": 512,
+    "attention_factor": 1.0,
+}
+"""Mistral Large 4's rotation where the file has none."""
+
+
+def mistral_large4(cfg: Config) -> Towers:
+    """Mistral Large 4: learned angles, layers without positions, latents of earlier layers."""
+    count, rotated = cfg.need("num_hidden_layers"), cfg.need("qk_rope_head_dim")
+    every = cfg.integer("no_rope_layer_interval") or 4
+    turned = cfg.items("no_rope_layers", int) or [(i + 1) % every for i in range(count)]
+    sources = cfg.items("kv_source_layers", int, count) or list(range(count))
+    named(cfg, "layer_types", cfg.items("layer_types", str, count) or [], ("indexed_attention",))
+    if len(turned) < count:
+        raise cfg.error("no_rope_layers", turned, f"must have an entry for each of {count} layers")
+    rope = read_rope(cfg, rotated, pairing="gptj", default=LE_ROPE)
+    rope = dataclasses.replace(rope, learned=True)
+    topk, layers, owns = cfg.need("index_topk"), list[LayerSpec](), indexers(cfg, count)
+    for index, own in enumerate(owns):
+        layer = latent_attention(cfg, rope, topk, own)
+        if not turned[index]:
+            latent = LatentSpec(rank=cfg.need("kv_lora_rank"), rope_head_size=0)
+            layer = layer.replace(latent=latent, rope=RopeSpec(rotary_size=0, learned=True))
+        layers.append(layer.replace(kv_source=_latents_of(cfg, index, sources, turned)))
+    return {"text": [(layer,) for layer in layers]}
+
+
+def _latents_of(cfg: Config, index: int, sources: list[int], turned: list[int]) -> int | None:
+    """Return whose latents a layer reads, None for its own: the last that are read, of its rotation."""
+    source = sources[index]
+    if source == index:
+        return None
+    alike = (i for i in range(index) if bool(turned[i]) == bool(turned[index]))
+    last = [i for i in alike if sources[i] == i and i in sources[i + 1 :]]
+    if source not in last[-1:]:
+        raise cfg.error(
+            "kv_source_layers", sources, f"has layer {index} read {source}; it can read {last[-1:]}"
+        )
+    return source
+
+
 def _sparse(cfg: Config, indexed: list[bool], pairing: str = "gptj") -> list[LayerSpec]:
     types = cfg.items("layer_types", str, len(indexed))
     named(cfg, "layer_types", types or [], ("indexed_attention",))
@@ -236,6 +284,7 @@ READERS: dict[str, Reader] = {
     "minicpm3": neox_latent,
     **dict.fromkeys(("deepseek_v32", "axk2"), deepseek_sparse),
     "hy_v4": hy_sparse,
+    "mistral_large4_text": mistral_large4,
     "longcat_flash": longcat,
     "glm_moe_dsa": glm_sparse,
     "dots3_note_text": dots3,

@@ -14,6 +14,7 @@ from polyattn_models.config import Config
 from polyattn_models.layers import Missing, Reader, Towers, unserved
 
 CONVOLVED = "convolutions of keys and values before attention"
+DRAFTS = "the keys of another model, for which it drafts"
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(
     types=decoders.qwen2_types,
@@ -180,7 +181,7 @@ TOWERS: dict[str, Reader] = {
     "zaya": unserved(CONVOLVED),
     "blt": unserved("towers of bytes and of patches that attend to each other"),
     "hrm_text": hrm_text,
-    "mistral_large4_text": unserved("a query temperature that is learned for each head"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), unserved(DRAFTS)),
     "mllama_text_model": mllama_text,
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip

@@ -29,7 +29,7 @@ def sparse(case: Case, harness: Harness) -> None:
 
 
 def sparse_plans(case: Case, harness: Harness) -> None:
-    """Plans and layers in turn, each with a choice of its own."""
+    """Plans and layers in turn, each with a choice of its own; then one over another cache too."""
     group = harness.group(case.spec)
     layers = [harness.layer(case.spec, group=group) for _ in range(2)]
     firsts = [harness.step(layers[0], step) for step in (case.batch, [(1, 3), (7, 40), (1, 25)])]
@@ -38,6 +38,9 @@ def sparse_plans(case: Case, harness: Harness) -> None:
     for index in (0, 1, 0):
         for number, step in enumerate(steps[index], 1):
             step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
+    first, elsewhere = firsts[0], harness.step(layers[1], pairs(firsts[0].batch))
+    first.run(plans[0])
+    elsewhere.but(choice=first.choice).check("the choice of the layer before it: ")
 
 
 def sparse_others(case: Case, harness: Harness) -> None:

@@ -10,14 +10,13 @@ from torch import Tensor
 from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.backend import MergeBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.cache.rows import decoded
 from polyattn.runtime.cache.scales import input_dtype, of_heads
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import is_rows, rows_of
-from polyattn.workload.pages import bits, copied, poison, put, unchanged
+from polyattn.workload.pages import alike, bits, copied, poison, put, unchanged
 
 ROWS_OF = (2.0**-140, 1e-20, 1e4, 1e30)
 """What a step's first rows are as large as, where rows of bytes are stored: denormals, what saturates."""
@@ -127,13 +126,8 @@ class StoreHarness(Harness):
                 if name == "value" and new.cache.value_in_key:
                     continue  # it is the key's
                 format = rows_of(new.cache.format.dtype)[name == "value"]
-                read = [decoded(rows[at], format, given.shape[2]) for rows in (stored, wanted)]
-                same = ((read[0] == read[1]) | (read[0].isnan() & read[1].isnan())).all(-1)
-                # Of a row's NaNs any bits do, and of zeros, whose extremes have either sign.
-                alike = same & (read[1].isnan().any(-1) | (read[1] == 0).all(-1))
-                assert bool((alike | ~wrong[at].any(-1)).all()), (
-                    f"{label}{self.backend} stored a {name} wrong"
-                )
+                right = alike(stored[at], wanted[at], format, given.shape[2])
+                assert bool(right.all()), f"{label}{self.backend} stored a {name} wrong"
                 continue
             assert stored.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
             # What is quantised may round another way only where both are as near; no 8-bit integer

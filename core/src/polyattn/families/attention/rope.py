@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -31,6 +32,8 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
         [1.0, 0.01]
 
     """
+    if rope.clockwise:
+        return -inv_freq(dataclasses.replace(rope, clockwise=False), length)
     size = rope.exponent_size or rope.rotary_size
     base = rope.base
     if rope.scaling == "dynamic":
@@ -129,8 +132,9 @@ def rotate(
 
 def query_temperature(rope: RopeSpec, positions: Tensor) -> Tensor:
     """Return what the query at each position is multiplied by: float64, `(num_tokens,)`."""
-    if not rope.temperature:
+    if rope.temperature_length is None:
         return torch.ones(positions.shape, dtype=torch.float64)
-    assert rope.temperature_length is not None
     steps = (positions.to(torch.float64) + rope.temperature_offset) / rope.temperature_length
-    return 1 + rope.temperature * torch.log1p(steps.floor())
+    return (1 + rope.temperature * torch.log1p(steps.floor())) * (
+        1 + steps
+    ) ** rope.temperature_power

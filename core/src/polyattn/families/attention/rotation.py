@@ -37,6 +37,11 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
             f"elements): pass rotate=True if the layer must rotate queries and keys, or "
             f"rotate=False if they are rotated already; spec.replace(rope=None) is the layer without one"
         )
+    if rope.learned and rotate:
+        raise SpecError(
+            "rotate=True with rope.learned=True: weights of the model are a part of its rotation; rotate "
+            "queries and keys before, and pass rotate=False"
+        )
     if rope.positions == "cache" and not rotate:
         raise SpecError(
             "rotate=False with rope.positions='cache': keys that move within the cache are kept "
@@ -155,7 +160,7 @@ def _at(
     if rope.attention_factor != 1.0:
         turns *= rope.attention_factor
     scale = None
-    if rope.temperature:
+    if rope.temperature or rope.temperature_power:
         first = positions if positions.dim() == 1 else positions[0]
         scale = query_temperature(rope, first).to(dtype)
     rotation = Rotation(

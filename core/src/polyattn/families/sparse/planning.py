@@ -24,7 +24,7 @@ TABLE_BYTES = 64 << 20
 
 
 class Piece(Op):
-    """Some of a step's tokens: a decode of each token and KV head over the keys that are chosen for it.
+    """Some of a step's tokens: decodes of each token, or of each KV head, over chosen keys.
 
     `table`, `lens`: the rows' block tables and lengths, which each call writes. `call` is None where the
     host reads the lengths and plans at each call.
@@ -63,7 +63,7 @@ class Piece(Op):
         planner, cache, choice = self.planner, frame.cache, frame.choice
         spec, block_table = planner.group.spec, self.batch.block_table
         assert cache is not None and choice is not None and block_table is not None
-        view, steps = cache.in_pages_of(planner.page_size)
+        view, steps = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
         assert spec.sparse is not None and self.table is not None and isinstance(self.rows, slice)
         seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
         visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
@@ -149,7 +149,7 @@ class Planner(StepPlanner):
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
         self.form = CacheFormat(
             block_size=self.page_size,
-            num_kv_heads=1,
+            num_kv_heads=self.spec.num_kv_heads,
             head_size=form.head_size,
             v_head_size=form.v_head_size,
             dtype=form.dtype,
@@ -163,7 +163,8 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=form)
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
-        self.heads = torch.arange(group.spec.num_kv_heads, device=group.torch_device)
+        rows = group.spec.num_kv_heads // self.spec.num_kv_heads
+        self.heads = torch.arange(rows, device=group.torch_device)
         if sparse.scope == "head":
             self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
         self.rows = len(self.heads)

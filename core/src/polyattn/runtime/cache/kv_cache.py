@@ -348,7 +348,7 @@ class KVCache:
         return {}
 
     @cached_property
-    def _pages(self) -> dict[int, tuple[KVCache, tuple[int, int, int]]]:
+    def _pages(self) -> dict[tuple[int, int], tuple[KVCache, tuple[int, int, int]]]:
         return {}
 
     def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
@@ -380,13 +380,14 @@ class KVCache:
             view = self._blocks[size] = (KVCache(key, value, form), step)
         return view
 
-    def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
-        """Return a view of the cache as pages of one KV head and consecutive tokens of a block.
+    def in_pages_of(self, size: int, heads: int = 1) -> tuple[KVCache, tuple[int, int, int]]:
+        """Return a view of the cache as pages of one KV head, or all, and consecutive tokens of a block.
 
         The view is only for reading.
 
         Args:
             size: tokens of a page, a divisor of the block size.
+            heads: 1, or the cache's KV heads.
 
         Returns:
             The view, whose pages overlap if heads or tokens alternate in memory; and the pages between
@@ -396,11 +397,11 @@ class KVCache:
             CacheError: the blocks can't be split so.
 
         """
-        view = self._pages.get(size)
+        view = self._pages.get((size, heads))
         if view is None:
             if size < 1 or self.block_size % size:
                 raise CacheError(f"size={size} doesn't divide the block size, {self.block_size}")
-            (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
+            (key, steps), (value, others) = (_paged(t, size, heads) for t in (self.key, self.value))
             if steps != others:
                 raise CacheError(
                     f"keys and values have different strides ({self.key.stride()}, "
@@ -408,9 +409,9 @@ class KVCache:
                     f"that one table can't name the pages of both; allocate the cache in one layout"
                 )
             form = replace(
-                self.format, block_size=size, num_kv_heads=1, layout="NHD", interleaved=False
+                self.format, block_size=size, num_kv_heads=heads, layout="NHD", interleaved=False
             )
-            view = self._pages[size] = (KVCache(key, value, form), steps)
+            view = self._pages[size, heads] = (KVCache(key, value, form), steps)
         return view
 
     def __repr__(self) -> str:
@@ -512,19 +513,22 @@ def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:
     return view, step
 
 
-def _paged(tensor: Tensor, size: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """View (blocks, block_size, heads, width) as pages of one head, and say what lies between."""
-    blocks, block, heads, width = tensor.shape
+def _paged(tensor: Tensor, size: int, heads: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """View (blocks, block_size, all heads, width) as pages of `heads`, and say what lies between."""
+    blocks, block, there, width = tensor.shape
     by_block, by_token, by_head, _ = tensor.stride()
-    unit = math.gcd(by_block, size * by_token, by_head)
+    unit = math.gcd(by_block, size * by_token, by_head if heads < there else 0)
     steps = (by_block // unit, size * by_token // unit, by_head // unit)
-    count = (blocks - 1) * steps[0] + (block // size - 1) * steps[1] + (heads - 1) * steps[2] + 1
+    count = (
+        (blocks - 1) * steps[0] + (block // size - 1) * steps[1] + (there - heads) * steps[2] + 1
+    )
     if count > LARGEST_PAGE:
         raise CacheError(
             f"a cache of {tuple(tensor.shape)} has {count} pages of {size} tokens, and int32 names "
             f"{LARGEST_PAGE}; use a larger granularity, or fewer blocks"
         )
-    return tensor.as_strided((count, size, 1, width), (unit, by_token, by_token, 1)), steps
+    strides = (unit, by_token, by_token if heads == 1 else by_head, 1)
+    return tensor.as_strided((count, size, heads, width), strides), steps
 
 
 LARGEST_PAGE = (1 << 31) - 1

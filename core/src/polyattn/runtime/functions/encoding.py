@@ -489,11 +489,12 @@ class _Reader:
         return self._where(is_nan, float(nan or 0.0), found)
 
     def _bucketize(self, value: _Array, bounds: Tensor, *, right: bool = False, **_: Any) -> _Array:
-        """Write how many bounds lie below."""
-        op = "ge" if right else "gt"
+        """Write how many bounds don't lie above: of NaN all, as torch has it."""
+        op = "lt" if right else "le"
         tests = [self._each(op, (value, float(b)), torch.bool) for b in bounds]
         ones = [_Array(self._as(t.node, INT), t.at, torch.int64) for t in tests]
-        return reduce(lambda a, b: self._each("add", (a, b), torch.int64), ones)
+        above = reduce(lambda a, b: self._each("add", (a, b), torch.int64), ones)
+        return self._each("sub", (len(bounds), above), torch.int64)
 
 
 def _changes(node: torch.fx.Node) -> bool:

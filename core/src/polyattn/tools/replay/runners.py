@@ -184,7 +184,7 @@ class AttentionRunner(Runner):
                 else None,
                 k_scale=self.scale,
                 v_scale=self.scale,
-                rotate=spec.rope is not None,
+                rotate=None if spec.rope is None else not spec.rope.learned,
                 checks=True,
             )
             for _ in range(self.count)
