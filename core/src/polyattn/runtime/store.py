@@ -104,15 +104,12 @@ class Store(Op):
         rotation = self.rotation if params.rotate else None
         if query.dtype.itemsize == 1:
             query, key, value = self._dequantized(query, key, value, params)
-        norms, form = None, self.spec.qk_norm
-        if form is not None and params.q_norm is not None:
-            if key is not None and params.k_norm is None:
-                raise BatchError(
-                    "k_norm is missing, and the spec norms keys; build the layer with it, or pass None "
-                    "as key and value where another layer stores them"
-                )
-            norms = Norms(params.q_norm, params.k_norm, form.eps, form.over)
-        new = NewTokens(query, key, value, params.qkv_bias, norms)
+        new = NewTokens(query, key, value, params.qkv_bias, self.norms(params))
+        if new.norms is not None and new.norms.key is None and key is not None:
+            raise BatchError(
+                "k_norm is missing, and the spec norms keys; build the layer with it, or pass None as "
+                "key and value where another layer stores them"
+            )
         if self.plan is not None and key is not None:
             assert frame.cache is not None and self.rotated_by is not None
             frame.query, frame.key, frame.value = self.rotated_by(
@@ -129,6 +126,13 @@ class Store(Op):
         if not cached:  # else nothing is stored: the cache holds the keys already
             assert key is not None and value is not None
             frame.key, frame.value = key.to(dtype), value.to(dtype)
+
+    def norms(self, params: LayerParams) -> Norms | None:
+        """Return the norms that a layer's parameters ask for."""
+        form = self.spec.qk_norm
+        if form is None or params.q_norm is None:
+            return None
+        return Norms(params.q_norm, params.k_norm, form.eps, form.over)
 
     def _dequantized(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
