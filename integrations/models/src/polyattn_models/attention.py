@@ -91,11 +91,13 @@ class Decoder:
 NORMED: dict[str, tuple[str, float]] = {
     **dict.fromkeys(
         ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "exaone4", "exaone_moe", "apertus", "afmoe",
-         "hy_v3", "gemma3n_text"),
+         "hy_v3", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "beam", "flint", "kolibri1",
+         "laguna", "lfm3", "mellum", "qwen3_vl_text", "qwen3_vl_moe_text"),
         ("head", 0.0),
     ),
     **dict.fromkeys(
-        ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head", 1.0)
+        ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "step3p5"),
+        ("head", 1.0),
     ),
     **dict.fromkeys(
         ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2"), ("token", 0.0)

@@ -8,7 +8,14 @@ from typing import Any
 
 from polyattn import LayerSpec, RopeSpec
 
-from polyattn_models.attention import Decoder, needed_window, rotary, shared_keys, window
+from polyattn_models.attention import (
+    Decoder,
+    needed_window,
+    qk_norm,
+    rotary,
+    shared_keys,
+    window,
+)
 from polyattn_models.config import Config
 from polyattn_models.layers import Missing, Part, Reader, Towers
 from polyattn_models.patterns import FULL, SLIDING, every, named, starting
@@ -235,7 +242,7 @@ def step(cfg: Config) -> Towers:
         kind: LayerSpec(
             num_heads=heads if kind == FULL else near, num_kv_heads=cfg.need("num_key_value_heads"),
             head_size=size, dtype=cfg.dtype, scale=scalar**-0.5,
-            sliding_window=needed_window(cfg) if kind == SLIDING else None,
+            sliding_window=needed_window(cfg) if kind == SLIDING else None, qk_norm=qk_norm(cfg),
             rope=read_rope(cfg, size, layer_type=kind, partial=1.0),
         )
         for kind in {*types}
@@ -277,7 +284,7 @@ def gemma4(cfg: Config) -> Towers:
             cfg.parts.append(part)
         return LayerSpec(
             num_heads=cfg.need("num_attention_heads"), num_kv_heads=own_heads, head_size=own_size,
-            scale=1.0, dtype=cfg.dtype, rope=rope(cfg, own_size, index, kind),
+            scale=1.0, dtype=cfg.dtype, rope=rope(cfg, own_size, index, kind), qk_norm=qk_norm(cfg),
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
         )  # fmt: skip
 
