@@ -258,7 +258,8 @@ def _norm_differences(spec: LayerSpec, call: Call) -> list[str]:
     """
     module, norm = call.module, spec.qk_norm
     weight = getattr(getattr(module, "q_norm", None), "weight", None)
-    if weight is None or call.projected is None or spec.kind is not AttentionKind.ATTENTION:
+    own = spec.kind is AttentionKind.ATTENTION and spec.role is not Role.CROSS
+    if weight is None or call.projected is None or not own:
         return [] if norm is None else ["qk_norm: the module has no q_norm"]
     heads = call.query.shape[1]
     seen = call.query[0, :, 0].double()

@@ -43,8 +43,8 @@ OTHER_THAN_ATTENTION = re.compile(
     | .*_config(_dict)? | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.* | get | set_.*
     | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.* | pooler_.*
     | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | block_ff_dim
-    | (.*_)?bias | norm_(?!eps).* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | chunk_size
-    | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
+    | (.*_)?bias | norm_(?!eps).* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank
+    | chunk_size | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
     | conv_(act|groups|kernel_size)""",
     re.VERBOSE,
 )

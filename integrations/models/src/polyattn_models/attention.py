@@ -96,7 +96,8 @@ NORMED: dict[str, tuple[str, float]] = {
         ("head", 0.0),
     ),
     **dict.fromkeys(
-        ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "step3p5"),
+        ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "step3p5",
+         "minimax_m3_vl_text"),
         ("head", 1.0),
     ),
     **dict.fromkeys(
