@@ -75,9 +75,15 @@ def _turned(first, second, TURNS, token, P: tl.constexpr, PP: tl.constexpr):
 
 @triton.jit
 def _squares(
-    X, BIAS, heads, stride, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    X,
+    BIAS,
+    heads,
+    stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
     BIASED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the sums of squares of heads, biased, float32 (heads,)."""
     element = tl.arange(0, DP)[None, :]
     mask = (heads < HEADS)[:, None] & (element < D)
@@ -89,9 +95,18 @@ def _squares(
 
 @triton.jit
 def _over_root(
-    X, BIAS, heads, stride, eps, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE_HEADS: tl.constexpr, BIASED: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    X,
+    BIAS,
+    heads,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Return one over the root mean square of each head, (heads, 1), or of all of the token's."""
     if NORM == 1:
         mean = _squares(X, BIAS, heads, stride, HEADS, D, DP, BIASED) / D
@@ -118,9 +133,7 @@ def _query_tile(
     if SCALED:
         scale = tl.load(QUERY_SCALE + token)
     if NORM > 0:
-        over = _over_root(
-            source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM
-        )  # fmt: skip
+        over = _over_root(source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM)
         of_head: tl.constexpr = D if NORM == 2 else 0
     if P > 0:
         a, b = _pairs(source, heads, keep, stride, START, TILE_HEADS, P, PP, NEOX)
@@ -160,9 +173,7 @@ def _key_tile(
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
     if NORM > 0:
-        over = _over_root(
-            source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM
-        )  # fmt: skip
+        over = _over_root(source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM)
         of_head: tl.constexpr = D if NORM == 2 else 0
     k_scale = scale_of(number, K_SCALE, heads[:, None], HEADS, SCALES)
     stored = keep & is_stored
