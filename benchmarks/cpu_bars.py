@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polyattn.kernel import IndexerSpec
+from polyattn.kernel import IndexerSpec, RecurrentSpec
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
@@ -42,7 +42,22 @@ INDEXERS: dict[str, tuple[int, IndexerSpec, str]] = {
     ), "mm bf16"),
 }  # fmt: skip
 """Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it."""
-SECTIONS = ("share", "store", "two", "busy", "index", "sparse")
+SCANS: dict[str, tuple[int, dict[str, Any], float]] = {
+    "Mamba-2 decode 8 seqs": (8, {
+        "kind": "mamba2", "num_heads": 128, "num_kv_heads": 8, "head_size": 64,
+        "recurrent": RecurrentSpec(state_size=128), "dtype": "bfloat16",
+    }, 1.2),
+    "gated delta rule decode 16 seqs": (16, {
+        "kind": "gdn", "num_heads": 32, "num_kv_heads": 16, "head_size": 128,
+        "recurrent": RecurrentSpec(state_size=128, qk_norm=True), "dtype": "bfloat16",
+    }, 0.9),
+    "short convolution decode 128 seqs": (128, {
+        "kind": "short_conv", "num_heads": 8192, "head_size": 1,
+        "recurrent": RecurrentSpec(conv_width=4, activation="silu"), "dtype": "bfloat16",
+    }, 0.5),
+}  # fmt: skip
+"""Sequences, the layer, and the bytes of its states, read and written, as a share of read."""
+SECTIONS = ("share", "store", "two", "busy", "index", "sparse", "scan")
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -242,6 +257,41 @@ class Visit:
     @staticmethod
     def _row_bytes(view: Any) -> int:
         return (view.key[0, 0].numel() + view.value[0, 0].numel()) * view.key.itemsize
+    def scan(self) -> None:
+        """A step of recurrent layers by one thread and by two: what their states move beside reading.
+
+        `in_place`: the share of who changes as many bytes where they lie and does nothing else.
+        """
+        from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
+        from polyattn.families.recurrent.workload import (
+            recurrent_inputs,
+            recurrent_params,
+            recurrent_state,
+        )
+
+        one = self.torch.Generator().manual_seed(0)
+        for name, (seqs, fields, bar) in SCANS.items():
+            spec = LayerSpec(**fields)
+            group = LayerGroup(select(spec, "cpu", backend="NATIVE_SCAN"))
+            layer = Recurrent(group, **recurrent_params(spec, one))
+            states = group.allocate_states(seqs)
+            states.data.copy_(recurrent_state(spec, tuple(states.data.shape), one))
+            inputs = recurrent_inputs(spec, seqs, one)
+            slots = self.torch.randperm(seqs)
+            plan = group.plan(Batch([*range(seqs + 1)], [100] * seqs, state_slots=slots))
+            same, (read, amount) = states.data.clone(), self.limits()["read"]
+            calls: Calls = {
+                "scan": lambda: layer(*inputs, states=states, plan=plan),  # noqa: B023
+                "read": read, "in place": same.neg_,
+            }  # fmt: skip
+            moved = 2 * same.numel() * same.itemsize
+            for count, clock in ((1, time.thread_time), (2, time.perf_counter)):
+                with self.threads(count):
+                    best = least(calls, self.seconds, clock)
+                rate = amount / best["read"]
+                share, floor = (moved / best[what] / rate for what in ("scan", "in place"))
+                label = name if count == 1 else f"{name}, 2 threads"
+                self.row(label, share, "of read", bar, ms=best["scan"] * 1e3, in_place=floor)
 
     @contextmanager
     def threads(self, count: int) -> Iterator[None]:

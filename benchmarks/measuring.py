@@ -31,6 +31,7 @@ from polyattn.workload.dice import Dice
 from polyattn.workload.pages import fill
 from polyattn.workload.tolerance import tolerance_of
 from table import Other, Row
+from torch.nn.functional import rms_norm
 
 DRAWN = 256
 """Tokens of a recurrence's sequence that are drawn, on the host, and compared; the rest repeats them."""
@@ -211,15 +212,31 @@ def store(work: Any) -> Call:
     )
 
 
-def rotate_and_store(work: Any) -> Call:
-    """Rotate queries and keys that lie in one fused projection, and store."""
+def rotate_and_store(work: Any, norms_apart: bool = False) -> Call:
+    """Norm and rotate queries and keys that lie in one fused projection, and store.
+
+    `norms_apart`: torch norms them first, each head by the weight in the layer's dtype.
+    """
     parts = (work.query, work.key, work.value)
     fused = torch.cat([part.flatten(1) for part in parts], dim=1)
     split = fused.split([part[0].numel() for part in parts], dim=1)
-    new = NewTokens(*(p.unflatten(1, q.shape[1:]) for p, q in zip(split, parts, strict=True)))
-    before, rotation = work.plan.before, rotation_of(work.spec, work.batch)
-    run = before.backend.run_rotated
-    return lambda: run(before.plan, rotation, new, work.cache, work.layer.params, False)
+    query, key, value = (p.unflatten(1, q.shape[1:]) for p, q in zip(split, parts, strict=True))
+    before, rotation, params = (
+        work.plan.before,
+        rotation_of(work.spec, work.batch),
+        work.layer.params,
+    )
+    run, norms, norm = before.rotated_by, before.norms(params), work.spec.qk_norm
+    if not norms_apart or norms is None:
+        new = NewTokens(query, key, value, norms=norms)
+        return lambda: run(before.plan, rotation, new, work.cache, params, False)
+    shape, weights = query.shape[2:], [w.to(query.dtype) for w in (norms.query, norms.key)]
+
+    def apart() -> object:
+        by = [rms_norm(x, shape, w, norm.eps) for x, w in zip((query, key), weights, strict=True)]
+        return run(before.plan, rotation, NewTokens(*by, value), work.cache, params, False)
+
+    return apart
 
 
 def look(work: Any) -> Call:
@@ -253,6 +270,7 @@ PARTS = {
     "index": Part(lambda work: work.call),
     "store": Part(store, gives=False),
     "rotate and store": Part(rotate_and_store, gives=False),
+    "norm apart": Part(partial(rotate_and_store, norms_apart=True), gives=False),
     "host of a call": Part(lambda work: work.call, host=True),
     "host of own calls": Part(own_calls, host=True),
     "plan": Part(lambda work: lambda: work.group.plan(work.batch), host=True, gives=False),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn import LayerSpec
+from polyattn.spec.decompose import unrotated
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import bundled
 from polyattn.workload.steps import Lengths
@@ -83,10 +84,10 @@ K = 1024
 
 
 def model(name: str, kind: str | None = None) -> LayerSpec:
-    """Return the first layer of a bundled model, or of a kind; its queries come rotated."""
+    """Return the first layer of a bundled model, or of a kind; its queries come normed and rotated."""
     specs = LayerSpec.from_hf_config(bundled("models", f"{name}.json"))
     found = next(spec for spec in specs if kind is None or spec.kind.value == kind)
-    return found.replace(rope=None)
+    return unrotated(found)
 
 
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)

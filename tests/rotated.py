@@ -11,6 +11,7 @@ from polyattn.device import Device
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.rotation import NewTokens
 from polyattn.runtime.step.batch import Batch
@@ -18,6 +19,7 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.rope import RopeSpec
 
 SLOTS = torch.tensor([5, -1, 0, 33, -1, 17, 47])
@@ -57,6 +59,13 @@ def specs(
         ),
         ("temperature alone", base.replace(rope=rope(rotary_size=0, **warm)), "NHD", True),
         ("latent", mla, "NHD", False),
+        ("normed", base.replace(qk_norm=NormSpec(eps=0.1)), "HND", True),
+        (
+            "normed tokens",
+            base.replace(qk_norm=NormSpec(over="token"), rope=rope(rotary_size=8)),
+            "NHD",
+            True,
+        ),
     ]
     for label, spec, layout, biased in ways:
         assert spec.rope is not None
@@ -97,7 +106,13 @@ def check(run: Any, spec: LayerSpec, layout: str, biased: bool, keep: bool) -> N
         bias = torch.randn(
             sum(parts), dtype=torch.float64 if dtype == torch.float64 else torch.float32
         )
-    new, before = NewTokens(query, key, value, bias), fused.clone()
+    norms = None
+    if (norm := spec.qk_norm) is not None:
+        counts = [(count if norm.over == "token" else 1) for count in (spec.num_heads, heads)]
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        weights = [torch.randn(count * width, dtype=precise) for count in counts]
+        norms = Norms(*weights, norm.eps, norm.over)
+    new, before = NewTokens(query, key, value, bias, norms), fused.clone()
     starts = list(range(len(SLOTS) + 1))
     batch = Batch(starts, [1] * len(SLOTS), slot_mapping=SLOTS, positions=POSITIONS)
     quantised = spec.kv_cache_dtype != "auto"
@@ -109,7 +124,7 @@ def check(run: Any, spec: LayerSpec, layout: str, biased: bool, keep: bool) -> N
     held = [stored.clone() for stored in (cache.key, cache.value)]
     found = run(store_plan, rotation, new, cache, params, keep)
     assert torch.equal(fused.view(torch.uint8), before.view(torch.uint8)), "an input was changed"
-    wanted = _wanted(spec, (query, key, value), new.biases() or (0.0, 0.0, 0.0))
+    wanted = _wanted(spec, new)
     _close("query", found[0], wanted[0])
     if keep:
         _close("key", found[1], wanted[1])
@@ -125,11 +140,23 @@ def check(run: Any, spec: LayerSpec, layout: str, biased: bool, keep: bool) -> N
         assert same, f"a {name} was written where no slot is"
 
 
-def _wanted(spec: LayerSpec, given: tuple[torch.Tensor, ...], biases: Any) -> list[torch.Tensor]:
+def _wanted(spec: LayerSpec, new: NewTokens) -> list[torch.Tensor]:
     """Query, key and value as they should be, in float64."""
-    wanted = [x.double() + b for x, b in zip(given, biases, strict=True)]
-    assert spec.rope is not None
+    assert spec.rope is not None and new.key is not None and new.value is not None
+    biases = new.biases() or [torch.zeros(())] * 3
+    parts = (new.query, new.key, new.value)
+    wanted = [x.double() + b for x, b in zip(parts, biases, strict=True)]
     for index in (0, 1):
+        if (norms := new.norms) is not None:
+            weight, x = (norms.query, norms.key)[index], wanted[index]
+            rows = x if norms.over == "head" else x.flatten(1)
+            normed = torch.nn.functional.rms_norm(
+                rows,
+                rows.shape[-1:],
+                weight.double(),
+                norms.eps,  # type: ignore[union-attr]
+            )
+            wanted[index] = normed.view_as(x)
         offset = wanted[index].shape[2] - spec.rope.span if spec.latent else 0
         wanted[index] = rotate(wanted[index], POSITIONS, spec.rope, offset=offset)
     wanted[0] *= query_temperature(spec.rope, POSITIONS)[:, None, None]

@@ -57,6 +57,7 @@ from polyattn.spec.kinds import Invariance as Invariance
 from polyattn.spec.kinds import Role as Role
 from polyattn.spec.latent import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
+from polyattn.spec.norm import NormSpec as NormSpec
 from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat

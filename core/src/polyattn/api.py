@@ -88,8 +88,8 @@ def select(
     key = (spec, resolved, backend, verify, settings, generation())
     selection = _remembered.get(key)
     if selection is None:
-        # Queries and keys come rotated and transformed already.
-        asked = kernel_spec(spec) if spec.variant or spec.rope else spec
+        # Queries and keys come normed, rotated and transformed already.
+        asked = kernel_spec(spec) if spec.variant or spec.rope or spec.qk_norm else spec
         if asked != spec:
             selection = select(asked, resolved, backend=backend, settings=settings, verify=verify)
             selection = prepared_for(selection, spec)

@@ -47,6 +47,7 @@ from polyattn.runtime.functions.tracing import (
     untraceable,
 )
 from polyattn.runtime.merge import AttentionState, merge_states
+from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
@@ -62,6 +63,7 @@ from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import RowFormat
@@ -102,6 +104,8 @@ __all__ = [
     "MergeBackend",
     "Merges",
     "NewTokens",
+    "NormSpec",
+    "Norms",
     "PackedStrides",
     "PageStrides",
     "Plan",

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from polyattn import AttentionKind, LayerSpec, Role
+from polyattn import AttentionKind, LayerSpec, NormSpec, Role
 from polyattn.families.attention.rope import inv_freq, query_temperature, rotate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -245,8 +245,46 @@ def attention_differences(
     tokens = key.shape[1] if joined is None else query.shape[1]
     out += _mask_differences(spec, call, query.shape[1], tokens)
     if not out:
+        out += _norm_differences(spec, call)
+    if not out:
         out += rope_differences(spec, call)
     return out
+
+
+def _norm_differences(spec: LayerSpec, call: Call) -> list[str]:
+    """Norm the projected query of position 0, which no rotation turns; it must be the module's.
+
+    Where the spec has no norm, a module's RMS norm before the rotation must not explain its query.
+    """
+    module, norm = call.module, spec.qk_norm
+    weight = getattr(getattr(module, "q_norm", None), "weight", None)
+    own = spec.kind is AttentionKind.ATTENTION and spec.role is not Role.CROSS
+    if weight is None or call.projected is None or not own:
+        return [] if norm is None else ["qk_norm: the module has no q_norm"]
+    heads = call.query.shape[1]
+    seen = call.query[0, :, 0].double()
+    raw = call.projected.reshape(-1, heads, call.projected.shape[-1] // heads)[0].double()
+    raw = raw[:, : spec.head_size]  # a gate may come after it
+    forms = (
+        [norm]
+        if norm is not None
+        else [
+            NormSpec(over=over, eps=module.config.rms_norm_eps, offset=offset)
+            for over in ("head", "token")
+            for offset in (0.0, 1.0)
+            if weight.numel() == spec.head_size * (heads if over == "token" else 1)
+        ]
+    )
+    fits = []
+    for form in forms:
+        rows = raw if form.over == "head" else raw.flatten()
+        by = nn.functional.rms_norm(rows, rows.shape[-1:], weight.double() + form.offset, form.eps)
+        by = by.view_as(seen)
+        factor = float((by * seen).sum() / (by * by).sum())  # of the rotation, or a temperature
+        fits.append(bool((by * factor - seen).abs().max() <= 2e-5 * seen.abs().max()))
+    if norm is None:
+        return ["qk_norm: the spec has none, and the module norms its query"] if any(fits) else []
+    return [] if fits[0] else [f"qk_norm: the module's query isn't normed by {norm}"]
 
 
 def _mask_differences(spec: LayerSpec, call: Call, queries: int, keys: int) -> list[str]:

@@ -214,7 +214,11 @@ def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
                 size = sum(p.numel() for p in auto.from_config(config).parameters())
             if size > 20_000_000:
                 raise MemoryError(f"{type(config).__name__} has {size} parameters")
-            return auto.from_config(config).eval()
+            model = auto.from_config(config).eval()
+            for name, parameter in model.named_parameters():
+                if name.endswith("q_norm.weight"):  # ones show no norm's weight
+                    torch.nn.init.normal_(parameter)
+            return model  # type: ignore[no-any-return]
         except ValueError as error:
             if "Unrecognized configuration" not in str(error):
                 raise

@@ -37,13 +37,14 @@ SIZES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "max_positio
 GENERATION = set(vars(GenerationConfig()))
 BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
 OTHER_THAN_ATTENTION = re.compile(
-    r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | use_cache
-    | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.* | mlp_.* | tie_.* | image_.*
+    r"""_.* | .*token.* | .*dropout.* | (?!(rms_)?norm_eps).*_eps | .*layerdrop.* | initializer_.*
+    | vocab_.* | use_cache | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.*
+    | mlp_.* | tie_.* | image_.*
     | .*_config(_dict)? | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.* | get | set_.*
     | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.* | pooler_.*
     | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | block_ff_dim
-    | (.*_)?bias | norm_.* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | chunk_size
-    | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
+    | (.*_)?bias | norm_(?!eps).* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank
+    | chunk_size | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
     | conv_(act|groups|kernel_size)""",
     re.VERBOSE,
 )

@@ -100,6 +100,41 @@ class BiasAfterwards(Rotating):
         return (found[0].float() + biases[0]).to(found[0].dtype), *found[1:]
 
 
+class ForgetsTheNorm(Rotating):
+    def run_rotated(self, plan: Any, rotation: Any, new: NewTokens, *rest: Any) -> Any:
+        return super().run_rotated(plan, rotation, replace(new, norms=None), *rest)
+
+
+class ForgetsEps(Rotating):
+    def run_rotated(self, plan: Any, rotation: Any, new: NewTokens, *rest: Any) -> Any:
+        norms = new.norms and replace(new.norms, eps=0.0)
+        return super().run_rotated(plan, rotation, replace(new, norms=norms), *rest)
+
+
+class NormsTheBias(Rotating):
+    """The bias is added to what is normed already."""
+
+    def run_rotated(self, plan: Any, rotation: Any, new: NewTokens, *rest: Any) -> Any:
+        norms = new.norms
+        if norms is not None and new.key is not None:
+            query, key = norms.applied(new.query, norms.query), norms.applied(new.key, norms.key)
+            dtype = new.query.dtype
+            new = replace(new, query=query.to(dtype), key=key.to(dtype), norms=None)
+        return super().run_rotated(plan, rotation, new, *rest)
+
+
+class NormsWholeTokens(Rotating):
+    """All heads are one row, where each is one."""
+
+    def run_rotated(self, plan: Any, rotation: Any, new: NewTokens, *rest: Any) -> Any:
+        norms = new.norms
+        if norms is not None and norms.over == "head" and new.key is not None:
+            assert norms.key is not None
+            query, key = norms.query.repeat(new.query.shape[1]), norms.key.repeat(new.key.shape[1])
+            new = replace(new, norms=replace(norms, query=query, key=key, over="token"))
+        return super().run_rotated(plan, rotation, new, *rest)
+
+
 class RotatesTheValue(Rotating):
     def run_rotated(self, plan: Any, rotation: Any, new: NewTokens, *rest: Any) -> Any:
         value = new.value

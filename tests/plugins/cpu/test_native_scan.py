@@ -18,6 +18,9 @@ ISAS = library.isas() if library.why_not() is None else ("none",)
 
 LAYERS = {  # kind, heads, key heads, head size, form
     "convolution": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, activation="silu")),
+    "many channels": ("short_conv", 1100, 1, 1, RecurrentSpec(conv_width=4, activation="silu")),
+    "width 3": ("short_conv", 577, 1, 1, RecurrentSpec(conv_width=3)),
+    "width 5": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=5)),
     "width 2": ("short_conv", 64, 1, 1, RecurrentSpec(conv_width=2)),
     "convolution, drafts": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, draft_tokens=3)),
     "width 2, drafts": ("short_conv", 33, 1, 1, RecurrentSpec(conv_width=2, draft_tokens=30)),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from interpreting import interpreted
 from polyattn import LayerSpec
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.rope import RopeSpec
 
 pytest.importorskip("triton")
@@ -38,7 +39,7 @@ print(count)
 def test_interpreted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    assert interpreted(script).strip() == "34"
+    assert interpreted(script).strip() == "42"
 
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
@@ -47,6 +48,12 @@ FORMS = {
     "gptj part": SPEC.replace(rope=RopeSpec(rotary_size=32, pairing="gptj")),
     "warm fp8": SPEC.replace(
         rope=RopeSpec(rotary_size=128, temperature=0.1, temperature_length=8192),
+        kv_cache_dtype="fp8_e4m3",
+    ),
+    "normed": SPEC.replace(rope=RopeSpec(rotary_size=128), qk_norm=NormSpec()),
+    "normed tokens": SPEC.replace(
+        rope=RopeSpec(rotary_size=32, pairing="gptj"),
+        qk_norm=NormSpec(over="token"),
         kv_cache_dtype="fp8_e4m3",
     ),
 }
@@ -60,6 +67,10 @@ FORMS = {
         ("sm_90", "warm fp8"),
         ("sm_100", "neox"),
         ("gfx942", "warm fp8"),
+        ("sm_90", "normed"),
+        ("sm_90", "normed tokens"),
+        ("sm_100", "normed"),
+        ("gfx942", "normed tokens"),
     ],
 )
 def test_compiles_to_machine_code(arch: str, form: str) -> None:

@@ -293,6 +293,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
         spec.head_size if rope is None else rope.span, False,
         rope is None or rope.pairing == "neox", rope is not None and rope.temperature > 0, True,
         cached == query, cached != query, cached == "i8", False, SCALES[spec.scales],
+        None if spec.qk_norm is None else spec.qk_norm.over,
     )  # fmt: skip
     given = dict.fromkeys(("QUERY", "KEY", "VALUE", "OUT", "KEY_OUT", "VALUE_OUT"), query)
     pointers = given | {"K": cached, "V": cached, "SLOTS": "i64"}
@@ -306,7 +307,7 @@ FREE = {
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE", "FIRSTS", "ORIGINS"}
-FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
+FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit", "eps"}
 
 
 def compile_kernel(

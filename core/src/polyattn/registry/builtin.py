@@ -8,6 +8,7 @@ from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES, RECURRENT
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
+from polyattn.spec.norm import OVER
 from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS
 from polyattn.spec.sparse import INDEX_FORMS
@@ -23,11 +24,12 @@ _EVERYWHERE = {
 
 TORCH_STORE = BackendInfo(
     name="TORCH_STORE",
-    summary="keys and values rotated and scattered to their slots by torch's operators",
+    summary="keys and values normed, rotated and scattered to their slots by torch's operators",
     path="polyattn.runtime.store:TorchStore",
     capabilities=Capabilities(
         phases=frozenset({"store"}),
         rotates=frozenset(PAIRINGS),
+        norms=frozenset(OVER),
         features=frozenset({"causal", "gqa"}) | STORED,
         **_EVERYWHERE,  # type: ignore[arg-type]
     ),

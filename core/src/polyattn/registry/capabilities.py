@@ -23,7 +23,8 @@ from polyattn.spec.kinds import (
     Role,
 )
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.rope import PAIRINGS, RopeSpec
+from polyattn.spec.norm import OVER
+from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS, is_rows
 from polyattn.spec.sparse import INDEX_FORMS
 
@@ -261,6 +262,8 @@ class Capabilities:
             host little.
         rotates: of a store: the pairings (`"neox"`, `"gptj"`) that its `run_rotated` rotates, and adds
             a bias before. For others core's torch operators do both.
+        norms: of a store that rotates: the rows of queries and keys, names of `polyattn.spec.norm.OVER`,
+            that its `run_rotated` norms between both. For others core's torch operators do all three.
         indexes: of an indexer: names of `polyattn.spec.sparse.INDEX_FORMS`.
         features: names of `polyattn.spec.features.FEATURES`.
         graph_capture: the highest level at which it can be captured.
@@ -308,6 +311,7 @@ class Capabilities:
     padding_rows: bool = False
     by_address: bool = False
     rotates: frozenset[str] = frozenset()
+    norms: frozenset[str] = frozenset()
     indexes: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
@@ -373,6 +377,10 @@ class Capabilities:
              f"rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"),
             (self.rotates and "store" not in self.phases,
              "rotates: only a backend that claims phase 'store' rotates"),
+            (not self.norms <= set(OVER),
+             f"norms={sorted(self.norms)!r}: rows are {', '.join(OVER)}"),
+            (self.norms and not self.rotates,
+             "norms: only a store that claims rotates norms"),
             ("mixed" in self.phases and not {"prefill", "decode"} <= self.phases,
              "phases: 'mixed' needs both 'prefill' and 'decode'"),
             ("sink_tokens" in self.features and "sliding_window" not in self.features,
@@ -573,8 +581,11 @@ def takes(caps: Capabilities, kv_cache_dtype: str) -> bool:
     return ANY_ROWS in caps.kv_cache_dtypes and is_rows(kv_cache_dtype)
 
 
-def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
-    """Return whether a store itself rotates; for a layer without a rope, whether it adds a bias."""
+def rotates(caps: Capabilities, spec: LayerSpec) -> bool:
+    """Return whether a store itself norms and rotates; for a layer of neither, whether it adds a bias."""
+    rope = spec.rope
+    if spec.qk_norm is not None and spec.qk_norm.over not in caps.norms:
+        return False
     if rope is None or not rope.rotary_size:
         return bool(caps.rotates)
     return rope.pairing in caps.rotates

@@ -126,8 +126,8 @@ def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
 def kernel_spec(spec: LayerSpec) -> LayerSpec:
     """Return the spec of what attention's kernels compute, without the work before and after them.
 
-    Queries and keys arrive rotated and transformed, so a variant that only does that is dropped. Raises
-    `SpecError`.
+    Queries and keys arrive normed, rotated and transformed, so a variant that only does that is
+    dropped. Raises `SpecError`.
     """
     variant = variant_of(spec)
     if variant is not None and not variant.of_scores:

@@ -355,15 +355,15 @@ class StoreBackend(ABC):
         params: LayerParams,
         keep: bool,
     ) -> Prepared:
-        """Add the bias, rotate, and write the keys and values. Never waits for the device.
+        """Add the bias, norm, rotate, and write the keys and values. Never waits for the device.
 
         The default uses core's torch operators, then `run`. A store that does it in one launch claims
-        `rotates`.
+        `rotates`, and the `norms` that it applies.
 
         Args:
             plan: the return value of `plan`.
-            rotation: the tokens' angles; None: only the bias is added.
-            new: query, key, value and their biases; they stay as they are.
+            rotation: the tokens' angles; None: nothing is rotated.
+            new: query, key, value, their biases and norms; they stay as they are.
             cache: the cache that is written.
             params: the layer's scales.
             keep: whether the attention takes keys and values beside the cache.

@@ -17,11 +17,18 @@ class Weight:
     It is referenced. If it has that form already, kernels read it; otherwise they read a copy, which is
     refreshed whenever the tensor has changed. So values that are loaded after the layer was built,
     copied, pickled, moved, or built on the meta device count. A parameter that was replaced
-    (`load_state_dict(assign=True)`) is another tensor: assign it to `given`.
+    (`load_state_dict(assign=True)`) is another tensor: assign it to `given`. `offset` is added to a copy.
     """
 
-    def __init__(self, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype):
-        self.name, self._device, self._dtype = name, device, dtype
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor,
+        device: torch.device,
+        dtype: torch.dtype,
+        offset: float = 0.0,
+    ):
+        self.name, self._device, self._dtype, self._offset = name, device, dtype, offset
         self._given = tensor
         self._read: Tensor | None = None
         self._is_copy = False
@@ -76,13 +83,16 @@ class Weight:
                 self._is_copy = False
         elif self._read is None or not self._is_copy or self._read.is_inference():
             self._read = tensor.detach().to(self._device, self._dtype, copy=True).contiguous()
+            self._read += self._offset
             self._is_copy = True
         else:
-            self._read.copy_(tensor.detach())
+            self._read.copy_(tensor.detach()).add_(self._offset)
         self._seen = seen
         return self._read
 
     def _is_as_read(self, tensor: Tensor) -> bool:
+        if self._offset:
+            return False
         return (
             tensor.dtype is self._dtype and tensor.device == self._device and tensor.is_contiguous()
         )

@@ -30,6 +30,8 @@ class LayerParams:
         k_scale: a quantised cache holds `key / scale`.
         v_scale: a quantised cache holds `value / scale`.
         qkv_bias: as `NewTokens.bias`.
+        q_norm: as `Norms.query`, where queries come unnormed.
+        k_norm: as `Norms.key`, alike.
         rotate: whether queries and keys come unrotated.
         q_scale: a quantised query is `query / scale`.
         out_scale: a quantised output is `output / scale`.
@@ -47,6 +49,8 @@ class LayerParams:
     k_scale: Any = 1.0
     v_scale: Any = 1.0
     qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     rotate: bool = False
     q_scale: Any = 1.0
     out_scale: Any = 1.0

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from polyattn.runtime.norm import Norms
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -115,6 +117,7 @@ class NewTokens:
         value: (num_tokens, num_kv_heads, v_size), or None.
         bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_size,), added first, in the
             order of query, key and value: float32 (float64 in a float64 layer); or None.
+        norms: applied then, before queries and keys are rotated; or None.
 
     Examples:
         >>> NewTokens(torch.zeros(3, 4, 64), None, None).biases() is None
@@ -126,6 +129,7 @@ class NewTokens:
     key: Tensor | None
     value: Tensor | None
     bias: Tensor | None = None
+    norms: Norms | None = None
 
     def biases(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the bias of query, key and value, (heads, size) each; None where there is none."""
@@ -141,7 +145,7 @@ class NewTokens:
 def prepared(
     new: NewTokens, rotation: Rotation | None, of_keys: Rotation | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a step's query, key and value with the bias added, then rotated, by torch's operators.
+    """Return a step's query, key and value biased, normed and rotated, by torch's operators.
 
     Args:
         new: the step's tensors, (num_tokens, heads, size) each; they stay as they are.
@@ -166,6 +170,9 @@ def prepared(
     if biases is not None:
         assert key is not None and value is not None
         query, key, value = query + biases[0], key + biases[1], value + biases[2]
+    if (norms := new.norms) is not None:
+        query = norms.applied(query, norms.query)
+        key = None if key is None else norms.applied(key, norms.key)
     if rotation is not None:
         query = rotation.applied_to_query(query)
         key = None if key is None else (of_keys or rotation).applied(key)

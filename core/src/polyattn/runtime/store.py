@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.registry.capabilities import rotates
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.cache.scales import dequantized
+from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import Frame, LayerParams, Op, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -61,7 +64,7 @@ class TorchStore(StoreBackend):
 
 
 class Store(Op):
-    """The work before a step's calls: bias, rotation, and storing new keys and values in the cache.
+    """The work before a step's calls: bias, norm, rotation, storing new keys and values in the cache.
 
     `backend` stores; None if nothing is stored. `rotation` rotates the step's tokens in a layer that
     rotates, and `key_rotation` the keys of a layer without a cache. `keeps`: calls take rotated keys
@@ -89,19 +92,24 @@ class Store(Op):
 
     def run(self, frame: Frame) -> None:
         params = frame.params
-        if params.rotate or params.qkv_bias is not None:
+        if params.rotate or params.qkv_bias is not None or params.q_norm is not None:
             self._prepare(frame)
         elif self.plan is not None and frame.key is not None:
             assert frame.value is not None and frame.cache is not None and self.backend is not None
             self.backend.run(self.plan, frame.key, frame.value, frame.cache, params)
 
     def _prepare(self, frame: Frame) -> None:
-        """Add the bias, rotate and store; the frame holds what attention takes then."""
+        """Add the bias, norm, rotate and store; the frame holds what attention takes then."""
         query, key, value, params = frame.query, frame.key, frame.value, frame.params
         rotation = self.rotation if params.rotate else None
         if query.dtype.itemsize == 1:
             query, key, value = self._dequantized(query, key, value, params)
-        new = NewTokens(query, key, value, params.qkv_bias)
+        new = NewTokens(query, key, value, params.qkv_bias, self.norms(params))
+        if new.norms is not None and new.norms.key is None and key is not None:
+            raise BatchError(
+                "k_norm is missing, and the spec norms keys; build the layer with it, or pass None as "
+                "key and value where another layer stores them"
+            )
         if self.plan is not None and key is not None:
             assert frame.cache is not None and self.rotated_by is not None
             frame.query, frame.key, frame.value = self.rotated_by(
@@ -112,12 +120,19 @@ class Store(Op):
         if not cached:
             assert key is not None and value is not None
             # Behind the last sequence's keys lies what nobody reads.
-            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
+            new = replace(new, key=key[: self.keys_reach], value=value[: self.keys_reach])
         query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
         frame.query, frame.key, frame.value = query.to(dtype), None, None
         if not cached:  # else nothing is stored: the cache holds the keys already
             assert key is not None and value is not None
             frame.key, frame.value = key.to(dtype), value.to(dtype)
+
+    def norms(self, params: LayerParams) -> Norms | None:
+        """Return the norms that a layer's parameters ask for."""
+        form = self.spec.qk_norm
+        if form is None or params.q_norm is None:
+            return None
+        return Norms(params.q_norm, params.k_norm, form.eps, form.over)
 
     def _dequantized(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
@@ -143,10 +158,10 @@ class Store(Op):
 
 
 def claimed_rotation(group: LayerGroup, store: StoreBackend) -> RunRotated:
-    """Return what rotates and stores: the store itself where it claims so, else core's operators."""
-    info, rope = group.selection.backend("store"), group.spec.rope
+    """Return what norms, rotates and stores: the store where it claims so, else core's operators."""
+    info, spec = group.selection.backend("store"), group.spec
     assert info is not None
-    if rotates(info.capabilities, rope):
+    if rotates(info.capabilities, spec):
         return store.run_rotated
     return functools.partial(StoreBackend.run_rotated, store)
 

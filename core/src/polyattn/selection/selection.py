@@ -11,6 +11,7 @@ from polyattn.registry.capabilities import SERVICES, Rejection, rotates
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
@@ -296,10 +297,12 @@ class SelectedLayers:
 def prepared_for(selection: Selection, spec: LayerSpec) -> Selection:
     """Return the selection for `spec` from the one for the spec without its rope and transforms."""
     notes = []
-    if spec.rope is not None and selection.spec.rope is None:
-        notes.append(
-            f"{_form(spec.rope)}, where a layer has rotate=True: {_who(selection, spec.rope)}"
-        )
+    rope = spec.rope if selection.spec.rope is None else None
+    if rope is not None or spec.qk_norm is not None:
+        forms = [_norm(spec.qk_norm)] if spec.qk_norm is not None else []
+        forms += [_form(rope)] if rope is not None else []
+        asks = "q_norm" if rope is None else "rotate=True"
+        notes.append(f"{' and '.join(forms)}, where a layer has {asks}: {_who(selection, spec)}")
     if spec.variant != selection.spec.variant:
         notes.append(f"variant {spec.variant}: core's torch operators, before and after attention")
     decision = selection.decision
@@ -325,11 +328,19 @@ def _form(rope: RopeSpec) -> str:
     return f"rotary embedding ({rope.pairing} pairs, {rope.rotary_size} elements{scaling})"
 
 
-def _who(selection: Selection, rope: RopeSpec) -> str:
+def _norm(norm: NormSpec) -> str:
+    return f"RMS norm of each {norm.over}'s query and key"
+
+
+def _who(selection: Selection, spec: LayerSpec) -> str:
     store = selection.backend("store")
     if store is None:
         return "core's torch operators, before attention, since nothing is stored"
-    if rotates(store.capabilities, rope):
+    caps, norm = store.capabilities, spec.qk_norm
+    if rotates(caps, spec):
         return f"in the call in which {store.name} stores"
-    claimed = ", ".join(sorted(store.capabilities.rotates)) or "nothing"
-    return f"core's torch operators, before {store.name}, which rotates {claimed}"
+    does, claims = "rotates", caps.rotates
+    if norm is not None and norm.over not in caps.norms:
+        does, claims = "norms", caps.norms
+    claimed = ", ".join(sorted(claims)) or "nothing"
+    return f"core's torch operators, before {store.name}, which {does} {claimed}"

@@ -145,10 +145,11 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
 
 @cache
 def unrotated(spec: LayerSpec) -> LayerSpec:
-    """Return the layer for queries and keys that are already rotated.
+    """Return the layer for queries and keys that are already normed and rotated.
 
     A rope with positions within the cache stays, because attention itself applies it.
     """
+    spec = spec if spec.qk_norm is None else spec.replace(qk_norm=None)
     if spec.rope is None or spec.rope.positions == "cache":
         return spec
     return spec.replace(rope=None)

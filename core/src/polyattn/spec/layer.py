@@ -33,6 +33,7 @@ from polyattn.spec.kinds import (
 )
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.models import model_reader
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import check_widths, rows_of
@@ -93,6 +94,8 @@ class LayerSpec:
             or `"calls"`, the levels of `Invariance`.
         latent: the latent part of an MLA layer.
         recurrent: the recurrent part of a recurrence.
+        qk_norm: the norm of queries and keys before they are rotated. A layer whose `q_norm=` and
+            `k_norm=` have its weights applies it.
         rope: the rotation of queries and keys. The layer's `rotate=` says whether the layer applies it;
             kernels do only if `rope.positions` is `"cache"`.
         sparse: of kinds `"sparse"` and `"sparse_mla"`, the meaning of the ids that choose a token's keys.
@@ -147,6 +150,7 @@ class LayerSpec:
     batch_invariant: Invariance = Invariance.NONE
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
+    qk_norm: NormSpec | None = None
     rope: RopeSpec | None = None
     sparse: SparseSpec | None = None
     indexer: IndexerSpec | None = None
@@ -397,6 +401,7 @@ class LayerSpec:
 _PARTS: dict[str, type[Any]] = {
     "latent": LatentSpec,
     "recurrent": RecurrentSpec,
+    "qk_norm": NormSpec,
     "rope": RopeSpec,
     "sparse": SparseSpec,
     "indexer": IndexerSpec,
@@ -508,6 +513,12 @@ def _check_relations(spec: LayerSpec) -> None:
     _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
+    if spec.qk_norm is not None and (spec.kind.family != "attention" or spec.role is Role.CROSS):
+        what = "cross-attention" if spec.role is Role.CROSS else spec.kind.value
+        raise SpecError(
+            f"qk_norm={spec.qk_norm!r} is for attention over its own keys and values; leave it out for "
+            f"{what}, and norm before the call"
+        )
 
 
 def _check_invariance(spec: LayerSpec) -> None:

@@ -33,9 +33,10 @@ class ContextAttention(nn.Module):
             raise SpecError(
                 "the layer has another LayerGroup than the ContextGroup; build both with the same one"
             )
-        if layer.params.rotate or layer.params.qkv_bias is not None:
+        params = layer.params
+        if params.rotate or params.qkv_bias is not None or params.q_norm is not None:
             raise SpecError(
-                "a layer over several ranks takes queries and keys that are biased and rotated already; "
+                "a layer over several ranks takes queries and keys biased, normed and rotated already; "
                 "build it with rotate=False and without qkv_bias"
             )
         self.shared, self.layer, self.spec = shared, layer, shared.spec

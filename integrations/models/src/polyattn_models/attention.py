@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn import LayerSpec, RopeSpec
+from polyattn import LayerSpec, NormSpec, RopeSpec
 
 from polyattn_models.config import Config
 from polyattn_models.layers import Towers
@@ -82,9 +82,34 @@ class Decoder:
             scale=self.scale(cfg, size, index),
             logit_soft_cap=cfg.number(self.soft_cap) if self.soft_cap else None,
             learned_sinks=self.sinks,
+            qk_norm=qk_norm(cfg),
             rope=self.rope(cfg, size, index, kind),
             **masked,
         )
+
+
+_HEADS = """qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text dots1 glm4_moe exaone4 exaone_moe apertus
+afmoe hy_v3 gemma3n_text gemma4_text gemma4_unified_text beam flint kolibri1 laguna lfm3 mellum"""
+_FROM_ONE = "gemma3_text qwen3_next qwen3_5_text qwen3_5_moe_text step3p5 minimax_m3_vl_text"
+_TOKENS = "olmo2 olmo3 olmoe flex_olmo olmo_hybrid minimax_m2"
+NORMED: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(_HEADS.split(), ("head", 0.0)),
+    **dict.fromkeys(_FROM_ONE.split(), ("head", 1.0)),
+    **dict.fromkeys(_TOKENS.split(), ("token", 0.0)),
+}
+"""The types that norm queries and keys before they rotate them: what a row is, the weight's offset."""
+
+
+def qk_norm(cfg: Config) -> NormSpec | None:
+    """Return the norm of queries and keys; None also where a clip comes between it and the rotation."""
+    over, offset = NORMED.get(cfg.model_type, ("", 0.0))
+    flagged = cfg.model_type == "glm4_moe" and not cfg.flag("use_qk_norm")
+    if not over or flagged or (cfg.model_type == "olmoe" and cfg.get("clip_qkv") is not None):
+        return None
+    eps = cfg.number("rms_norm_eps")
+    if eps is None or eps < 0:
+        raise cfg.error("rms_norm_eps", eps, "must be 0 or more")
+    return NormSpec(over=over, eps=eps, offset=offset)
 
 
 def head_sizes(cfg: Config, head_dim: bool = True, kv: bool = True) -> tuple[int, int, int]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from polyattn import LayerSpec, RopeSpec
 
-from polyattn_models.attention import Decoder, needed_window, rotary, shared_keys, window
+from polyattn_models.attention import (
+    Decoder,
+    needed_window,
+    qk_norm,
+    rotary,
+    shared_keys,
+    window,
+)
 from polyattn_models.config import Config
 from polyattn_models.layers import Part, Reader, Towers
 from polyattn_models.patterns import FULL, SLIDING, every, named, starting
@@ -243,6 +250,7 @@ def step(cfg: Config) -> Towers:
             dtype=cfg.dtype,
             scale=scalar**-0.5,
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
+            qk_norm=qk_norm(cfg),
             rope=read_rope(cfg, size, layer_type=kind, partial=1.0),
         )
         for kind in {*types}
@@ -285,6 +293,7 @@ def gemma4(cfg: Config) -> Towers:
             scale=1.0,
             dtype=cfg.dtype,
             rope=rope(cfg, own_size, index, kind),
+            qk_norm=qk_norm(cfg),
             sliding_window=needed_window(cfg) if kind == SLIDING else None,
         )
 

@@ -31,7 +31,8 @@ def chosen(layer: LayerSpec, indexer: IndexerSpec, **choice: Any) -> LayerSpec:
     """Return a layer that attends to the keys that an indexer chooses."""
     budget = indexer.budget + indexer.tail
     sparse = SparseSpec(budget=int(budget), **choice)
-    return layer.replace(kind=AttentionKind.SPARSE, sparse=sparse, indexer=indexer)
+    # The caller norms what a sparse layer attends with.
+    return layer.replace(kind=AttentionKind.SPARSE, sparse=sparse, indexer=indexer, qk_norm=None)
 
 
 def minimax_m3(cfg: Config) -> Towers:

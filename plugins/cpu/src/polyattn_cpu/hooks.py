@@ -131,7 +131,7 @@ NATIVE_MLA = BackendInfo(
 
 NATIVE_STORE = BackendInfo(
     name="NATIVE_STORE",
-    summary="queries, keys and values rotated, quantised and scattered in one call",
+    summary="queries, keys and values normed, rotated, quantised and scattered in one call",
     path="polyattn_cpu.native.store:NativeStore",
     rows_check="polyattn_cpu.native.rows:store_problem",
     **NATIVE_LIBRARY,
@@ -143,6 +143,7 @@ NATIVE_STORE = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         phases=names("store"),
         rotates=names("neox gptj"),
+        norms=names("head token"),
     ),
     priorities=(Priority(score=100, why="one call instead of eight operators"),),
     proof=PROOF,

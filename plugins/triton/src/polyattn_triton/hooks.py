@@ -244,9 +244,10 @@ TRITON_STORE = declared(
         features=names("causal gqa tensor_scales head_scales fp8_inputs"),
         excludes=NO_E4M3,
         rotates=names("neox gptj"),
+        norms=names("head token"),
     ),
     Priority(score=70, why="one launch, where torch takes a dozen"),
-    summary="keys and values rotated, quantised and written to their slots in one launch",
+    summary="keys and values normed, rotated, quantised and written to their slots in one launch",
     rows_check="polyattn_triton.functions.row_writers:store_problem",
 )
 TRITON_MERGE = declared(

@@ -247,6 +247,8 @@ struct Scan {
 
 static void check_scan(Tally &tally) {
   const Recurrence all[] = {{"convolution", PA_SHORT_CONV, 70, 1, 1, 3, true},
+                            {"convolution", PA_SHORT_CONV, 70, 1, 1, 1, true},
+                            {"convolution", PA_SHORT_CONV, 70, 1, 1, 2, false},
                             {"convolution, drafts", PA_SHORT_CONV, 70, 1, 1, 7, true, 4},
                             {"convolution, targets", PA_SHORT_CONV, 70, 1, 1, 3, true, 0, true},
                             {"Mamba-1, gated", PA_MAMBA1, 70, 1, 1, 16, true},

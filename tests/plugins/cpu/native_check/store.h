@@ -19,12 +19,31 @@ static double saturated(int dtype, double x) {
 }
 
 enum Turn { NO_TURN, HALVES, NEIGHBOURS };
+enum Norm { NO_NORM, OF_HEADS, OF_TOKENS };
 
 struct Storing {
   static constexpr int TOKENS = 9, HEADS = 3, BLOCK = 4, BLOCKS = 5, FIRST = 4;
+  static constexpr float EPS = 0.25f;
   int dtype, stored, size;
   Turn turn;
+  Norm norm;
   bool heads_first;  // (blocks, heads, tokens of a block, size)
+
+  double biased(const Stored &source, const std::vector<float> &bias, int t, int h, int at) const {
+    return source[((size_t)t * HEADS + h) * size + at] + bias[(size_t)h * size + at];
+  }
+  // One over the root mean square of each head, or of the token, with EPS.
+  void over_roots(const Stored &source, const std::vector<float> &bias, int t, double *over) const {
+    double sums[HEADS] = {}, sum = 0;
+    for (int h = 0; h < HEADS; h++) {
+      for (int i = 0; i < size; i++) sums[h] += std::pow(biased(source, bias, t, h, i), 2);
+      sum += sums[h];
+    }
+    for (int h = 0; h < HEADS; h++) {
+      double mean = norm == OF_TOKENS ? sum / (HEADS * size) : sums[h] / size;
+      over[h] = 1 / std::sqrt(mean + EPS);
+    }
+  }
 
   // Returns the largest error in steps of the storage type; what must stay untouched counts as 1e9.
   double error(const char *isa) const {
@@ -43,6 +62,8 @@ struct Storing {
         turns[(size_t)t * 2 * pairs + pairs + p] = std::sin(angle);
       }
     }
+    std::vector<float> weight((size_t)(norm == OF_TOKENS ? HEADS : 1) * size);
+    for (float &x : weight) x = normal(random);
     std::vector<int64_t> slots(BLOCKS * BLOCK);
     for (size_t i = 0; i < slots.size(); i++) slots[i] = (int64_t)i;
     std::shuffle(slots.begin(), slots.end(), random);
@@ -55,7 +76,8 @@ struct Storing {
     pa_scatter part = {source.bytes.data(), cache.bytes.data(), out.bytes.data(), slots.data(),
                        bias.data(), pairs ? turns.data() : nullptr, factors.data(), TOKENS, HEADS,
                        size, BLOCK, BLOCKS * BLOCK, HEADS * size, size, (int64_t)HEADS * size * BLOCK,
-                       token_step, head_step, dtype, stored, pairs, FIRST, turn == NEIGHBOURS, scale};
+                       token_step, head_step, dtype, stored, pairs, FIRST, turn == NEIGHBOURS, scale,
+                       nullptr, norm ? weight.data() : nullptr, norm == OF_TOKENS, EPS};
     const int64_t fine = slots[1];
     slots[1] = BLOCKS * BLOCK;
     if (pa_store(isa, &part, 1, 2) != 2 || cache.bytes != before) return 1e9;
@@ -65,10 +87,14 @@ struct Storing {
     std::vector<char> untouched(BLOCKS * BLOCK, 1);
     for (int t = 0; t < TOKENS; t++) {
       if (slots[t] >= 0) untouched[slots[t]] = 0;
+      double over[HEADS];
+      over_roots(source, bias, t, over);
       for (int h = 0; h < HEADS; h++) {
         for (int i = 0; i < size; i++) {
           auto of = [&](int at) {
-            return source[((size_t)t * HEADS + h) * size + at] + bias[(size_t)h * size + at];
+            double x = biased(source, bias, t, h, at);
+            if (norm) x *= over[h] * weight[(norm == OF_TOKENS ? (size_t)h * size : 0) + at];
+            return x;
           };
           double want = of(i), largest = std::fabs(want);
           const int turned = i - FIRST, pair = turn == HALVES ? turned % pairs : turned / 2;
@@ -112,13 +138,15 @@ static void check_store(Tally &tally) {
     for (int stored = PA_F32; stored < PA_DTYPES; stored++) {
       if (stored <= PA_F16 && stored != dtype) continue;
       for (Turn turn : {NO_TURN, HALVES, NEIGHBOURS}) {
-        for (int size : {20, 64, 300}) {
-          if (tally.skips()) continue;
-          Storing is = {dtype, stored, size, turn, size != 64};
-          char what[96];
-          std::snprintf(what, sizeof what, "storing %s as %s, heads of %d, rotation %d",
-                        DTYPE_NAMES[dtype], DTYPE_NAMES[stored], size, turn);
-          tally.judge(is.error(tally.isa), 0.501, what);
+        for (Norm norm : {NO_NORM, OF_HEADS, OF_TOKENS}) {
+          for (int size : {20, 64, 300}) {
+            if (tally.skips()) continue;
+            Storing is = {dtype, stored, size, turn, norm, size != 64};
+            char what[96];
+            std::snprintf(what, sizeof what, "storing %s as %s, heads of %d, rotation %d, norm %d",
+                          DTYPE_NAMES[dtype], DTYPE_NAMES[stored], size, turn, norm);
+            tally.judge(is.error(tally.isa), 0.501, what);
+          }
         }
       }
     }

@@ -11,6 +11,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import is_rows
 
@@ -45,6 +46,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
                 cases += [Case("store_plans", where, spec, "some")]
         if phase == "store":
             cases += _rotated(caps, _base(caps, kind))
+        if phase == "store" and kind is AttentionKind.ATTENTION:
+            cases += _normed(caps, _base(caps, kind))
     can = [c for c in cases if not check(caps, c.spec, device, phase)]
     refused = [
         Case(
@@ -89,6 +92,30 @@ def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
                     "some",
                 )
         yield Case("store_rotated", f"{where} v 32 bias", spec.replace(v_head_size=32), "some")
+
+
+def _normed(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
+    """Yield the cases of each norm that is claimed: with each pairing, a part of a head, none of it."""
+    for over in sorted(caps.norms):
+        spec = base.replace(qk_norm=NormSpec(over=over, eps=1e-3))
+        where = f"{base.kind.value} norm of a {over}"
+        yield Case("store_rotated", f"{where} alone", spec, "some")
+        for pairing in sorted(caps.rotates):
+            for size in (base.head_size, 24):
+                rope = RopeSpec(pairing=pairing, rotary_size=size, base=5000.0)
+                turned = spec.replace(rope=rope)
+                label = f"{where} {pairing} {size} of {base.head_size}"
+                yield Case("store_rotated", f"{label} bias", turned, "some")
+        yield from (Case("store_rotated", where, turned, name) for name in SLOTS)
+        yield Case("store_rotated_plans", where, turned, "some")
+        for dtype in sorted(caps.dtypes - {base.dtype}):
+            yield Case("store_rotated", f"{where} {dtype}", turned.replace(dtype=dtype), "some")
+        for cached in (n for n in caches(caps, base) if not is_rows(n)):
+            eight = turned.replace(kv_cache_dtype=cached)
+            yield Case("store_rotated", f"{where} cache {cached}", eight, "some")
+        for heads in (1, 3, 40):  # 40: more than a kernel takes at once
+            many = turned.replace(num_heads=2 * heads, num_kv_heads=heads)
+            yield Case("store_rotated", f"{where} kv_heads {heads}", many, "some")
 
 
 def _base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:

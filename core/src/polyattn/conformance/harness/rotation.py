@@ -14,6 +14,7 @@ from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, of_heads
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.step.batch import Batch
@@ -33,7 +34,7 @@ class RotatedTokens:
     new: NewTokens
     positions: Tensor
     slots: Tensor
-    rotation: Rotation
+    rotation: Rotation | None
     cache: KVCache
     params: LayerParams
 
@@ -60,7 +61,7 @@ class RotationHarness(StoreHarness):
             value = key[..., : value.shape[2]]
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         bias = self.dice.normal(sum(widths), dtype=precise) if biased else None
-        new = NewTokens(query, key, value, bias)
+        new = NewTokens(query, key, value, bias, self._norms(spec, precise))
         if like is not None:
             return RotatedTokens(
                 new, like.positions, like.slots, like.rotation, base.cache, base.params
@@ -71,8 +72,20 @@ class RotationHarness(StoreHarness):
             list(range(count + 1)), [1] * count, slot_mapping=base.slots, positions=positions
         )
         rotation = rotation_of(spec, step)
-        assert rotation is not None
         return RotatedTokens(new, positions, base.slots, rotation, base.cache, base.params)
+
+    def _norms(self, spec: LayerSpec, dtype: torch.dtype) -> Norms | None:
+        """Return weights of which some make elements that 8 bits don't hold."""
+        norm = spec.qk_norm
+        if norm is None:
+            return None
+        query, key = (
+            self.dice.normal(spec.head_size * (heads if norm.over == "token" else 1), dtype=dtype)
+            for heads in (spec.num_heads, spec.num_kv_heads)
+        )
+        for weight in (query, key):
+            weight[::7] *= 50
+        return Norms(query, key, norm.eps, norm.over)
 
     def check_rotated(
         self, store: StoreBackend, spec: LayerSpec, step: RotatedTokens, keep: bool,
@@ -82,6 +95,8 @@ class RotationHarness(StoreHarness):
         new, cache = step.new, step.cache
         assert new.key is not None and new.value is not None
         named = {"query": new.query, "key": new.key, "value": new.value, "bias": new.bias}
+        if new.norms is not None:
+            named |= {"q_norm": new.norms.query, "k_norm": new.norms.key}
         before = {n: t.clone() for n, t in named.items() if t is not None}
         held = cache.key.clone(), cache.value.clone()
         query, key, value = store.run_rotated(
@@ -110,17 +125,23 @@ class RotationHarness(StoreHarness):
 
     def _exact(self, spec: LayerSpec, step: RotatedTokens) -> dict[str, Tensor]:
         new, rope = step.new, spec.rope
-        assert rope is not None and new.key is not None and new.value is not None
+        assert new.key is not None and new.value is not None
         at, latent = step.positions.cpu(), spec.latent is not None
         parts = [x.cpu().double() for x in (new.query, new.key, new.value)]
         biases = new.biases()
         if biases is not None:
             parts = [x + bias.cpu().double() for x, bias in zip(parts, biases, strict=True)]
-        query, key = (
-            rotate(x, at, rope, offset=x.shape[2] - rope.span if latent or rope.last else 0)
-            for x in parts[:2]
-        )
-        query = query * query_temperature(rope, at)[:, None, None]
+        query, key = parts[:2]
+        if (norms := new.norms) is not None:
+            query, key = (
+                _normed(x, weight, norms) for x, weight in ((query, norms.query), (key, norms.key))
+            )
+        if rope is not None:
+            query, key = (
+                rotate(x, at, rope, offset=x.shape[2] - rope.span if latent or rope.last else 0)
+                for x in (query, key)
+            )
+            query = query * query_temperature(rope, at)[:, None, None]
         value = key[..., : parts[2].shape[2]] if latent else parts[2]
         return {"query": query, "key": key, "value": value}
 
@@ -149,3 +170,13 @@ class RotationHarness(StoreHarness):
             f"{float((excess / largest)[wrong].max()):.2g} of its head's largest further off than "
             f"{dtype} has to be, {own:g} is allowed"
         )
+
+
+def _normed(x: Tensor, weight: Tensor | None, norms: Norms) -> Tensor:
+    """Return x (tokens, heads, size) as the formula norms it, in float64."""
+    assert weight is not None
+    axes = (2,) if norms.over == "head" else (1, 2)
+    root = torch.sqrt((x * x).mean(axes, keepdim=True) + norms.eps)
+    return (
+        x / root * weight.cpu().double().view(*((1, -1) if norms.over == "head" else x.shape[1:]))
+    )

@@ -1,4 +1,4 @@
-"""Which forms may queries, keys and values have? Heads, rows, or one fused tensor with a bias."""
+"""Which forms may queries, keys and values have? Heads, rows, or one fused tensor; a bias, a norm."""
 
 from __future__ import annotations
 
@@ -75,5 +75,38 @@ def fused_bias(bias: Tensor | None, spec: LayerSpec, device: torch.device) -> We
             "before the call"
         )
     check_shape("qkv_bias", bias, (sum(widths(spec)),))  # the query's, the key's, the value's
-    precise = torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32
-    return Weight("qkv_bias", bias, device, precise)
+    return Weight("qkv_bias", bias, device, _precise(spec))
+
+
+def norm_weights(
+    spec: LayerSpec, weights: dict[str, Tensor | None], rotate: bool | None, device: torch.device
+) -> dict[str, Weight]:
+    """Return the weights `q_norm` and `k_norm` of a layer that norms, by name; none of one that doesn't.
+
+    `rotate`: as the layer was told. Raises `SpecError`.
+    """
+    norm = spec.qk_norm
+    passed = {name: weight for name, weight in weights.items() if weight is not None}
+    if norm is None or (rotate is False and (spec.rope is not None or not passed)):
+        for name in passed:
+            raise SpecError(
+                f"{name} was given, and the spec has no qk_norm; select with one ({spec})"
+                if norm is None
+                else f"{name} was given with rotate=False: what comes rotated is normed; leave it out"
+            )
+        return {}
+    if "q_norm" not in passed:
+        raise SpecError(
+            f"q_norm is missing: the spec norms queries and keys before they are rotated ({norm}); pass "
+            "its weight, or where they come normed select with spec.replace(qk_norm=None)"
+        )
+    out = {}
+    for name, weight in passed.items():
+        heads = spec.num_heads if name == "q_norm" else spec.num_kv_heads
+        check_shape(name, weight, (spec.head_size * (heads if norm.over == "token" else 1),))
+        out[name] = Weight(name, weight, device, _precise(spec), norm.offset)
+    return out
+
+
+def _precise(spec: LayerSpec) -> torch.dtype:
+    return torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32

@@ -14,6 +14,7 @@ from polyattn.families.attention.fused import (
     fused_bias,
     in_heads,
     keys_in_heads,
+    norm_weights,
     out_in_heads,
 )
 from polyattn.families.attention.planning import AttentionStep
@@ -67,6 +68,9 @@ class Attention(Layer):
             batch's positions; False: the caller did.
         qkv_bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,), added to
             query, key and value before they are rotated.
+        q_norm: (head_size,), or (num_heads * head_size,) of a norm over tokens: the weight of the spec's
+            `qk_norm`, which this layer then applies before it rotates. With rotate=False the caller did.
+        k_norm: alike, of the keys; None for a layer that reads another's.
         inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
             numbers.
         checks: check block tables and slots on the device at each step; None: the setting `checks`.
@@ -98,6 +102,8 @@ class Attention(Layer):
         out_scale: Scale = 1.0,
         rotate: bool | None = None,
         qkv_bias: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
         inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
     ):
@@ -109,6 +115,8 @@ class Attention(Layer):
         self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
         self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
         self.qkv_bias = fused_bias(qkv_bias, spec, device)
+        norms = norm_weights(spec, {"q_norm": q_norm, "k_norm": k_norm}, rotate, device)
+        self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
         self.inputs, self._from_step = layer_inputs(spec, inputs, device)
         self.scales = LayerScales(
             spec,
@@ -120,7 +128,7 @@ class Attention(Layer):
             setattr(self._params, name, number)
         self._weights = {
             name: weight
-            for name in ("sinks", "alibi_slopes", "qkv_bias")
+            for name in ("sinks", "alibi_slopes", "qkv_bias", "q_norm", "k_norm")
             if (weight := getattr(self, name)) is not None
         }
         # Whether kernels read tensors of the layer's, which may be others at each call.
@@ -274,9 +282,9 @@ class Attention(Layer):
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
-        if self.params.rotate or self.qkv_bias is not None:
+        if self.params.rotate or self.qkv_bias is not None or self.q_norm is not None:
             raise BatchError(
-                "store() writes keys and values as they are, and this layer rotates or adds a "
+                "store() writes keys and values as they are, and this layer norms, rotates or adds a "
                 "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
             )
         device, spec = self.group.torch_device, self.spec

@@ -133,6 +133,7 @@ class AttentionWorkload(Workload):
             alibi_slopes=dice.normal(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
             **scales,
             rotate=spec.rope is not None,
+            **_norm_weights(spec, dice),
             inputs=read,
             checks=checks,
         )
@@ -343,6 +344,18 @@ def widths(spec: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int
         (spec.num_kv_heads, spec.head_size),
         (spec.num_kv_heads, spec.v_head_size),
     )
+
+
+def _norm_weights(spec: LayerSpec, dice: Dice) -> dict[str, Tensor]:
+    """Return random weights of the spec's norm, in the layer's dtype."""
+    if (norm := spec.qk_norm) is None:
+        return {}
+    dtype, heads = (
+        STORAGE_DTYPES[spec.dtype],
+        {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads},
+    )
+    counts = {name: count if norm.over == "token" else 1 for name, count in heads.items()}
+    return {n: dice.normal(count * spec.head_size, dtype=dtype) for n, count in counts.items()}
 
 
 def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:

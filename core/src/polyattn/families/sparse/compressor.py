@@ -10,6 +10,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
+from polyattn.runtime.norm import rms_norm
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.runtime.store import scatter
@@ -180,7 +181,7 @@ class Compressor:
         """
         rows = entries.rows
         if norm is not None:
-            rows = rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt() * norm.to(rows.dtype)
+            rows = rms_norm(rows, norm, eps)
         if rope is None:
             return rows
         dtype = "float64" if rows.dtype is torch.float64 else "float32"

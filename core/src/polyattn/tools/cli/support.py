@@ -64,6 +64,7 @@ def _row(info: BackendInfo) -> list[str]:
     ]
     features += ["rounds queries to fp8"] if caps.fp8_compute else []
     features += [f"rotates {', '.join(sorted(caps.rotates))}"] if caps.rotates else []
+    features += [f"norms {', '.join(sorted(caps.norms))}"] if caps.norms else []
     apart = [" + ".join(sorted(together)) for together, _ in caps.excludes]
     features += [f"not together: {'; '.join(apart)}"] if apart else []
     return [

@@ -1,4 +1,4 @@
-"""NATIVE_STORE: rotates, quantises and scatters new rows into a paged cache in one call."""
+"""NATIVE_STORE: norms, rotates, quantises and scatters new rows into a paged cache in one call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from polyattn_cpu.native.attention import TORCH_DTYPES
 from polyattn_cpu.native.library import isa, load
 from polyattn_cpu.native.rows import writer
 
-_SCATTER = struct.Struct("@7P10q5ifP")
+_SCATTER = struct.Struct("@7P10q5if2Pif")
 
 
 class Part(NamedTuple):
@@ -38,6 +38,8 @@ class Part(NamedTuple):
     - `bias` (heads, size), `turns` (num_tokens, 2 * pairs), `factors` (num_tokens,): float32,
       contiguous. Turned are 2 * pairs elements of a head from `first` on: pair i is elements i and
       i + pairs, or with `neighbours` 2 i and 2 i + 1.
+    - `norm`: the weight of an RMS norm with `eps` between bias and turn, float32 contiguous: (size,) of
+      each head, or (heads * size,) of a token's.
     """
 
     source: Tensor
@@ -50,6 +52,8 @@ class Part(NamedTuple):
     first: int = 0
     neighbours: bool = False
     rows: int = 0
+    norm: Tensor | None = None
+    eps: float = 0.0
 
     def packed(self, slots: Tensor) -> bytes:
         """Return `pa_scatter`."""
@@ -64,7 +68,7 @@ class Part(NamedTuple):
             *source.stride()[:2], *strides,
             TORCH_DTYPES[source.dtype], _stored(source if cache is None else cache),
             0 if turns is None else turns.shape[1] // 2, self.first, self.neighbours, self.scale,
-            self.rows,
+            self.rows, _pointer(self.norm), self.norm is not None and len(self.norm) != size, self.eps,
         )  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def _outside(slots: Tensor, at: int, count: int) -> BatchError:
 
 
 class NativeStore(StoreBackend):
-    """Rotates, quantises and scatters queries, keys and values in one call."""
+    """Norms, rotates, quantises and scatters queries, keys and values in one call."""
 
     name: ClassVar[str] = "NATIVE_STORE"
 
@@ -129,14 +133,14 @@ class NativeStore(StoreBackend):
         packed, parts = pack(
             key.data_ptr(), cache.key.data_ptr(), 0, at, 0, 0, 0, tokens, heads, size, block_size, count,
             st, sh, kb, kt, kh, TORCH_DTYPES[key.dtype], dtype, 0, 0, False, params.k_scale,
-            self.rows[0],
+            self.rows[0], 0, False, 0.0,
         ), 1  # fmt: skip
         if not cache.value_in_key:
             st, sh, _ = value.stride()
             packed += pack(
                 value.data_ptr(), cache.value.data_ptr(), 0, at, 0, 0, 0, tokens, heads,
                 value.shape[2], block_size, count, st, sh, vb, vt, vh, TORCH_DTYPES[value.dtype], dtype,
-                0, 0, False, params.v_scale, self.rows[1],
+                0, 0, False, params.v_scale, self.rows[1], 0, False, 0.0,
             )  # fmt: skip
             parts = 2
         bad = self.scatter(self.isa, packed, parts, torch.get_num_threads())
@@ -161,6 +165,9 @@ class NativeStore(StoreBackend):
             torch.empty(value.shape, dtype=value.dtype) if keep and biases[2] is not None else None
         )
         of_query, of_key = _turn(rotation, query), _turn(rotation, key)
+        if (norms := new.norms) is not None:
+            of_query |= {"norm": norms.query, "eps": norms.eps}
+            of_key |= {"norm": norms.key, "eps": norms.eps}
         factors = None if rotation is None else rotation.query_scale
         parts = [
             Part(query, out=out, bias=biases[0], factors=factors, **of_query),

@@ -1,4 +1,4 @@
-"""How does TRITON_STORE rotate? Bias, rotation, scale and pages of a step in one launch."""
+"""How does TRITON_STORE rotate? Bias, norm, rotation, scale and pages of a step in one launch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
 from polyattn_triton.launch import Launcher
 
+OVER = ("head", "token")
+"""Values of `NormSpec.over`, in the order of the kernel's."""
 TILE = 2048
 """Elements of a tile of query heads; a tile of keys, which has its values beside it, is half of that."""
 FEW = 512
@@ -72,24 +74,77 @@ def _turned(first, second, TURNS, token, P: tl.constexpr, PP: tl.constexpr):
 
 
 @triton.jit
+def _squares(
+    X,
+    BIAS,
+    heads,
+    stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Return the sums of squares of heads, biased, float32 (heads,)."""
+    element = tl.arange(0, DP)[None, :]
+    mask = (heads < HEADS)[:, None] & (element < D)
+    x = tl.load(X + heads[:, None] * stride + element, mask=mask, other=0.0).to(tl.float32)
+    if BIASED:
+        x += tl.load(BIAS + heads[:, None] * D + element, mask=mask, other=0.0)
+    return tl.sum(x * x, 1)
+
+
+@triton.jit
+def _over_root(
+    X,
+    BIAS,
+    heads,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Return one over the root mean square of each head, (heads, 1), or of all of the token's."""
+    if NORM == 1:
+        mean = _squares(X, BIAS, heads, stride, HEADS, D, DP, BIASED) / D
+    else:
+        sums = tl.zeros((TILE_HEADS,), tl.float32)
+        for first in range(0, HEADS, TILE_HEADS):  # each of a token's tiles adds all of them up
+            part = first + tl.arange(0, TILE_HEADS)
+            sums += _squares(X, BIAS, part, stride, HEADS, D, DP, BIASED)
+        mean = tl.zeros((TILE_HEADS,), tl.float32) + tl.sum(sums, 0) / (HEADS * D)
+    return tl.rsqrt(mean + eps)[:, None]
+
+
+@triton.jit
 def _query_tile(
-    source, goal, TURNS, QUERY_SCALE, BIAS, token, first, stride,
+    source, goal, TURNS, QUERY_SCALE, BIAS, WEIGHT, token, first, stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, START: tl.constexpr,
     REST: tl.constexpr, TILE_HEADS: tl.constexpr, NEOX: tl.constexpr, SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, NORM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Turn a token's query heads from `first` on."""
+    """Norm and turn a token's query heads from `first` on."""
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
     scale = 1.0
     if SCALED:
         scale = tl.load(QUERY_SCALE + token)
+    if NORM > 0:
+        over = _over_root(source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM)
+        of_head: tl.constexpr = D if NORM == 2 else 0
     if P > 0:
         a, b = _pairs(source, heads, keep, stride, START, TILE_HEADS, P, PP, NEOX)
         if BIASED:
             c, d = _pairs(BIAS, heads, keep, D, START, TILE_HEADS, P, PP, NEOX)
             a += c
             b += d
+        if NORM > 0:
+            c, d = _pairs(WEIGHT, heads, keep, of_head, START, TILE_HEADS, P, PP, NEOX)
+            a *= over * c
+            b *= over * d
         a, b = _turned(a, b, TURNS, token, P, PP)
         _put_pairs(goal, a * scale, b * scale, heads, keep, D, START, P, PP, NEOX)
     if REST > 0:
@@ -99,20 +154,27 @@ def _query_tile(
         x = tl.load(source + heads[:, None] * stride + element, mask=mask).to(tl.float32)
         if BIASED:
             x += tl.load(BIAS + heads[:, None] * D + element, mask=mask)
+        if NORM > 0:
+            x *= over * tl.load(WEIGHT + heads[:, None] * of_head + element, mask=mask)
         at = goal + heads[:, None] * D + element
         tl.store(at, (x * scale).to(goal.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _key_tile(
-    source, goal, kept, TURNS, BIAS, K_SCALE, token, first, stride, goal_h, is_stored, number, limit,
+    source, goal, kept, TURNS, BIAS, WEIGHT, K_SCALE, token, first, stride, goal_h, is_stored, number,
+    limit, eps,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, START: tl.constexpr,
     REST: tl.constexpr, TILE_HEADS: tl.constexpr, NEOX: tl.constexpr, BIASED: tl.constexpr,
     KEEP: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr, SCALES: tl.constexpr,
+    NORM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Turn a token's keys from head `first` on, and store them where it has a slot."""
+    """Norm and turn a token's keys from head `first` on, and store them where it has a slot."""
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
+    if NORM > 0:
+        over = _over_root(source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM)
+        of_head: tl.constexpr = D if NORM == 2 else 0
     k_scale = scale_of(number, K_SCALE, heads[:, None], HEADS, SCALES)
     stored = keep & is_stored
     if P > 0:
@@ -121,6 +183,10 @@ def _key_tile(
             c, d = _pairs(BIAS, heads, keep, D, START, TILE_HEADS, P, PP, NEOX)
             a += c
             b += d
+        if NORM > 0:
+            c, d = _pairs(WEIGHT, heads, keep, of_head, START, TILE_HEADS, P, PP, NEOX)
+            a *= over * c
+            b *= over * d
         a, b = _turned(a, b, TURNS, token, P, PP)
         if KEEP:
             _put_pairs(kept, a, b, heads, keep, D, START, P, PP, NEOX)
@@ -135,6 +201,8 @@ def _key_tile(
         x = tl.load(source + heads[:, None] * stride + element, mask=mask).to(tl.float32)
         if BIASED:
             x += tl.load(BIAS + heads[:, None] * D + element, mask=mask)
+        if NORM > 0:
+            x *= over * tl.load(WEIGHT + heads[:, None] * of_head + element, mask=mask)
         if KEEP:
             at = kept + heads[:, None] * D + element
             tl.store(at, x.to(kept.dtype.element_ty), mask=mask)
@@ -171,28 +239,31 @@ def _value_tile(
 
 @triton.jit
 def rotate_store_kernel(
-    QUERY, KEY, VALUE, OUT, KEY_OUT, VALUE_OUT, K, V, SLOTS, TURNS, QUERY_SCALE, BIAS, K_SCALE,
-    V_SCALE, k_scale, v_scale, limit,
+    QUERY, KEY, VALUE, OUT, KEY_OUT, VALUE_OUT, K, V, SLOTS, TURNS, QUERY_SCALE, BIAS, Q_NORM, K_NORM,
+    K_SCALE, V_SCALE, k_scale, v_scale, limit, eps,
     query_t, query_h, key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     Q_START: tl.constexpr, K_START: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
     VP: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr, NEOX: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, QUANTIZED: tl.constexpr,
-    INTEGER: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
+    INTEGER: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, NORM: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
-    """Turn a token's query heads, or turn and store its keys and store its values.
+    """Norm and turn a token's query heads, or norm, turn and store its keys and store its values.
 
     P pairs of a head turn, from element `Q_START` or `K_START` on; the rest passes, in tiles of `Q_REST`
-    and `K_REST`. Grid: (tokens, tiles of query heads and then of KV heads).
+    and `K_REST`. `NORM`: 0 for none, 1 of each head, 2 of the token's heads as one row. Grid: (tokens,
+    tiles of query heads and then of KV heads).
     """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (HEADS + Q_TILE - 1) // Q_TILE
     if tile < Q_TILES:
         _query_tile(
-            QUERY + token * query_t, OUT + token * (HEADS * DQ), TURNS, QUERY_SCALE, BIAS, token,
-            tile * Q_TILE, query_h, HEADS, DQ, P, PP, Q_START, Q_REST, Q_TILE, NEOX, SCALED, BIASED,
+            QUERY + token * query_t, OUT + token * (HEADS * DQ), TURNS, QUERY_SCALE, BIAS, Q_NORM,
+            token, tile * Q_TILE, query_h, eps, HEADS, DQ, P, PP, Q_START, Q_REST, Q_TILE, NEOX, SCALED,
+            BIASED, NORM, DP,
         )  # fmt: skip
     else:
         first = (tile - Q_TILES) * K_TILE
@@ -201,9 +272,9 @@ def rotate_store_kernel(
         offset = slot % BLOCK_SIZE
         _key_tile(
             KEY + token * key_t, K + block * k_b + offset * k_t, KEY_OUT + token * (KV_HEADS * D),
-            TURNS, BIAS + HEADS * DQ, K_SCALE, token, first, key_h, k_h, slot >= 0, k_scale, limit,
-            KV_HEADS, D, P, PP, K_START, K_REST, K_TILE, NEOX, BIASED, KEEP, QUANTIZED, INTEGER,
-            SCALES,
+            TURNS, BIAS + HEADS * DQ, K_NORM, K_SCALE, token, first, key_h, k_h, slot >= 0, k_scale,
+            limit, eps, KV_HEADS, D, P, PP, K_START, K_REST, K_TILE, NEOX, BIASED, KEEP, QUANTIZED,
+            INTEGER, SCALES, NORM, DP,
         )  # fmt: skip
         if not LATENT:
             _value_tile(
@@ -231,16 +302,19 @@ def padded(size: int) -> int:
 def rotate_constants(
     heads: int, kv_heads: int, sizes: tuple[int, int, int], block_size: int, turned: int,
     last: bool, neox: bool, scaled: bool, biased: bool, keep: bool, quantized: bool, integer: bool,
-    latent: bool, scales: int = 0,
+    latent: bool, scales: int = 0, norm: str | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return `rotate_store_kernel`'s constants, in its order. `sizes`: of a head of Q, K and V."""
+    """Return `rotate_store_kernel`'s constants, in its order.
+
+    `sizes`: of a head of Q, K and V; the first two are one where there is a `norm`, `NormSpec.over`.
+    """
     dq, d, dv = sizes
     return (
         heads, kv_heads, dq, d, dv, block_size, turned // 2, padded(turned // 2),
         dq - turned if last else 0, d - turned if last else 0, padded(dq - turned),
         padded(d - turned), padded(dv), heads_at_once(heads, dq, TILE),
         heads_at_once(kv_heads, d, TILE // 2), neox, scaled, biased, keep, quantized, integer,
-        latent, scales,
+        latent, scales, 0 if norm is None else 1 + OVER.index(norm), padded(d),
     )  # fmt: skip
 
 
@@ -269,12 +343,16 @@ def rotate_and_store(
         return out, key_out, value_out
     kv_heads, d, dv, dtype = key.shape[1], key.shape[2], value.shape[2], cache.key.dtype
     turned = 0 if rotation is None else rotation.size
-    scale = None if rotation is None else rotation.query_scale
+    scale, norms = None if rotation is None else rotation.query_scale, new.norms
+    q_norm = k_norm = out
+    if norms is not None:
+        assert norms.key is not None
+        q_norm, k_norm = norms.query, norms.key
     constants = rotate_constants(
         heads, kv_heads, (dq, d, dv), cache.block_size, turned,
         rotation is not None and rotation.last, rotation is None or rotation.pairing == "neox",
         scale is not None, biased, keep, dtype != query.dtype, dtype == torch.int8,
-        cache.value_in_key, scales,
+        cache.value_in_key, scales, None if norms is None else norms.over,
     )  # fmt: skip
     given = (params.k_scale, params.v_scale)
     # What isn't read needs something to stand in its place.
@@ -288,9 +366,10 @@ def rotate_and_store(
         (
             query, key, value, out, out if key_out is None else key_out,
             out if value_out is None else value_out, cache.key, cache.value, plan.slots, turns,
-            out if scale is None else scale, out if new.bias is None else new.bias, *tensors,
+            out if scale is None else scale, out if new.bias is None else new.bias, q_norm, k_norm,
+            *tensors,
         ),
-        (*numbers, limit_of(dtype, query.dtype)),
+        (*numbers, limit_of(dtype, query.dtype), 0.0 if norms is None else norms.eps),
         (
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
             value.stride(1), k[0], k[1], k[2], v[0], v[1], v[2],

@@ -29,16 +29,6 @@ def self_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     return "self_attn", SelfAttention(fields, spec)
 
 
-def normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return attention whose queries and keys are normed head by head."""
-    return "self_attn", SelfAttention(fields, spec, norm="head")
-
-
-def wholly_normed_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return attention whose queries and keys are normed over all heads at once."""
-    return "self_attn", SelfAttention(fields, spec, norm="whole")
-
-
 def biased_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return attention whose queries, keys and values have biases, and whose output has none."""
     return "self_attn", SelfAttention(fields, spec, qkv_bias=True, out_bias=False)
@@ -52,11 +42,6 @@ def fused_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
 def glm4_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return attention whose output has no bias."""
     return "self_attn", SelfAttention(fields, spec, out_bias=False)
-
-
-def gemma3_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return the same with Gemma's norms."""
-    return "self_attn", SelfAttention(fields, spec, norm="head", offset=1.0)
 
 
 def latent_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
@@ -105,14 +90,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
     "mistral": Architecture(),
     "qwen2": Architecture(biased_attention),
-    "qwen3": Architecture(normed_attention),
-    "qwen3_moe": Architecture(normed_attention, feed_forward.qwen3_moe),
+    "qwen3": Architecture(),
+    "qwen3_moe": Architecture(feed_forward=feed_forward.qwen3_moe),
     "mixtral": Architecture(
         feed_forward=feed_forward.mixtral, feed_forward_name="block_sparse_moe"
     ),
     "phi3": Architecture(fused_attention, feed_forward.fused),
     "olmo2": Architecture(
-        wholly_normed_attention,
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ),
     "glm4": Architecture(
@@ -121,9 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                "post_mlp_layernorm"),
     ),
     "gemma2": Architecture(norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True),
-    "gemma3_text": Architecture(
-        gemma3_attention, norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True
-    ),
+    "gemma3_text": Architecture(norms=GEMMA_NORMS, norm_offset=1.0, scales_embedding=True),
     "gpt_oss": Architecture(feed_forward=feed_forward.gpt_oss),
     "deepseek_v3": Architecture(latent_attention, feed_forward.deepseek),
     "mamba2": Architecture(

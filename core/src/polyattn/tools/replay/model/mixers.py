@@ -37,18 +37,18 @@ def _used(scales: Scales, spec: LayerSpec) -> Scales:
 
 
 class SelfAttention(Mixer):
-    """Attention over keys and values.
+    """Attention over keys and values, whose layer norms and rotates as its spec says.
 
-    `norm`: queries and keys are normed by `"head"`, or `"whole"`, all heads as one row. `qkv_bias` and
-    `out_bias`: whatever the config says; None: its `attention_bias`. `fused`: one projection for all.
+    `qkv_bias` and `out_bias`: whatever the config says; None: its `attention_bias`. `fused`: one
+    projection for all.
     """
 
     def __init__(
-        self, fields: Fields, spec: LayerSpec, norm: str = "", offset: float = 0.0,
-        qkv_bias: bool | None = None, out_bias: bool | None = None, fused: bool = False,
+        self, fields: Fields, spec: LayerSpec, qkv_bias: bool | None = None,
+        out_bias: bool | None = None, fused: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.spec, self.norm = spec, norm
+        self.spec = spec
         hidden, size = fields.size("hidden_size"), spec.head_size
         told = "attention_bias" in fields.defaults and fields.flag("attention_bias")
         bias = told if qkv_bias is None else qkv_bias
@@ -62,18 +62,23 @@ class SelfAttention(Mixer):
             self.v_proj = Linear(hidden, kv_heads, bias)
         self.o_proj = Linear(heads, hidden, told if out_bias is None else out_bias)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.learned_sinks else None
-        eps, whole = fields.number("rms_norm_eps"), norm == "whole"
-        self.q_norm = RMSNorm(heads if whole else size, eps, offset) if norm else nn.Identity()
-        self.k_norm = RMSNorm(kv_heads if whole else size, eps, offset) if norm else nn.Identity()
+        if (norm := spec.qk_norm) is not None:
+            by_head = norm.over == "head"
+            self.q_norm = RMSNorm(size if by_head else heads, norm.eps, norm.offset)
+            self.k_norm = RMSNorm(size if by_head else kv_heads, norm.eps, norm.offset)
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
         memory = groups[self.spec]
         sinks = None if self.sinks is None else self.sinks.detach()
+        norms: dict[str, Any] = {}
+        if self.spec.qk_norm is not None:
+            norms = {"q_norm": self.q_norm.weight.detach(), "k_norm": self.k_norm.weight.detach()}
         self.layer = Attention(
             memory.group,
             sinks=sinks,
             rotate=memory.rotates,
             checks=memory.checks(index),
+            **norms,
             **_used(scales, self.spec),
         )
         self.cache = memory.caches[index]
@@ -85,11 +90,7 @@ class SelfAttention(Mixer):
             query, key, value = self.qkv_proj(x).split(self.widths, -1)
         else:
             query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.norm == "whole":
-            query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (rows.unflatten(-1, size) for rows in (query, key, value))
-        if self.norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(step.attend(self.layer, self.cache, query, key, value).flatten(1))  # type: ignore[no-any-return]
 
 

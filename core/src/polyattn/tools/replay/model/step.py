@@ -19,6 +19,7 @@ from polyattn import (
     StepPlan,
 )
 from polyattn.families.attention.rope import rotate
+from polyattn.runtime.norm import rms_norm
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.runners import Options, Runner
 
@@ -74,8 +75,12 @@ class ModelStep:
         self.checking += self.clock.clock() - started
 
     def _turned(self, layer: Attention | LatentAttention, query: Tensor) -> Tensor:
-        """Return a query as the formulas rotate it: the caches' keys are rotated already."""
+        """Return a query as the formulas norm and rotate it: the caches' keys are already."""
         spec = layer.spec
+        norm, weight = spec.qk_norm, layer.params.q_norm
+        if norm is not None and weight is not None:
+            rows = query.to(weight.dtype).reshape(-1, len(weight))
+            query = rms_norm(rows, weight, norm.eps).view_as(query)
         if spec.rope is None or spec.rope.positions == "cache":
             return query
         offset = spec.head_size - spec.latent.rope_head_size if spec.latent else 0

@@ -103,13 +103,19 @@ struct KernelTable {
 // The instruction set's kernels where this processor has it, else NULL: those that multiply best.
 const KernelTable *pa_kernels_for(const char *isa);
 
-// Channels of one item, where they have no heads; sequences of one item of a convolution.
-enum { PA_SCAN_CHANNELS = 64, PA_SCAN_SEQS = 16 };
+// Channels of one item, where they have no heads; sequences of one item of a convolution, and the channels
+// of one whose sequences have a token each: a run of memory that the processor reads ahead.
+enum { PA_SCAN_CHANNELS = 64, PA_SCAN_SEQS = 16, PA_CONV_CHANNELS = 512 };
+
+static inline int64_t pa_scan_channels(const pa_scan *scan) {
+  if (scan->kind != PA_SHORT_CONV || scan->starts[scan->num_seqs] > scan->num_seqs) return PA_SCAN_CHANNELS;
+  return PA_CONV_CHANNELS;
+}
 
 // Items of one sequence of a recurrence, of some of a convolution.
 static inline int64_t pa_scan_pieces(const pa_scan *scan) {
-  return scan->kind <= PA_MAMBA1 ? (scan->num_heads + PA_SCAN_CHANNELS - 1) / PA_SCAN_CHANNELS
-                                 : scan->num_heads;
+  const int64_t channels = pa_scan_channels(scan);
+  return scan->kind <= PA_MAMBA1 ? (scan->num_heads + channels - 1) / channels : scan->num_heads;
 }
 
 // Keys of one item of the decode path at most; longer ranges are split, and the parts merged.

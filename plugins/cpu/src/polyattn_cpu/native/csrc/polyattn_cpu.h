@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 9  // library.py refuses a library of another number
+#define PA_ABI 10  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -109,8 +109,8 @@ PA_EXPORT void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *item
 // Returns 0, or 1 where a block table's entry points outside the cache (its item is left unwritten).
 PA_EXPORT int pa_attend(const pa_plan *plan, const pa_tensors *tensors);
 
-// A step's new rows, (num_tokens, num_heads, head_size): a bias is added, pairs of a head turn by the
-// token's angles, its factor multiplies; then cache[slot] = saturate(row / scale), slot -1 skips.
+// A step's new rows, (num_tokens, num_heads, head_size): a bias is added, an RMS norm of each head or of
+// all of a token's follows, pairs of a head turn by the token's angles, its factor multiplies; then cache[slot] = saturate(row / scale), slot -1 skips.
 typedef struct {
   const void *source;
   void *cache;           // NULL: nothing is stored
@@ -127,6 +127,9 @@ typedef struct {
   int32_t num_pairs, first_turned, neighbours;
   float scale;
   const pa_row_format *rows;  // NULL, or how rows of bytes are written
+  const float *norm;          // NULL, or the norm's weight: (head_size), or (num_heads, head_size)
+  int32_t whole;              // whether the norm is of all heads as one row
+  float eps;
 } pa_scatter;
 
 // Returns 0, or 1 + the index of the first slot that points outside the cache (nothing is written).

@@ -63,7 +63,8 @@ static void copy_out(const float *from, int from_ld, int rows, int columns, floa
 static int64_t scan_scratch(const pa_scan *scan) {
   const int64_t wide = pa_round_up((int)scan->columns, W), rows = scan->rows + PA_SCAN_CHANNELS + 2 * W;
   const int64_t terms = SCAN_TOKENS * (6 * rows + 4 * (wide + W) + 12 * 16);
-  const int64_t conv = 4L * PA_SCAN_CHANNELS * (wide + scan->rows + SCAN_TOKENS + 8);
+  const int64_t conv = 4L * PA_SCAN_CHANNELS * (wide + scan->rows + SCAN_TOKENS + 8) +
+                       (scan->kind == PA_SHORT_CONV ? PA_CONV_CHANNELS * (scan->rows + 2) : 0);
   return 4 * (terms + 2 * rows * (wide + SCAN_COLUMNS) + conv) + 64 * 64;
 }
 
@@ -73,8 +74,8 @@ struct Piece {
 };
 static Piece piece_of(const pa_scan &scan, int64_t item) {
   if (scan.kind > PA_MAMBA1) return {item * scan.rows * scan.columns, scan.rows * scan.columns};
-  const int64_t channel = item * PA_SCAN_CHANNELS;
-  const int channels = pa_min(PA_SCAN_CHANNELS, (int)(scan.num_heads - channel));
+  const int64_t most = pa_scan_channels(&scan), channel = item * most;
+  const int channels = pa_min((int)most, (int)(scan.num_heads - channel));
   return {channel * scan.columns, channels * scan.columns};
 }
 
@@ -105,7 +106,8 @@ static void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
   Arena arena = {scratch};
   if (scan->kind == PA_SHORT_CONV) {
     Conv conv(*scan, item, arena);
-    for (int64_t i = seq * PA_SCAN_SEQS; i < (seq + 1) * PA_SCAN_SEQS && i < scan->num_seqs; i++) {
+    const int64_t end = pa_min((int32_t)(seq + 1) * PA_SCAN_SEQS, (int32_t)scan->num_seqs);
+    for (int64_t i = seq * PA_SCAN_SEQS; i < end; i++) {
       each_stretch(*scan, i, item, [&](const Stretch &is) { conv.run(is); });
     }
     return;

@@ -7,12 +7,11 @@ struct MambaTerms {
   float decay;
 };
 
-// W rows of the state at a time, whose outputs are as many sums; of them four that share the loads of
-// B and C.
-template <bool EACH>
+// W rows of the state at a time, whose outputs are as many sums; of them `SOME` that share the loads of
+// B and C. A row after another is the order in which memory is read ahead; `ahead`: also asked for.
+template <bool EACH, int SOME>
 PA_NOINLINE void advance_mamba(const StatePart &state, int rows, int vectors, const MambaTerms &is,
-                               const float *A, int64_t lda) {
-  constexpr int SOME = 4;
+                               const float *A, int64_t lda, int64_t ahead) {
   for (int first = 0; first < rows; first += W) {
     vf sum[W];
     for (int r = 0; r < W; r++) sum[r] = vf{};
@@ -36,7 +35,10 @@ PA_NOINLINE void advance_mamba(const StatePart &state, int rows, int vectors, co
           x[r] = loadf(at[r] + i * W) * decay + enters[r] * b;
           o[r] += x[r] * c;
         }
-        for (int r = 0; r < SOME; r++) write(at[r] + i * W, x[r]);
+        for (int r = 0; r < SOME; r++) {
+          write(at[r] + i * W, x[r]);
+          if (SOME == 1) prefetch_l2(at[r] + ahead + i * W);
+        }
       }
       for (int r = 0; r < SOME; r++) sum[part + r] = o[r];
     }
@@ -68,7 +70,8 @@ static void scan_mamba(const pa_scan &scan, const Stretch &seq, int64_t item, Ar
   float *state = (float *)scan.states + seq.slot * scan.state_slot +
                  (each ? row0 : head * scan.rows) * columns;
   MambaTerms terms[SCAN_TOKENS];
-  for (MambaTerms &is : terms) {
+  for (int64_t t = 0; t < SCAN_TOKENS && t < last - first; t++) {
+    MambaTerms &is = terms[t];
     float **const of_rows[] = {&is.entering, &is.steps, &is.skip, &is.out};
     float **const of_columns[] = {&is.B, &is.C};
     for (float **term : of_rows) *term = arena.take<float>(tall + W);
@@ -110,8 +113,9 @@ static void scan_mamba(const pa_scan &scan, const Stretch &seq, int64_t item, Ar
         is.entering += r, is.steps += r, is.skip += r, is.out += r;
         const StatePart here = {part.at + r * part.ld, part.ld};
         const int these = pa_min(some, rows - r);
-        if (each) advance_mamba<true>(here, these, wide / W, is, A + (int64_t)r * wide, wide);
-        else advance_mamba<false>(here, these, wide / W, is, NULL, 0);
+        if (each) advance_mamba<true, 4>(here, these, wide / W, is, A + (int64_t)r * wide, wide, 0);
+        else if (last - first > 1) advance_mamba<false, 4>(here, these, wide / W, is, NULL, 0, 0);
+        else advance_mamba<false, 1>(here, these, wide / W, is, NULL, 0, (int64_t)scan.rows * columns);
       }
     }
     for (int t = 0; t < count; t++) {

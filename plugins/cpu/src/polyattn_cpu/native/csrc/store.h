@@ -1,4 +1,4 @@
-// A step's new rows into the paged cache: turn, divide by the scale, saturate, round to nearest even.
+// A step's new rows into the paged cache: norm, turn, divide by the scale, saturate, round to nearest even.
 // Included inside an anonymous namespace.
 
 // A float to 8 bits of `mantissa` bits and an exponent of `bias`, saturated at `largest`; `nan` for NaN.
@@ -55,6 +55,8 @@ struct HeadRow {
   float *whole;        // or NULL; over the scale, what becomes a row of bytes
   const float *bias;   // or NULL
   float factor;
+  const float *norm;  // or NULL: the weight that multiplies what is over the root mean square
+  float over;
 };
 
 constexpr int PIECE = 256;  // elements that are floats at a time
@@ -64,6 +66,30 @@ PA_INLINE void read_piece(const pa_scatter *part, const HeadRow &row, int64_t at
   if (row.bias) {
     for (int i = 0; i < count; i++) x[i] += row.bias[at + i];
   }
+  if (row.norm) {
+    for (int i = 0; i < count; i++) x[i] *= row.over * row.norm[at + i];
+  }
+}
+
+static float sum_of_squares(const pa_scatter *part, const HeadRow &row) {
+  constexpr int LANES = 16;
+  float x[PIECE], sums[LANES] = {};
+  for (int64_t at = 0; at < part->head_size; at += PIECE) {
+    int count = (int)(part->head_size - at < PIECE ? part->head_size - at : PIECE);
+    read_piece(part, row, at, count, x);
+    while (count % LANES) x[count++] = 0;
+    for (int i = 0; i < count; i += LANES) {
+      for (int lane = 0; lane < LANES; lane++) sums[lane] += x[i + lane] * x[i + lane];
+    }
+  }
+  for (int half = LANES / 2; half; half /= 2) {
+    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+  }
+  return sums[0];
+}
+
+PA_INLINE float over_root(const pa_scatter *part, float sum, int64_t count) {
+  return 1.0f / __builtin_sqrtf(sum / (float)count + part->eps);
 }
 
 // Writes floats, which it spoils.
@@ -119,7 +145,8 @@ static void turn_neighbours(const pa_scatter *part, const HeadRow &row, const fl
 }
 
 static void store_head(const pa_scatter *part, const HeadRow &row, const float *turns) {
-  if (part->dtype == part->cache_dtype && !row.out && !row.bias && !part->num_pairs && !part->factors) {
+  if (part->dtype == part->cache_dtype && !row.out && !row.bias && !row.norm && !part->num_pairs &&
+      !part->factors) {
     __builtin_memcpy(row.cache, row.source, part->head_size * itemsize(part->dtype));
     return;
   }
@@ -157,13 +184,25 @@ static void store_tokens(const pa_scatter *part, int64_t first, int64_t last) {
     }
     if (part->out) out = (char *)part->out + token * part->num_heads * part->head_size * from;
     const float *turns = part->turns ? part->turns + token * 2 * part->num_pairs : nullptr;
-    for (int64_t head = 0; head < part->num_heads; head++) {
-      HeadRow row = {source + head * part->source_head * from,
+    auto row_of = [&](int64_t head) {
+      return HeadRow{source + head * part->source_head * from,
                      cache ? cache + head * part->cache_head * to : nullptr,
                      out ? out + head * part->head_size * from : nullptr,
                      cache ? whole : nullptr,
                      part->bias ? part->bias + head * part->head_size : nullptr,
-                     part->factors ? part->factors[token] : 1.0f};
+                     part->factors ? part->factors[token] : 1.0f, nullptr, 1.0f};
+    };
+    float of_token = 0;
+    if (part->norm && part->whole) {
+      for (int64_t head = 0; head < part->num_heads; head++) of_token += sum_of_squares(part, row_of(head));
+      of_token = over_root(part, of_token, part->num_heads * part->head_size);
+    }
+    for (int64_t head = 0; head < part->num_heads; head++) {
+      HeadRow row = row_of(head);
+      if (part->norm) {
+        row.over = part->whole ? of_token : over_root(part, sum_of_squares(part, row), part->head_size);
+        row.norm = part->norm + (part->whole ? head * part->head_size : 0);
+      }
       store_head(part, row, turns);
       if (row.whole) write_row(*rows, whole, row.cache, (int32_t *)(whole + row_width(*rows)));
     }

@@ -1,0 +1,41 @@
+"""How are queries and keys normed before they are rotated? `NormSpec` has all but the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polyattn.errors import choice, number
+
+OVER = ("head", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """An RMS norm (Zhang and Sennrich, 2019) of queries and keys: frozen, hashable, no tensors.
+
+    A row x becomes x / sqrt(mean(x ** 2) + eps) * (weight + offset). It follows the bias and precedes
+    the rotation.
+
+    Attributes:
+        over: what a row is: each `"head"` (Qwen3, Gemma 3), or all heads of a `"token"` (OLMo 2).
+        eps: added to the mean.
+        offset: added to the weight; 1 where checkpoints hold what exceeds one (Gemma).
+
+    Raises:
+        SpecError: a value describes no norm.
+
+    Examples:
+        >>> norm = NormSpec(eps=1e-6)
+        >>> LayerSpec(num_heads=32, head_size=128, qk_norm=norm).qk_norm.over
+        'head'
+
+    """
+
+    over: str = "head"
+    eps: float = 1e-6
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        choice("qk_norm.over", self.over, OVER)
+        number("qk_norm.eps", self.eps, "0 or more", 0)
+        number("qk_norm.offset", self.offset, "a finite number")
