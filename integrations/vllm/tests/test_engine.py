@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}, {}),
     "qwen3": ("qwen3", {}, {}),
     "glm4_moe": ("glm4_moe", {}, {}),
+    "bloom": ("bloom", {}, {}),
+    "hrm_text": ("hrm_text", {}, {}),
     "deepseek_v3": (
         "deepseek_v3", {"max_num_batched_tokens": 256}, {"attention_backend": "CPU_MLA"},
     ),
