@@ -35,7 +35,7 @@ LIMIT = 0.2
 SMALL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "max_position_embeddings": 4096, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+    "max_position_embeddings": 16384, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 0,
     "bos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
@@ -65,19 +65,19 @@ def prompt(request: Request, vocabulary: int, number: int) -> list[int]:
 
 
 class Load:
-    """Requests and when they come, and how many outputs each asks for."""
+    """Requests, how many come a second, and how many outputs each asks for."""
 
-    def __init__(self, requests: list[Request], samples: int = 1):
-        self.requests, self.samples = requests, samples
+    def __init__(self, requests: list[Request], rate: float = RATE, samples: int = 1):
+        self.requests, self.rate, self.samples = requests, rate, samples
         self.longest = max(r.prompt + r.output for r in requests)
 
-    def run(self, engine: Any, rate: float) -> Row:
-        """Serve the requests, `rate` a second. Returns the waits in milliseconds, and tokens a second."""
+    def run(self, engine: Any, rate: float | None = None) -> Row:
+        """Serve the requests. Returns the waits in milliseconds, and tokens a second."""
         from vllm import SamplingParams
 
         clock = time.perf_counter if GPU else time.process_time
         vocabulary = engine.model_config.get_vocab_size()
-        waiting = Arrivals("poisson", rate).of(self.requests, seed=0)
+        waiting = Arrivals("poisson", rate or self.rate).of(self.requests, seed=0)
         prompts = [prompt(r, vocabulary, i) for i, r in enumerate(waiting)]
         now, busy, given, first, gaps = 0.0, 0.0, 0, list[float](), list[float]()
         seen: dict[tuple[str, int], tuple[int, float]] = {}
@@ -119,7 +119,7 @@ def _p99(values: list[float]) -> float:
 
 def highest_rate(load: Load, engine: Any) -> float:
     """Return the requests a second, within 6 %, at which the 99th percentile of waits meets `LIMIT`."""
-    low, high = RATE / 16, RATE * 16
+    low, high = load.rate / 16, load.rate * 64
     while high / low > 1.06:
         middle = (low * high) ** 0.5
         met = load.run(engine, middle)["TTFT p99"] <= 1e3 * LIMIT
@@ -129,26 +129,48 @@ def highest_rate(load: Load, engine: Any) -> float:
 
 def loads() -> dict[str, tuple[Load, bool]]:
     """Return what is served, by name, and whether the engine finds shared prefixes."""
-    chat, long = trace("azure_conversation.csv"), trace("mooncake_conversation.jsonl")
+    chat, long = (
+        trace("azure_conversation.csv"),
+        trace("mooncake_conversation.jsonl")[: REQUESTS // 2],
+    )
     found = {
         "chat": (Load(chat), False),
-        "long prompts": (Load(long), False),
-        "long prompts, prefixes shared": (Load(long), True),
+        "long prompts": (Load(long, RATE / 16), False),
+        "long prompts, prefixes shared": (Load(long, RATE / 16), True),
     }
     for samples in (1, 4, 16, 64):
         few = [Request(round(2048 * SCALE), round(256 * SCALE))] * max(1, REQUESTS // 4 // samples)
-        found[f"{samples} samples a prompt"] = (Load(few, samples), True)
+        found[f"{samples} samples a prompt"] = (Load(few, samples=samples), True)
     return found
+
+
+def served(folder: Path, side: str, shares: bool) -> Iterator[tuple[str, Row]]:
+    """Yield the loads' rows of one engine; a first pass over each warms up and counts for nothing."""
+    from engine import Engine
+
+    named = "CUSTOM" if side == "polyattn" else side
+    options = {"attention_backend": named, "enforce_eager": False} if GPU else {}
+    wanted = {name: load for name, (load, found) in loads().items() if found == shares}
+    with Engine(
+        folder, own=side != "polyattn", dtype="bfloat16", load_format="dummy", seed=0,
+        skip_tokenizer_init=True, enable_prefix_caching=shares, max_num_seqs=64,
+        max_model_len=max(load.longest for load in wanted.values()) + 1,
+        max_num_batched_tokens=2048, **options,
+    ) as one:  # fmt: skip
+        for name, load in wanted.items():
+            load.run(one.llm.llm_engine)
+            one.llm.reset_prefix_cache()
+            row = load.run(one.llm.llm_engine)
+            if not shares and load.rate == RATE:
+                row["requests/s"] = highest_rate(load, one.llm.llm_engine)
+            yield name, row
 
 
 def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
     """Yield a row for each load and side: medians of rounds, in which sides take turns.
 
-    The first pass of each engine over a load warms it up and counts for nothing. No round is begun that
-    would not end within `seconds`.
+    No round is begun that would not end within `seconds`.
     """
-    from engine import Engine
-
     end, took = time.monotonic() + seconds, 0.0
     rows: dict[tuple[str, str], list[Row]] = {}
     with tempfile.TemporaryDirectory() as path:
@@ -160,24 +182,9 @@ def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
                 break
             for side in [*OWN, "polyattn"][:: -1 if turn % 2 else 1]:
                 for shares in (False, True):
-                    named = "CUSTOM" if side == "polyattn" else side
-                    options = {"attention_backend": named, "enforce_eager": False} if GPU else {}
-                    wanted = {n: load for n, (load, found) in loads().items() if found == shares}
-                    with Engine(
-                        folder, own=side != "polyattn", dtype="bfloat16", load_format="dummy",
-                        skip_tokenizer_init=True, enable_prefix_caching=shares, max_num_seqs=64,
-                        max_model_len=max(load.longest for load in wanted.values()) + 1,
-                        max_num_batched_tokens=2048, seed=0, **options,
-                    ) as one:  # fmt: skip
-                        engine = one.llm.llm_engine
-                        for name, load in wanted.items():
-                            load.run(engine, RATE)
-                            engine.reset_prefix_cache()
-                            row = load.run(engine, RATE)
-                            if name == "chat":
-                                row["requests/s"] = highest_rate(load, engine)
-                            rows.setdefault((name, side), []).append(row)
-                            print(f"  {name}, {side}: {_shown(row)}", flush=True)
+                    for name, row in served(folder, side, shares):
+                        rows.setdefault((name, side), []).append(row)
+                        print(f"  {name}, {side}: {_shown(row)}", flush=True)
             took = time.monotonic() - begun
     for (name, side), found in rows.items():
         middle = {what: median(row[what] for row in found) for what in found[0]}

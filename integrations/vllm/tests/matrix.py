@@ -55,7 +55,9 @@ class Teller:
 
 def _why(failure: Any) -> str:
     crash = getattr(failure, "reprcrash", None)
-    return str(crash.message if crash else failure).splitlines()[0][:160]
+    if crash is None:
+        return str(failure).splitlines()[0][:160]
+    return f"{crash.message.splitlines()[0][:160]} ({Path(crash.path).name}:{crash.lineno})"
 
 
 def cells(python: str, names: list[str]) -> Iterator[Row]:

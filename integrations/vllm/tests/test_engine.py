@@ -57,7 +57,7 @@ def test_greedy_tokens(case: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`examples/plugin`, which knows nothing of vLLM, named as an operator does."""
+    """`examples/plugin`, which knows nothing of vLLM, named as an operator does, and its layout."""
     from polyattn_example.backend import ExampleAttention
 
     path, calls, run = save(name, folder), [], ExampleAttention.run
@@ -65,6 +65,7 @@ def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
     with Engine(path, own=True) as engine:
         expected = engine.tokens()
     monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")
+    monkeypatch.setenv("POLYATTN_LAYOUT", "NHD")
     with Engine(path, own=False) as engine:
         found = engine.tokens()
     assert calls and found == expected

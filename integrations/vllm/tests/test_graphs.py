@@ -195,6 +195,14 @@ def test_who_serves_no_graph_is_refused_with_the_remedy() -> None:
         Runner("cpu", torch.float32, graphs=True)
 
 
+def test_who_reads_another_layout_is_refused_with_the_remedy(monkeypatch: Any) -> None:
+    builder = Runner("cpu", torch.float32, graphs=False).builder
+    monkeypatch.setattr("polyattn_vllm.step.layout_of", lambda config: "HND")
+    monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")
+    with pytest.raises(SelectionError, match="POLYATTN_LAYOUT=NHD makes it choose NHD"):
+        Builder(builder.kv_cache_spec, ["layer"], builder.vllm_config, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "part, name, value, told",
     [

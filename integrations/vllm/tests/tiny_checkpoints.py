@@ -56,6 +56,8 @@ def save(name: str, folder: Path, **changed: Any) -> Path:
         for label, weight in model.named_parameters():
             if "sinks" in label:
                 weight.normal_()
+            elif "embeddings_layernorm" in label:  # undoes how small a tied embedding is
+                weight.mul_(0.1)
             elif weight.dim() > 1:
                 # A tied embedding as large as the rest says its own token again.
                 small = MODELS[name].get("tie_word_embeddings") and "embed" in label

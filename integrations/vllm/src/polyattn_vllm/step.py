@@ -162,12 +162,17 @@ class Builder(AttentionMetadataBuilder[Step]):
         try:
             return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
         except SelectionError as error:
-            if not spec.graph_capture:
-                raise
-            raise SelectionError(
-                f"{error}\nwithout full CUDA graphs others may serve: --compilation-config "
-                '\'{"cudagraph_mode": "PIECEWISE"}\''
-            ) from error
+            remedies = [
+                f"vLLM chose the layout {layout}; POLYATTN_LAYOUT={other} makes it choose {other}"
+                for other in ("NHD", "HND")
+                if spec.cached and spec.latent is None and other != layout
+            ]
+            if spec.graph_capture:
+                remedies.append(
+                    "without full CUDA graphs others may serve: --compilation-config "
+                    '\'{"cudagraph_mode": "PIECEWISE"}\''
+                )
+            raise SelectionError("\n".join([str(error), *remedies])) from error
 
     def build(
         self,
