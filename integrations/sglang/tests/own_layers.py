@@ -1,7 +1,8 @@
 """Runs the backend under SGLang's own registry, base class and RadixAttention, as far as they import.
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-0.5.23-*.whl -d sglang-source
-    pip install msgspec orjson psutil pybase64 pyzmq setproctitle fastapi uvicorn aiohttp ipython
+    pip install msgspec orjson psutil pybase64 pyzmq setproctitle fastapi uvicorn aiohttp ipython \
+        requests triton dill sentencepiece pillow transformers==5.23.0
     python integrations/sglang/tests/own_layers.py sglang-source
 
 Packages of kernels (sgl_kernel, torchvision, tvm_ffi) are stood in for by names that nothing is asked

@@ -20,12 +20,17 @@ WIDTH = LONGEST // PAGE
 class Runner:
     """One layer and what vLLM's model runner keeps for it: a cache and the buffers of a step."""
 
-    def __init__(self, device: str, dtype: torch.dtype, graphs: bool, **layer: Any):
-        self.device, self.dtype = torch.device(device), dtype
+    def __init__(
+        self, device: str, dtype: torch.dtype, graphs: bool, drafts: int = 0, causal: bool = True,
+        scales: tuple[Tensor, Tensor] = (torch.ones(1), torch.ones(1)), **layer: Any,
+    ):  # fmt: skip
+        self.device, self.dtype, self.causal = torch.device(device), dtype, causal
+        self.scales = scales
         self.impl = PolyattnImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **layer)
         self.layer = SimpleNamespace(
-            impl=self.impl, head_size_v=SIZE, _k_scale_float=1.0, _v_scale_float=1.0
-        )
+            impl=self.impl, head_size_v=SIZE, _k_scale_float=1.0, _v_scale_float=1.0,
+            _k_scale=scales[0].to(device), _v_scale=scales[1].to(device),
+        )  # fmt: skip
         blocks = ROWS * WIDTH + 1
         stored = torch.uint8 if "fp8" in self.impl.kv_cache_dtype else dtype
         shape = (blocks, PAGE, KV_HEADS, 2 * SIZE)
@@ -36,17 +41,18 @@ class Runner:
         else:
             whole = self.numbers = whole.to(dtype)
         self.cache = whole.to(self.device).transpose(1, 2)
-        self.builder = Builder(
-            SimpleNamespace(block_size=PAGE), ["layer"], self._config(graphs), self.device
-        )  # type: ignore[arg-type]
+        spec = SimpleNamespace(block_size=PAGE, non_causal=not causal)
+        config = self._config(graphs, drafts)
+        self.builder = Builder(spec, ["layer"], config, self.device)  # type: ignore[arg-type]
 
         def ints(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=self.device)
 
         self.starts, self.lens = ints(ROWS + 1), ints(ROWS)
-        self.table, self.slots = ints(ROWS, WIDTH), ints(ROWS, dtype=torch.int64)
+        self.table = ints(ROWS, WIDTH)
+        self.slots = ints(ROWS * (1 + drafts), dtype=torch.int64)
 
-    def _config(self, graphs: bool) -> Any:
+    def _config(self, graphs: bool, drafts: int) -> Any:
         if not LAYOUTS:  # vLLM 0.28
             from vllm.v1.attention.backends.utils import set_kv_cache_layout
 
@@ -54,31 +60,37 @@ class Runner:
         mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
         return SimpleNamespace(
             model_config=SimpleNamespace(
-                dtype=self.dtype, max_model_len=LONGEST, is_mm_prefix_lm=False
+                dtype=self.dtype, max_model_len=LONGEST, is_mm_prefix_lm=False, rswa_window=None
             ),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=1, prefill_context_parallel_size=1
+            ),
+            diffusion_config=None,
             compilation_config=SimpleNamespace(
                 static_forward_context={"layer": self.layer}, cudagraph_mode=mode
             ),
             cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: LAYOUTS["NHD"]),
-            speculative_config=None,
+            speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+            scheduler_config=SimpleNamespace(async_scheduling=False),
         )
 
-    def step(self, lens: list[int], padded: int, table: Tensor) -> CommonAttentionMetadata:
-        """Fill the buffers with a step of one token a row, padded to `padded` rows."""
-        count = len(lens)
-        starts = torch.tensor([*range(count + 1), *[count] * (padded - count)], dtype=torch.int32)
+    def step(
+        self, lens: list[int], padded: int, table: Tensor, each: int = 1
+    ) -> CommonAttentionMetadata:
+        """Fill the buffers with a step of `each` tokens a row, padded to `padded` rows."""
+        count, tokens = len(lens), padded * each
+        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=count) * each
         host = torch.tensor(lens + [0] * (padded - count), dtype=torch.int32)
         self.starts[: padded + 1] = starts.to(self.device)
         self.lens[:padded] = host.to(self.device)
         self.table[:count] = table.to(self.device)
         self.table[count:padded] = 0
-        self.slots[:padded] = -1
+        self.slots[:tokens] = -1
         return CommonAttentionMetadata(
             query_start_loc=self.starts[: padded + 1], query_start_loc_cpu=starts,
             seq_lens=self.lens[:padded], seq_lens_cpu_upper_bound=host, num_reqs=padded,
-            num_actual_tokens=padded, max_query_len=1, max_seq_len=max(lens),
-            block_table_tensor=self.table[:padded], slot_mapping=self.slots[:padded],
+            num_actual_tokens=tokens, max_query_len=each, max_seq_len=max(lens), causal=self.causal,
+            block_table_tensor=self.table[:padded], slot_mapping=self.slots[:tokens],
         )  # fmt: skip
 
     def attend(self, query: Tensor, step: Any) -> Tensor:
@@ -87,23 +99,30 @@ class Runner:
             self.layer, query, query, query, self.cache, step, torch.empty_like(query)
         )
 
-    def expected(self, query: Tensor, lens: list[int], table: Tensor) -> Tensor:
+    def expected(self, query: Tensor, lens: list[int], table: Tensor, each: int = 1) -> Tensor:
         """Return the step's output in float64, of the rows that are no padding."""
         window = self.impl.fields["sliding_window"] or LONGEST
-        rows = []
+        cap, rows = self.impl.fields["logit_soft_cap"], []
+        scales = [
+            s.double().expand(KV_HEADS).repeat_interleave(HEADS // KV_HEADS) for s in self.scales
+        ]
         for row, length in enumerate(lens):
-            keys = self.numbers.double()[table[row].long()].flatten(0, 1)[:length][-window:]
-            key, value = keys.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
-            logit = torch.einsum("hd,nhd->hn", query[row].double(), key) * SIZE**-0.5
-            cap = self.impl.fields["logit_soft_cap"]
-            if cap is not None:
-                logit = cap * (logit / cap).tanh()
-            rows.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), value))
+            stored = self.numbers.double()[table[row].long()].flatten(0, 1)[:length]
+            stored = stored.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
+            key, value = (t * s.view(-1, 1) for t, s in zip(stored, scales, strict=True))
+            for token in range(each):
+                end = length - each + 1 + token if self.causal else length
+                seen = slice(max(0, end - window), end)
+                logit = torch.einsum("hd,nhd->hn", query[row * each + token].double(), key[seen])
+                logit = logit * SIZE**-0.5
+                if cap is not None:
+                    logit = cap * (logit / cap).tanh()
+                rows.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), value[seen]))
         return torch.stack(rows)
 
 
-def random_step(rows: int) -> tuple[list[int], Tensor]:
+def random_step(rows: int, each: int = 1) -> tuple[list[int], Tensor]:
     """Return lengths, and a block table of blocks in any order."""
-    lens = torch.randint(1, LONGEST, (rows,)).tolist()
+    lens = torch.randint(each, LONGEST, (rows,)).tolist()
     table = (torch.randperm(ROWS * WIDTH)[: rows * WIDTH] + 1).view(rows, WIDTH)
     return lens, table.int()

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}, {}),
     "qwen3": ("qwen3", {}, {}),
     "glm4_moe": ("glm4_moe", {}, {}),
+    "bloom": ("bloom", {}, {}),
+    "hrm_text": ("hrm_text", {}, {}),
     "deepseek_v3": (
         "deepseek_v3", {"max_num_batched_tokens": 256}, {"attention_backend": "CPU_MLA"},
     ),
@@ -55,7 +57,7 @@ def test_greedy_tokens(case: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`examples/plugin`, which knows nothing of vLLM, named as an operator does."""
+    """`examples/plugin`, which knows nothing of vLLM, named as an operator does, and its layout."""
     from polyattn_example.backend import ExampleAttention
 
     path, calls, run = save(name, folder), [], ExampleAttention.run
@@ -63,6 +65,7 @@ def test_a_vendors_plugin(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
     with Engine(path, own=True) as engine:
         expected = engine.tokens()
     monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")
+    monkeypatch.setenv("POLYATTN_LAYOUT", "NHD")
     with Engine(path, own=False) as engine:
         found = engine.tokens()
     assert calls and found == expected

@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
     "qwen3": {},
+    "bloom": {"tie_word_embeddings": True},
+    "hrm_text": {"num_key_value_heads": 4, "H_cycles": 1, "L_cycles": 1},
     "bert": {"num_key_value_heads": 4, "type_vocab_size": 2},
 }  # fmt: skip
 
@@ -54,9 +56,12 @@ def save(name: str, folder: Path, **changed: Any) -> Path:
         for label, weight in model.named_parameters():
             if "sinks" in label:
                 weight.normal_()
+            elif "embeddings_layernorm" in label:  # undoes how small a tied embedding is
+                weight.mul_(0.1)
             elif weight.dim() > 1:
                 # A tied embedding as large as the rest says its own token again.
-                weight.normal_(0, 0.02 if name == "gemma2" and "embed" in label else 0.2)
+                small = MODELS[name].get("tie_word_embeddings") and "embed" in label
+                weight.normal_(0, 0.02 if small else 0.2)
     model.save_pretrained(folder / name)
     words = models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(

@@ -63,17 +63,23 @@ FIELDS = {
     f"{BACKEND}.AttentionBackend": (
         "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes get_name "
         "get_impl_cls get_builder_cls get_supported_kernel_block_sizes supports_sink is_mla "
-        "supports_attn_type supports_batch_invariance supports_device_cpu_query_lens_mismatch"
+        "supports_attn_type supports_batch_invariance supports_device_cpu_query_lens_mismatch "
+        "supports_per_head_quant_scales"
     ),
     f"{BACKEND}.AttentionMetadataBuilder": "reorder_batch_threshold",
-    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
+    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH",
     f"{BACKEND}.AttentionType": "DECODER ENCODER ENCODER_ONLY ENCODER_DECODER",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA",
     "vllm.envs": "VLLM_BATCH_INVARIANT",
     "vllm.config.compilation.CUDAGraphMode": "FULL decode_mode",
     "vllm.config.compilation.CompilationConfig": "static_forward_context cudagraph_mode",
-    "vllm.config.model.ModelConfig": "dtype max_model_len use_mla is_mm_prefix_lm",
-    "vllm.config.parallel.ParallelConfig": "decode_context_parallel_size",
+    "vllm.config.model.ModelConfig": "dtype max_model_len use_mla is_mm_prefix_lm rswa_window",
+    "vllm.config.parallel.ParallelConfig": (
+        "decode_context_parallel_size prefill_context_parallel_size"
+    ),
+    "vllm.config.speculative.SpeculativeConfig": "num_speculative_tokens",
+    "vllm.config.vllm.VllmConfig": "speculative_config diffusion_config",
+    "vllm.v1.kv_cache_interface.FullAttentionSpec": "non_causal",
     "vllm.config.scheduler.SchedulerConfig": "async_scheduling",
     "vllm.v1.kv_cache_interface.AttentionSpec": "block_size",
     "vllm.model_executor.layers.attention.attention.Attention": "impl head_size_v",

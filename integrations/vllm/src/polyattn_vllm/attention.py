@@ -55,6 +55,10 @@ class PolyattnBackend(Layouts, AttentionBackend):
         return not cls.is_mla()
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return not cls.is_mla()
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in KINDS
 
@@ -92,7 +96,9 @@ class PolyattnImpl(AttentionImpl[Step]):
     def attach(self, layer: Any, group: LayerGroup) -> Attention:
         """Return polyattn's layer for this one of vLLM's, whose weights are loaded."""
         scales = {}
-        if group.spec.stored_dtype != group.spec.dtype:
+        if group.spec.scales == "head":
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        elif group.spec.stored_dtype != group.spec.dtype:
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         self.ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
         return self.ours

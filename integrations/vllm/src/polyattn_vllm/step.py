@@ -22,7 +22,11 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    EncoderOnlyAttentionSpec,
+    MLAAttentionSpec,
+)
 
 from polyattn_vllm.layouts import layout_of
 
@@ -59,11 +63,24 @@ class Step(AttentionMetadata):
         layer(query[:tokens], key, value, pages, plan, out=output[:tokens])
 
 
+@dataclass
+class Captured:
+    """What a graph of a number of requests, of as many tokens each, reads.
+
+    vLLM's lengths are read where all backends take padding rows without keys. Elsewhere `lens` is, in
+    which padding rows read block 0.
+    """
+
+    starts: Tensor
+    lens: Tensor | None
+    plans: dict[LayerGroup, StepPlan]
+
+
 class Builder(AttentionMetadataBuilder[Step]):
     """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's.
 
-    A captured graph of one token a request reads the plans of its capture, by number of requests;
-    `build` plans into their buffers before each replay.
+    A captured graph reads the plans of its capture, by number of requests and tokens of each; `build`
+    plans into their buffers before each replay.
     """
 
     reorder_batch_threshold = 1  # decodes come first, so that both phases' rows are views
@@ -72,12 +89,14 @@ class Builder(AttentionMetadataBuilder[Step]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return what a graph may hold: steps of one token a request, where there are graphs."""
+        """Return what a graph may hold: steps of as many tokens a request, of MLA one token."""
         if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if isinstance(kv_cache_spec, MLAAttentionSpec):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig,
@@ -85,7 +104,10 @@ class Builder(AttentionMetadataBuilder[Step]):
     ):  # fmt: skip
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
-        self.captured: dict[int, dict[LayerGroup, StepPlan]] = {}
+        self.captured: dict[tuple[int, int], Captured] = {}
+        speculation = vllm_config.speculative_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        self.longest_captured = 1 + (drafts or 0)
         self.groups: dict[LayerSpec, LayerGroup] = {}
         self.layers: dict[Any, Any] = {}
         self._attach()
@@ -119,10 +141,15 @@ class Builder(AttentionMetadataBuilder[Step]):
             stored = layer.impl.kv_cache_dtype
             fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
             fields["block_size"] = self.kv_cache_spec.block_size
+            if layer._k_scale.numel() > 1:
+                fields["scales"] = "head"
+            if getattr(self.kv_cache_spec, "non_causal", False):  # prompts see all of themselves
+                fields["causal"] = False
             mode = self.vllm_config.compilation_config.cudagraph_mode
             full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
             if full and not envs.VLLM_BATCH_INVARIANT:
-                fields["graph_capture"] = "single_token_decode"
+                uniform = self.longest_captured > 1 and "latent" not in fields
+                fields["graph_capture"] = "uniform" if uniform else "single_token_decode"
         return LayerSpec(**fields)
 
     def _group(self, spec: LayerSpec) -> LayerGroup:
@@ -135,12 +162,17 @@ class Builder(AttentionMetadataBuilder[Step]):
         try:
             return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
         except SelectionError as error:
-            if not spec.graph_capture:
-                raise
-            raise SelectionError(
-                f"{error}\nwithout full CUDA graphs others may serve: --compilation-config "
-                '\'{"cudagraph_mode": "PIECEWISE"}\''
-            ) from error
+            remedies = [
+                f"vLLM chose the layout {layout}; POLYATTN_LAYOUT={other} makes it choose {other}"
+                for other in ("NHD", "HND")
+                if spec.cached and spec.latent is None and other != layout
+            ]
+            if spec.graph_capture:
+                remedies.append(
+                    "without full CUDA graphs others may serve: --compilation-config "
+                    '\'{"cudagraph_mode": "PIECEWISE"}\''
+                )
+            raise SelectionError("\n".join([str(error), *remedies])) from error
 
     def build(
         self,
@@ -156,45 +188,70 @@ class Builder(AttentionMetadataBuilder[Step]):
         seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
         assert seq_lens is not None
         starts, lens = common.query_start_loc_cpu.tolist(), seq_lens.tolist()
-        captured = self.captured.get(common.num_reqs, {}) if _one_each(common) else {}
-        if captured:  # a graph runs what is padding, too: rows of one token, and no keys
-            lens = [n if b > a else 0 for n, (a, b) in zip(lens, pairwise(starts), strict=True)]
-            starts = list(range(common.num_reqs + 1))
-        return self._plan(common, starts, lens, captured)
+        captured = self.captured.get(_uniform(common))
+        if captured is not None:  # a graph runs what is padding, too, which comes last
+            return self._replayed(common, lens[: sum(b > a for a, b in pairwise(starts))], captured)
+        return self._plan(common, Batch.on_buffers(
+            starts, lens, common.query_start_loc, common.seq_lens, self._table(common), None
+        ), {})  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         """Plan for the longest sequences that there can be, so that no later step needs more."""
         common = common_attn_metadata
-        if not _one_each(common):
+        rows, each = _uniform(common)
+        if not 1 <= each <= self.longest_captured:
             return self.build(0, common)
-        count, longest = common.num_reqs, self.vllm_config.model_config.max_model_len
-        starts, before = list(range(count + 1)), self.captured.get(count, {})
-        step = self._plan(common, starts, [longest] * count, before)
-        self.captured.setdefault(count, step.plans)
+        if (rows, each) not in self.captured:
+            starts = torch.arange(0, rows * each + 1, each, dtype=torch.int32, device=self.device)
+            pads = each == 1 or all(group.planner.padding_rows for group in self.groups.values())
+            self.captured[rows, each] = Captured(starts, None if pads else starts[1:].clone(), {})
+        captured = self.captured[rows, each]
+        longest = self.vllm_config.model_config.max_model_len
+        step = self._replayed(common, [longest] * rows, captured)
+        captured.plans = captured.plans or step.plans
         return step
 
+    def _replayed(
+        self, common: CommonAttentionMetadata, lens: list[int], captured: Captured
+    ) -> Step:
+        """Plan a step, padding rows and all, into what its graph reads."""
+        rows, each = _uniform(common)
+        device_lens, padding = common.seq_lens, 0
+        if captured.lens is not None:
+            device_lens, padding = captured.lens, each
+            device_lens[: len(lens)] = common.seq_lens[: len(lens)]
+            device_lens[len(lens) :] = padding
+        batch = Batch.on_buffers(
+            list(range(0, rows * each + 1, each)), lens + [padding] * (rows - len(lens)),
+            captured.starts, device_lens, self._table(common), None,
+        )  # fmt: skip
+        return self._plan(common, batch, captured.plans)
+
+    def _table(self, common: CommonAttentionMetadata) -> Tensor | None:
+        cached = any(group.spec.cached for group in self.groups.values())
+        return common.block_table_tensor if cached else None
+
     def _plan(
-        self, common: CommonAttentionMetadata, starts: list[int], lens: list[int],
-        captured: dict[LayerGroup, StepPlan],
-    ) -> Step:  # fmt: skip
+        self, common: CommonAttentionMetadata, batch: Batch, before: dict[LayerGroup, StepPlan]
+    ) -> Step:
+        groups = self.groups.values()
         refuse(
             REMEDY,
             causal_of_each_request=isinstance(common.causal, Tensor),
+            non_causal_steps=common.causal is False and any(g.spec.causal for g in groups),
             mm_req_doc_ranges=common.mm_req_doc_ranges,
             rswa_prefix_lens=common.rswa_prefix_lens,
             dcp_local_seq_lens=common.dcp_local_seq_lens,
         )
-        groups = self.groups.values()
-        table = common.block_table_tensor if any(g.spec.cached for g in groups) else None
-        batch = Batch.on_buffers(starts, lens, common.query_start_loc, common.seq_lens, table, None)
-        plans = {group: group.plan(batch, captured.get(group)) for group in groups}
+        plans = {group: group.plan(batch, before.get(group)) for group in groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
 
 
-def _one_each(common: CommonAttentionMetadata) -> bool:
-    """Whether a step has a query token for each request, as vLLM pads it: what a graph may replay."""
-    return bool(common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs)
+def _uniform(common: CommonAttentionMetadata) -> tuple[int, int]:
+    """Return a step's requests and the tokens of each, as vLLM pads it; 0 tokens if they differ."""
+    rows, each = common.num_reqs, common.max_query_len
+    return rows, each if common.num_actual_tokens == rows * each else 0
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:
@@ -202,11 +259,14 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
 
     A step is planned by the host's lengths, not by their bounds.
     """
-    shards = config.parallel_config.decode_context_parallel_size
+    parallel, model = config.parallel_config, config.model_config
     refuse(
         REMEDY,
-        decode_context_parallel_size=shards if shards > 1 else None,
-        bidirectional_spans_of_images=config.model_config.is_mm_prefix_lm or None,
+        decode_context_parallel_size=parallel.decode_context_parallel_size > 1,
+        prefill_context_parallel_size=parallel.prefill_context_parallel_size > 1,
+        bidirectional_spans_of_images=model.is_mm_prefix_lm,
+        rswa_window=model.rswa_window,
+        diffusion_config=config.diffusion_config,
     )
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
