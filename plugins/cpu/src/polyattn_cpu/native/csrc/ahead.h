@@ -7,7 +7,7 @@ struct Ahead {
   int64_t key_offset, value_offset, key_head, value_head;
   int tokens, heads, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
   int64_t rate = 0, credit = 0;               // lines per cycle, lines due; both in 2^-32
-  int head = 0, token = 0;                    // what comes next: of these,
+  int head = 0, token = 0, run = 1;           // what comes next: of so many tokens, from this one on,
   const char *at = NULL, *end = NULL;         // the rest of the key or of the value
   bool value = false;
 
@@ -77,10 +77,9 @@ struct Ahead {
   void key() {
     at = keys[token] + key_offset + head * key_head;
     end = at + key_bytes;
-    if (value_bytes) return;
-    // Tokens that lie one after another are one run of memory.
-    while (token + 1 < tokens && keys[token + 1] + key_offset + head * key_head == end) {
-      token++;
+    // Tokens whose keys lie one after another, and whose values do, are a run of memory each.
+    for (run = 1; token + run < tokens && keys[token + run] + key_offset + head * key_head == end; run++) {
+      if (value_bytes && values[token + run] != values[token] + run * (int64_t)value_bytes) break;
       end += key_bytes;
     }
   }
@@ -96,10 +95,11 @@ struct Ahead {
     value = !value && value_bytes;
     if (value) {
       at = values[token] + value_offset + head * value_head;
-      end = at + value_bytes;
+      end = at + run * (int64_t)value_bytes;
       return;
     }
-    if (++token == tokens) {
+    token += run;
+    if (token == tokens) {
       token = 0;
       head++;
     }
