@@ -110,9 +110,10 @@ PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, int first,
       vf part[CHAINS][ROWS];
       PA_UNROLLED
       for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
+      Asks::template keys<1>(asks, 0);
       PA_UNROLLED
       for (int w = 0; w < WORDS; w++) {
-        Asks::template keys<2>(asks, 0);
+        Asks::template keys<1>(asks, 0);
         const float *row = q + g * WORDS + w;
         PA_UNROLLED
         for (int j = 0; j < PairTable::EACH; j++) {
@@ -212,7 +213,8 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const __m512i *codes, in
   }
   codes += j / HALF;
   for (int t = 0; t < count; t += 2, codes += 2, weights += VECTORS * W) {
-    Asks::template values<128>(asks, t);
+    Asks::template values<64>(asks, t);
+    if (t % 16 == 0) Asks::template values<64>(asks, t);
     const __m512i two = j % HALF ? _mm512_srli_epi16(*codes, 4 * C) : *codes;
     __m512i weight[ROWS];
     PA_UNROLLED

@@ -339,11 +339,18 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
+  // Products ask for so many lines at most; what is due beyond those, the next ones do.
+  Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room, true)}; }
   template <class T>
   void byte_pairs(const char *const *k, int64_t offset, int h, int count) {
-    each_visit(h, count, [&](int t, int lane) {
-      return pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)(q + (int64_t)lane * ldq), 2 * ldq, size, NoAsks{});
-    });
+    for (int t = 0; t < count; t += KEYS) {
+      for (int part = 0; part < is.parts; part++) {
+        const int lane = (h * is.parts + part) * ROWS;
+        const uint16_t *row = (const uint16_t *)(q + (int64_t)lane * ldq);
+        const vf found = pair_dots<T, ROWS>(k + t, offset, row, 2 * ldq, size, ask(KEYS, size / 64 * KEYS));
+        put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
+      }
+    }
   }
   void key_pair_scores(const char *const *k, int64_t offset, int h, int count, const Codes &of) {
     if (key.form == PA_ROWS_INT8) return byte_pairs<int8_t>(k, offset, h, count);
@@ -354,7 +361,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
         for (int part = 0; part < is.parts; part++) {
           const int lane = (h * is.parts + part) * ROWS;
           code_scores<scale(), ROWS>(of, table, t, q + (int64_t)lane * ldq, ldq, q_sums + (int64_t)lane * sum_width,
-                                     sum_width, s + lane, is.lanes, Far{walk.ahead.take(W, 2 * of.words)});
+                                     sum_width, s + lane, is.lanes, ask(W, of.words + of.words / 4));
         }
       }
     });
@@ -463,7 +470,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
         code_pairs<SCALE, ROWS>(of, count, word, s + lane, is.lanes, weights, pairs, to, is.ldo);
         for (int j = 0; j < WORD_CODES; j += C) {
           add_code_pairs<CODE_GROUPS<SCALE>, ROWS, C>(table, pairs, count, weights, to + word * WORD_CODES, is.ldo, j,
-                                                      Far{walk.ahead.take(count * C / WORD_CODES, count)});
+                                                      ask(count * C / WORD_CODES, (count + 1) / 2 + (count + 15) / 16));
         }
       }
     }
@@ -478,7 +485,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       for (int c = 0, step; c < v_size; c += step) {
         const int vectors = c + most * W <= v_size ? most : 2;
         step = vectors * W;
-        const Far asks = {walk.ahead.take(count * pa_min(step, v_size - c) / v_size, count)};
+        const Far asks = ask(count * pa_min(step, v_size - c) / v_size, count);
         float *to = o + (int64_t)lane * is.ldo + c;
         switch (vectors) {
 #define PA_WIDE(V) \
@@ -548,6 +555,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       scores(walk.keys, count);
       this->weigh(count, walk.tile.first_key, how);
       add(in_keys ? walk.keys : walk.values, count);
+      walk.ahead.all();
     }
     if (!walk.fine) {
       __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
