@@ -57,6 +57,14 @@ PA_INLINE void turn_quarters(vf *v) {
   v[0] = (vf)_mm512_unpacklo_pd(low, low2), v[1] = (vf)_mm512_unpackhi_pd(low, low2);
   v[2] = (vf)_mm512_unpacklo_pd(high, high2), v[3] = (vf)_mm512_unpackhi_pd(high, high2);
 }
+// 4 x 4 quarters, turned over their diagonal.
+PA_INLINE void turn_by_quarters(vf *v) {
+  const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+  const __m512 even = _mm512_shuffle_f32x4(a, b, 0x88), even2 = _mm512_shuffle_f32x4(c, d, 0x88);
+  const __m512 odd = _mm512_shuffle_f32x4(a, b, 0xdd), odd2 = _mm512_shuffle_f32x4(c, d, 0xdd);
+  v[0] = (vf)_mm512_shuffle_f32x4(even, even2, 0x88), v[1] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0x88);
+  v[2] = (vf)_mm512_shuffle_f32x4(even, even2, 0xdd), v[3] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+}
 // W words of W rows, a vector of each word: lane 4 i + m is row 4 m + i's.
 PA_INLINE void turned_words(const Codes &of, int first, int word, vf *to) {
   vf quarter[4][4];
@@ -70,12 +78,10 @@ PA_INLINE void turned_words(const Codes &of, int first, int word, vf *to) {
   }
   PA_UNROLLED
   for (int m = 0; m < 4; m++) {
-    const __m512 a = (__m512)quarter[0][m], b = (__m512)quarter[1][m];
-    const __m512 c = (__m512)quarter[2][m], d = (__m512)quarter[3][m];
-    const __m512 even = _mm512_shuffle_f32x4(a, b, 0x88), even2 = _mm512_shuffle_f32x4(c, d, 0x88);
-    const __m512 odd = _mm512_shuffle_f32x4(a, b, 0xdd), odd2 = _mm512_shuffle_f32x4(c, d, 0xdd);
-    to[m] = (vf)_mm512_shuffle_f32x4(even, even2, 0x88), to[4 + m] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0x88);
-    to[8 + m] = (vf)_mm512_shuffle_f32x4(even, even2, 0xdd), to[12 + m] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    vf each[4] = {quarter[0][m], quarter[1][m], quarter[2][m], quarter[3][m]};
+    turn_by_quarters(each);
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) to[4 * i + m] = each[i];
   }
 }
 
@@ -239,22 +245,57 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const __m512i *codes, in
 
 // A query in pairs, as code_scores takes them; it takes half the room.
 PA_ONCE void to_halves(float *x, int size) {
-  constexpr int EACH = WORD_CODES * W;
-  for (int d = 0; d < size; d += EACH) {
-    uint16_t half[EACH], each[EACH];
-    narrow_bf16(x + d, half, EACH);
-    for (int i = 0; i < EACH; i++) each[i % 4 * 2 * W + i / 4] = half[i];
-    __builtin_memcpy(x + d / 2, each, sizeof each);
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0));
+  for (int d = 0; d < size; d += WORD_CODES * W) {
+    vf word[4];
+    for (int i = 0; i < 4; i++) {
+      const float *at = x + d + 2 * W * i;
+      const __m512i half = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + W), _mm512_loadu_ps(at));
+      word[i] = (vf)_mm512_shuffle_epi8(half, pairs);
+    }
+    turn_by_quarters(word);
+    turn_quarters(word);
+    for (int i = 0; i < 4; i++) write(x + d / 2 + i * W, word[i]);
+  }
+}
+// Sums back in their order, whose lanes are as code_pairs says.
+template <int GROUPS>
+PA_ONCE void sums_in_order(float *x, int size) {
+  const __m512i word = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  constexpr int SHIFT = GROUPS == 8 ? 1 : 2;  // of words of a group
+  const __m512i within = _mm512_and_epi32(word, _mm512_set1_epi32(W / GROUPS - 1));
+  const __m512i lane = _mm512_or_epi32(_mm512_slli_epi32(within, 4 - SHIFT), _mm512_srli_epi32(word, SHIFT));
+  for (int d = 0; d < size; d += WORD_CODES * W, x += WORD_CODES * W) {
+    vf code[WORD_CODES];
+    for (int j = 0; j < WORD_CODES; j++) code[j] = (vf)_mm512_permutexvar_ps(lane, _mm512_loadu_ps(x + j * W));
+    for (int j = 0; j < WORD_CODES; j += 4) {
+      turn_quarters(code + j);
+      for (int m = 0; m < 4; m++) {
+        float each[W];
+        write(each, code[j + m]);
+        for (int i = 0; i < 4; i++) __builtin_memcpy(x + (4 * i + m) * WORD_CODES + j, each + 4 * i, 16);
+      }
+    }
   }
 }
 
+// The scales of W / ROWS rows of bytes, a lane each of a visit's scores.
+template <int ROWS>
+PA_INLINE vf byte_row_scales(const char *const *rows, int64_t at) {
+  vf each = {};
+  PA_UNROLLED
+  for (int k = 0; k < W / ROWS; k++) each[k] = read<float>(rows[k] + at);
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  constexpr int SHIFT = ROWS == 8 ? 3 : ROWS / 2;
+  return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(lane, SHIFT), (__m512)each);
+}
 // Weights of each two keys in pairs, times their rows' scales.
 template <int ROWS>
-PA_NOINLINE void weight_pairs(const float *scales, int count, const float *p, int ldp, uint32_t *pairs) {
+PA_INLINE void weight_pairs(const char *const *rows, int64_t at, int count, const float *p, int ldp, uint32_t *pairs) {
   for (int t = 0; t < count; t += 2, pairs += W) {
     const bool both = t + 1 < count;
-    const vf a = loadf(p + (int64_t)t * ldp) * splat(scales[t]);
-    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(scales[t + 1]) : vf{};
+    const vf a = loadf(p + (int64_t)t * ldp) * splat(read<float>(rows[t] + at));
+    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(read<float>(rows[t + 1] + at)) : vf{};
     _mm512_mask_storeu_epi32(pairs, (__mmask16)((1 << ROWS) - 1), (__m512i)bf16_pairs(a, b));
   }
 }

@@ -144,21 +144,15 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 #include "row_pairs.h"
 #endif
 
-// Elements [W words][code][lane], from or to their order; a word's lane is its own, or those of `groups`
-// groups' first words come first, then their second ones.
-PA_ONCE void by_code(float *x, int size, bool back, int groups) {
-  constexpr int COUNT = WORD_CODES * W;
-  int place[COUNT];
-  for (int word = 0; word < W; word++) {
-    const int lane = word % (W / groups) * groups + word / (W / groups);
-    for (int i = 0; i < WORD_CODES; i++) place[word * WORD_CODES + i] = i * W + lane;
-  }
-  for (int d = 0; d < size; d += COUNT, x += COUNT) {
-    float each[COUNT];
+// Elements [W words][code][word], from or to their order.
+PA_ONCE void by_code(float *x, int size, bool back) {
+  for (int d = 0; d < size; d += WORD_CODES * W, x += WORD_CODES * W) {
+    float each[WORD_CODES * W];
     __builtin_memcpy(each, x, sizeof each);
-    for (int i = 0; i < COUNT; i++) {
-      if (back) x[i] = each[place[i]];
-      else x[place[i]] = each[i];
+    for (int i = 0; i < WORD_CODES * W; i++) {
+      const int at = i % WORD_CODES * W + i / WORD_CODES;
+      if (back) x[i] = each[at];
+      else x[at] = each[i];
     }
   }
 }
@@ -220,8 +214,6 @@ struct RowDecode : Decode<float, ROWS, 1> {
   static bool in_pairs(const pa_row_format &f) {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
   }
-  // Of codes in pairs, in W words.
-  static int code_groups(const pa_row_format &f) { return in_pairs(f) ? WORD_CODES * W / f.group : W; }
 
   // What a head's rows in a tile need first.
   PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
@@ -252,8 +244,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
       return of;
     }
-    const float part = in_pairs(f)              ? 1
-                       : f.form == PA_ROWS_INT8 ? Apart<int8_t>::FACTOR
+    const float part = f.form == PA_ROWS_INT8   ? Apart<int8_t>::FACTOR
                        : f.form == PA_ROWS_E4M3 ? Apart<e4m3>::FACTOR : 1;
     for (int t = 0; t < count; t++) {
       if (f.form == PA_TRACED) {
@@ -311,7 +302,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
 #endif
       if (key.form == PA_CODES) {
-        by_code(row, size, false, W);
+        by_code(row, size, false);
       } else if (key.form == PA_ROWS_INT8 ? Apart<int8_t>::ANY : key.form == PA_ROWS_E4M3 && Apart<e4m3>::ANY) {
         apart(row, size / 64 * 64);
       }
@@ -341,20 +332,23 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #if defined(PA_PAIR_DOTS)
   // Products ask for so many lines at most; what is due beyond those, the next ones do.
   Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room, true)}; }
+  // All heads of some keys, then the next ones: in the order of their addresses.
   template <class T>
-  void byte_pairs(const char *const *k, int64_t offset, int h, int count) {
+  void byte_scores(const char *const *k, int count) {
     for (int t = 0; t < count; t += KEYS) {
-      for (int part = 0; part < is.parts; part++) {
-        const int lane = (h * is.parts + part) * ROWS;
-        const uint16_t *row = (const uint16_t *)(q + (int64_t)lane * ldq);
-        const vf found = pair_dots<T, ROWS>(k + t, offset, row, 2 * ldq, size, ask(KEYS, size / 64 * KEYS));
-        put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
+      for (int h = 0; h < heads; h++) {
+        const int64_t offset = key_base + h * source.key_head;
+        const vf by = byte_row_scales<ROWS>(k + t, offset + size);
+        for (int part = 0; part < is.parts; part++) {
+          const int lane = (h * is.parts + part) * ROWS;
+          const uint16_t *row = (const uint16_t *)(q + (int64_t)lane * ldq);
+          const vf found = pair_dots<T, ROWS>(k + t, offset, row, 2 * ldq, size, ask(KEYS, size / 64 * KEYS));
+          put_scores<ROWS>(found * by, s + (int64_t)t * is.lanes + lane, is.lanes);
+        }
       }
     }
   }
-  void key_pair_scores(const char *const *k, int64_t offset, int h, int count, const Codes &of) {
-    if (key.form == PA_ROWS_INT8) return byte_pairs<int8_t>(k, offset, h, count);
-    if (key.form == PA_ROWS_E4M3) return byte_pairs<e4m3>(k, offset, h, count);
+  void code_pair_scores(int h, int count, const Codes &of) {
     const PairTable table((const float *)key.table);
     by_scale(key, [&](auto scale) {
       for (int t = 0; t < count; t += W) {
@@ -368,14 +362,17 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 #endif
   void scores(const char *const *k, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (key_pairs && key.form == PA_ROWS_INT8) return byte_scores<int8_t>(k, count);
+    if (key_pairs && key.form == PA_ROWS_E4M3) return byte_scores<e4m3>(k, count);
+#endif
     for (int h = 0; h < heads; h++) {
       const int64_t offset = key_base + h * source.key_head;
       const Codes of = look_at(key, k, offset, pa_round_up(count, SCORED), size);
       auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
 #if defined(PA_PAIR_DOTS)
       if (key_pairs) {
-        key_pair_scores(k, offset, h, count, of);
-        if (key.form != PA_CODES) scale_rows(h, count);
+        code_pair_scores(h, count, of);
         continue;
       }
 #endif
@@ -476,43 +473,46 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
   template <class T>
-  void add_byte_pairs(int h, const char *const *v, int64_t offset, int count) {
+  void add_byte_pairs(const char *const *v, int count) {
     constexpr int C = Base::C;
     const int most = value_vectors<C, true>(v_size / W);
-    for (int part = 0; part < is.parts; part++) {
-      const int lane = (h * is.parts + part) * ROWS;
-      weight_pairs<ROWS>(row_scales, count, s + lane, is.lanes, weights);
-      for (int c = 0, step; c < v_size; c += step) {
-        const int vectors = c + most * W <= v_size ? most : 2;
-        step = vectors * W;
-        const Far asks = ask(count * pa_min(step, v_size - c) / v_size, count);
-        float *to = o + (int64_t)lane * is.ldo + c;
-        switch (vectors) {
-#define PA_WIDE(V) \
-  if constexpr (V <= C) add_value_pairs<T, ROWS, V>(v, offset + c, count, weights, W, to, is.ldo, v_size - c, asks); \
+    for (int t = 0; t < count; t += RUN) {
+      const int some = pa_min(RUN, count - t);
+      for (int lane = 0; lane < used; lane += ROWS) {
+        const int64_t offset = value_base + lane / (is.parts * ROWS) * source.value_head;
+        weight_pairs<ROWS>(v + t, offset + value.size, some, s + (int64_t)t * is.lanes + lane, is.lanes, weights);
+        for (int c = 0, step; c < v_size; c += step) {
+          const int vectors = c + most * W <= v_size ? most : 2;
+          step = vectors * W;
+          const Far asks = ask(some * pa_min(step, v_size - c) / v_size, some);
+          float *to = o + (int64_t)lane * is.ldo + c;
+          switch (vectors) {
+#define PA_WIDE(V)                                                                                              \
+  if constexpr (V <= C)                                                                                         \
+    add_value_pairs<T, ROWS, V>(v + t, offset + c, some, weights, W, to, is.ldo, v_size - c, asks);             \
   break;
-          case 8: PA_WIDE(8)
-          case 6: PA_WIDE(6)
-          case 4: PA_WIDE(4)
-          default: PA_WIDE(2)
+            case 8: PA_WIDE(8)
+            case 6: PA_WIDE(6)
+            case 4: PA_WIDE(4)
+            default: PA_WIDE(2)
 #undef PA_WIDE
+          }
         }
       }
     }
   }
-  void add_pairs_of(int h, const char *const *v, int64_t offset, int count, const Codes &of) {
-    if (value.form == PA_ROWS_INT8) return add_byte_pairs<int8_t>(h, v, offset, count);
-    if (value.form == PA_ROWS_E4M3) return add_byte_pairs<e4m3>(h, v, offset, count);
-    by_scale(value, [&](auto scale) { add_head_pairs<scale()>(h, of, count); });
-  }
 #endif
   void add(const char *const *v, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (value_pairs && value.form == PA_ROWS_INT8) return add_byte_pairs<int8_t>(v, count);
+    if (value_pairs && value.form == PA_ROWS_E4M3) return add_byte_pairs<e4m3>(v, count);
+#endif
     for (int h = 0; h < heads; h++) {
       const int64_t offset = value_base + h * source.value_head;
       const Codes of = look_at(value, v, offset, count, v_size);
 #if defined(PA_PAIR_DOTS)
       if (value_pairs) {
-        add_pairs_of(h, v, offset, count, of);
+        by_scale(value, [&](auto scale) { add_head_pairs<scale()>(h, of, count); });
         continue;
       }
 #endif
@@ -532,12 +532,14 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void in_order(float *sums) {
-    if (value.form == PA_CODES) return by_code(sums, v_size, true, code_groups(value));
 #if defined(PA_PAIR_DOTS)
-    const int most = value_vectors<Base::C, true>(v_size / W);
-    if (value.form != PA_TRACED) return pairs_together<int8_t>(sums, v_size, most);
+    if (value_pairs && value.form == PA_CODES) {
+      return by_scale(value, [&](auto scale) { sums_in_order<CODE_GROUPS<scale()>>(sums, v_size); });
+    }
+    if (value_pairs) return pairs_together<int8_t>(sums, v_size, value_vectors<Base::C, true>(v_size / W));
 #endif
     switch (value.form) {
+      case PA_CODES: return by_code(sums, v_size, true);
       // What a factor takes from sums, row scales have had.
       case PA_ROWS_INT8: if (Apart<int8_t>::ANY) together<bf16>(sums, v_size / (2 * W) * (2 * W), v_size); return;
       case PA_ROWS_E4M3: if (Apart<e4m3>::ANY) together<bf16>(sums, v_size / (2 * W) * (2 * W), v_size); return;
