@@ -55,15 +55,6 @@ def latent_problem(format: RowFormat) -> str | None:
     return rows_problem(format)
 
 
-def store_problem(format: RowFormat) -> str | None:
-    """Say why a format's rows can't be written, or None."""
-    try:
-        trace_encode(format, sizes_of(format)[-1])
-    except UntraceableError as error:
-        return f"{error}, which isn't generated for JAX_STORE"
-    return None
-
-
 @dataclass(frozen=True)
 class Rows:
     """A format's rows of heads of `size` elements."""
