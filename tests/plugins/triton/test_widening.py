@@ -31,7 +31,6 @@ E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp
     "name",
     [
         "e4m3, heads apart, window",
-        "nvfp4, window",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
@@ -40,6 +39,7 @@ E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp
                 "e5m2, blocks of 64, window",
                 "int8, not causal",
                 "int8, heads apart",
+                "nvfp4, window",
                 "nvfp4, heads apart",
                 "mxfp4",
             )
@@ -228,3 +228,14 @@ def test_compiled(stored: str, dtype: str, tmp_path: Path) -> None:
     )
     assert len(re.findall(r"LDG\.E\.128", asm)) == 8 and len(re.findall(r"STG\.E\.128", asm)) == 16
     assert "STACK:0" in usage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("nvfp4", "bfloat16"), ("nvfp4", "float16"), ("mxfp4", "bfloat16")]
+)
+def test_rows_of_bytes_are_copied_without_memory_of_a_thread(stored: str, dtype: str) -> None:
+    from triton_ahead import compile_widening
+
+    kernel = compile_widening(E4M3.replace(kv_cache_dtype=stored, dtype=dtype), 16)
+    assert kernel.metadata.num_warps == 4 and ".local" not in kernel.asm["ptx"]
