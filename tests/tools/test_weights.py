@@ -27,9 +27,9 @@ from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.runners import AttentionRunner, Options
 from polyattn.tools.replay.trace import Request, read_trace
 from safetensors.torch import load_file, save_file
+from tools.commands import here
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from tools.commands import here
 from whole_models import saved
 
 Tensors = dict[str, Tensor]

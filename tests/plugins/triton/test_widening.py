@@ -85,7 +85,12 @@ WHICH: list[tuple[dict[str, Any], list[int], list[int], bool]] = [
     ({"kv_cache_dtype": "nvfp4", "dtype": "float16"}, [2048], [8192], True),
     ({"kv_cache_dtype": "mxfp4"}, [2048], [8192], True),
     ({"kv_cache_dtype": "mxfp4", "dtype": "float16"}, [2048], [8192], False),  # not float16's
-    ({"kv_cache_dtype": "int4"}, [2048], [8192], False),  # a code times its scale is no 16-bit number
+    (
+        {"kv_cache_dtype": "int4"},
+        [2048],
+        [8192],
+        False,
+    ),  # a code times its scale is no 16-bit number
     ({"kv_cache_dtype": "nvfp4"}, [512], [512], False),  # too short
     ({"qkv_dtype": "fp8_e4m3"}, [2048] * 8, [2048] * 8, True),
     ({"head_size": 256}, [1024], [4096], True),

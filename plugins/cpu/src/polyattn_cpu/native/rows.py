@@ -118,7 +118,7 @@ def writer(format: RowFormat, size: int) -> Program:
     Raises `UntraceableError`.
     """
     form, scale, group = _by_hand(format) or (TRACED, 0, 0)
-    if form in (INT8, E4M3) or scale in (HALVES, STEPS) and form == CODES:
+    if form in (INT8, E4M3) or (scale in (HALVES, STEPS) and form == CODES):
         text = _FORMAT.pack(
             form, scale, group or size, format.row_bytes(size), size, 0, 0, 0, 0, 1.0, 0, 0, 0
         )

@@ -1,9 +1,9 @@
 """When does Hopper's own prefill serve a cache of 8 or 4 bits? Over 16-bit copies, where these pay.
 
 The kernel multiplies 16-bit numbers. Every number of e4m3, e5m2 and int8 is one of bfloat16's and of
-float16's, and so is one of nvfp4 times its block's scale; mxfp4's are bfloat16's. So what a step's queries
-see is copied as it is, and a layer's scales stay the factors of logits and outputs that they are over the
-cache itself. Copies lie by token, sequence after sequence; tokens before
+float16's, and so is one of nvfp4 times its block's scale; mxfp4's are bfloat16's. So what a step's
+queries see is copied as it is, and a layer's scales stay the factors of logits and outputs that they are
+over the cache itself. Copies lie by token, sequence after sequence; tokens before
 the first query's window aren't copied. They are the call's own memory: calls on two streams, or in a
 captured graph, never share it.
 """
@@ -26,8 +26,8 @@ Ints = NDArray[np.signedinteger[Any]]
 NARROW = ("fp8_e4m3", "fp8_e5m2", "int8")
 """Caches of elements that may be copied."""
 ROWS = {"nvfp4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}
-"""Formats of rows that may be, to these dtypes: two bits of a number times four of its scale, or times a power
-of two of bfloat16's range, are a number of theirs."""
+"""Formats of rows that may be, to these dtypes: two bits of a number times four of its scale, or times a
+power of two of bfloat16's range, are a number of theirs."""
 MOST_BYTES = 256 << 20
 """Of a call's copies: 65,536 tokens of eight heads of 128. Above, the portable kernel reads the cache."""
 ROWS_A_KEY = 256

@@ -224,7 +224,9 @@ class Checkpoint(Weights):
             return found
         by = self.tensor(scale, ()).float()
         if by.shape == self._blocks(shape):
-            by = by.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+            by = by.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[
+                :, : shape[1]
+            ]
         return found.float() * (by if by.shape == shape else by.reshape(-1, 1))
 
     def _scale_name(self, name: str) -> str | None:
@@ -271,7 +273,7 @@ def _unread(names: Iterable[str], shapes: Mapping[str, Shape], model: Decoder) -
         if name in shapes or not name.startswith(own) or name.endswith("rotary_emb.inv_freq"):
             continue
         base, _, leaf = name.rpartition(".")
-        if model_reader().is_cache_scale(name) or leaf in BESIDE and f"{base}.weight" in shapes:
+        if model_reader().is_cache_scale(name) or (leaf in BESIDE and f"{base}.weight" in shapes):
             continue
         layer = re.match(re.escape(model.layers_name) + r"\.(\d+)\.", name)
         beyond = layer and int(layer[1]) >= len(model.layers)  # multi-token prediction
