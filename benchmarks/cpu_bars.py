@@ -57,7 +57,7 @@ SCANS: dict[str, tuple[int, dict[str, Any], float]] = {
     }, 0.5),
 }  # fmt: skip
 """Sequences, the layer, and the bytes of its states, read and written, as a share of read."""
-SECTIONS = ("share", "store", "two", "busy", "index", "sparse", "scan")
+SECTIONS = ("share", "store", "formats", "two", "busy", "index", "sparse", "scan")
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -167,6 +167,46 @@ class Visit:
         base = best[names[0]]
         for name, bar in zip(names[1:], (None, None, 1.0, 1.3), strict=True):
             self.row(f"{name}: bf16's time / its", base / best[name], "x", bar)
+
+    def formats(self) -> None:
+        """Decode over formats of rows beside bfloat16, alternating: the medians of 16 x 4,096 tokens."""
+        bars = {"int4": 1.6, "int8_rows": 1.3, "mxfp4": None, "nvfp4": None, "kivi4": None}
+        calls = {name: self._over_rows(name) for name in ("auto", *bars)}
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        until = time.perf_counter() + 3 * self.seconds
+        while len(taken["auto"]) < 9 or time.perf_counter() < until:
+            for name, call in calls.items():
+                started = time.thread_time()
+                call()
+                taken[name].append(time.thread_time() - started)
+        for name, bar in bars.items():
+            ratios = [a / b for a, b in zip(taken["auto"], taken[name], strict=True)]
+            self.row(
+                f"decode 16x4096 {name}: bf16's time / its", statistics.median(ratios), "x", bar,
+                ms=statistics.median(taken[name]) * 1e3,
+            )  # fmt: skip
+
+    def _over_rows(self, dtype: str) -> Callable[[], object]:
+        from polyattn import Batch, KVCache, LayerSpec
+        from polyattn.kernel import Device, Frame, LayerParams, quantize
+        from polyattn.selection.cache_format import format_of
+
+        torch, seqs, length = self.torch, 16, 4096
+        spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=dtype)
+        device = Device("cpu", platform.machine(), torch_device="cpu")
+        form = format_of(spec, device, "NHD", 16)
+        cache = KVCache.allocate(form, seqs * length // 16)
+        drawn, rows = torch.randn(64, 16, 8, 128), form.rows
+        some = drawn if rows is None else quantize(drawn, cache.key.dtype, 1.0, rows[0])
+        for stored in (cache.key, cache.value):  # the time is the same for whatever numbers
+            for blocks in stored.split(64):
+                blocks.copy_(some)
+        table = torch.randperm(seqs * length // 16).int().view(seqs, -1)
+        batch = Batch.from_lens([1] * seqs, [length] * seqs, table, 16)
+        query = torch.randn(seqs, 32, 128).bfloat16()
+        backend, out = self.native.NativeAttention(spec, form, device), torch.empty_like(query)
+        plan, frame = backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None)
+        return lambda: backend.run(plan, frame)
 
     def index(self) -> None:
         """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""

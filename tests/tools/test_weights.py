@@ -27,6 +27,7 @@ from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.runners import AttentionRunner, Options
 from polyattn.tools.replay.trace import Request, read_trace
 from safetensors.torch import load_file, save_file
+from tools.commands import here
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from whole_models import saved
@@ -237,7 +238,10 @@ def test_broken_files_are_named(
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    "blocks": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        "weight_block_size=[64, 64] must be [128, 128]",
+    ),
     "type": ({"model_type": "olmo"}, "model_type='olmo' isn't run with weights"),
     "activation": ({"hidden_act": "silo"}, "hidden_act='silo' is unknown; did you mean 'silu'?"),
     "size": ({"vocab_size": -64}, "vocab_size=-64 must be a positive integer"),
@@ -280,6 +284,97 @@ def test_a_checkpoints_own_cache_dtype_and_scales_are_used(
     with_fields(folder, folder, quantization_config=MODELOPT)
     with pytest.raises(WeightsError, match="k_scale of layer 1 has 2 numbers, one a head"):
         show(options(weights=str(folder)))
+
+
+CACHED = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor", "symmetric": True}
+E4M3_WEIGHTS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
+    "ModelOpt": (MODELOPT | {"quant_algo": "FP8"}, "weight_scale", (-1, -1)),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": CACHED,
+         "config_groups": {"group_0": {"weights": CACHED | {"strategy": "channel"}}}},
+        "weight_scale", (1, -1),
+    ),
+    "blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128),
+    ),
+}  # fmt: skip
+"""Schemes of e4m3 weights, where their scales are, and of which rows and columns each is."""
+
+
+def in_e4m3(tensors: Tensors, name: str, block: tuple[int, int], plain: bool) -> None:
+    """Quantise linear weights as the method does; `plain`: store what they then stand for."""
+    for weight in [n for n in tensors if n.endswith("_proj.weight")]:
+        whole = tensors[weight].float()
+        rows, columns = (k if k > 0 else n for n, k in zip(whole.shape, block, strict=True))
+        scales = torch.stack([
+            torch.stack([part.abs().amax() / 448 for part in strip.split(columns, 1)])
+            for strip in whole.split(rows, 0)
+        ])  # fmt: skip
+        each = scales.repeat_interleave(rows, 0)[: len(whole)].repeat_interleave(columns, 1)
+        each = each[:, : whole.shape[1]]
+        small = (whole / each).to(torch.float8_e4m3fn)
+        if plain:
+            tensors[weight] = (small.double() * each.double()).to(tensors[weight].dtype)
+            continue
+        base = weight.removesuffix("weight")
+        tensors[weight] = small
+        tensors[base + name] = scales.squeeze() if scales.numel() == 1 else scales
+        tensors[base + "input_scale"] = torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("scheme", E4M3_WEIGHTS)
+def test_e4m3_weights_are_read_with_their_scales_and_the_caches(
+    scheme: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """`run` and `explain` of a checkpoint as ModelOpt, compressed-tensors and DeepSeek write it."""
+    fields, name, block = E4M3_WEIGHTS[scheme]
+    folders = {plain: tmp_path / str(plain) for plain in (True, False)}
+    for plain, folder in folders.items():
+
+        def change(tensors: Tensors) -> None:
+            in_e4m3(tensors, name, block, plain)  # noqa: B023
+            tensors[K_SCALE] = torch.tensor(0.5)
+
+        changed(tiny_llama, folder, change)
+    folder = with_fields(folders[False], folders[False], quantization_config=fields)
+    models = []
+    for place in (folders[True], folder):
+        model, source = decoder(place), Checkpoint(place)
+        source.check(model)
+        weights.load(model, source, torch.device("cpu"))
+        models.append(model)
+    wanted, found = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(wanted[n], found[n]) for n in shapes_of(models[0]))
+    stored = {spec.kv_cache_dtype for spec in LayerSpec.from_hf_config(folder)}
+    assert stored == ({"auto"} if scheme == "blocks" else {"fp8_e4m3"})
+    assert show(options(weights=str(folder))) == 0
+    code, out, _ = here("explain", str(folder), "--device", "cpu", "--json")
+    groups = json.loads(out)["groups"]
+    assert code == 0 and {g["spec"].get("kv_cache_dtype", "auto") for g in groups} == stored
+
+
+def test_quantised_weights_that_cannot_be_read_are_named(tiny_llama: Path, tmp_path: Path) -> None:
+    fields, name, block = E4M3_WEIGHTS["ModelOpt"]
+    first = "model.layers.0.self_attn.q_proj."
+
+    def without(tensors: Tensors) -> None:
+        in_e4m3(tensors, name, block, plain=False)
+        del tensors[first + name]
+
+    def packed(tensors: Tensors) -> None:
+        tensors[first + "weight"] = tensors[first + "weight"].to(torch.int8)
+
+    for change, says in (
+        (without, f"{first}weight is F8_E4M3 without a weight_scale beside it"),
+        (lambda t: (in_e4m3(t, name, block, plain=False), t.update({first + name: torch.ones(3)})),
+         f"{first}{name} is F32 of shape (3,), expected one number"),
+        (packed, f"{first}weight is I8"),
+    ):  # fmt: skip
+        folder = changed(tiny_llama, tmp_path / says[-9:].strip(), change)
+        with_fields(folder, folder, quantization_config=fields)
+        with pytest.raises(WeightsError) as caught:
+            show(options(weights=str(folder)))
+        assert says in str(caught.value) and "quantization_config=" in str(caught.value)
 
 
 def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp
         "e5m2, blocks of 64, window",
         "int8, not causal",
         "int8, heads apart",
+        "nvfp4, window",
+        "nvfp4, heads apart",
+        "mxfp4",
     ],
 )
 def test_interpreted(name: str) -> None:
@@ -74,6 +77,17 @@ WHICH: list[tuple[dict[str, Any], list[int], list[int], bool]] = [
     ({"kv_cache_dtype": "fp8_e5m2", "dtype": "float16"}, [2048], [2048], True),
     ({"causal": False}, [1500], [1500], True),
     ({"sliding_window": 4096}, [512], [200_000], True),  # of which 4,672 tokens are copied
+    ({"kv_cache_dtype": "nvfp4"}, [2048] * 8, [2048] * 8, True),
+    ({"kv_cache_dtype": "nvfp4", "dtype": "float16"}, [2048], [8192], True),
+    ({"kv_cache_dtype": "mxfp4"}, [2048], [8192], True),
+    ({"kv_cache_dtype": "mxfp4", "dtype": "float16"}, [2048], [8192], False),  # not float16's
+    (
+        {"kv_cache_dtype": "int4"},
+        [2048],
+        [8192],
+        False,
+    ),  # a code times its scale is no 16-bit number
+    ({"kv_cache_dtype": "nvfp4"}, [512], [512], False),  # too short
     ({"qkv_dtype": "fp8_e4m3"}, [2048] * 8, [2048] * 8, True),
     ({"head_size": 256}, [1024], [4096], True),
     ({}, [512], [512], False),  # too short
@@ -163,7 +177,7 @@ def test_what_is_launched(
     firsts = [0, *accumulate(n - low for n, low in zip(lens, lows, strict=True))]
     assert made.tokens == firsts[-1]
     ((grid, tensors, _, ints, free, constants, _),) = copied
-    assert grid == (-(-made.tokens // 64), 8, 1) and constants == (128, 64, 16, window)
+    assert grid == (-(-made.tokens // 64), 8, 1) and constants == (128, 64, 16, window, None, None)
     assert tensors[7][: len(lens)].tolist() == firsts[:-1]
     origins = [first - low for first, low in zip(firsts, lows, strict=False)]
     assert tensors[8][: len(lens)].tolist() == origins
@@ -215,3 +229,14 @@ def test_compiled(stored: str, dtype: str, tmp_path: Path) -> None:
     )
     assert len(re.findall(r"LDG\.E\.128", asm)) == 8 and len(re.findall(r"STG\.E\.128", asm)) == 16
     assert "STACK:0" in usage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("nvfp4", "bfloat16"), ("nvfp4", "float16"), ("mxfp4", "bfloat16")]
+)
+def test_rows_of_bytes_are_copied_without_memory_of_a_thread(stored: str, dtype: str) -> None:
+    from triton_ahead import compile_widening
+
+    kernel = compile_widening(E4M3.replace(kv_cache_dtype=stored, dtype=dtype), 16)
+    assert kernel.metadata.num_warps == 4 and ".local" not in kernel.asm["ptx"]

@@ -225,10 +225,11 @@ def compile_packed(spec: LayerSpec, way: str, block_size: int = 16) -> Any:
 
 
 def compile_widening(spec: LayerSpec, block_size: int) -> Any:
-    """Compile what copies an 8-bit cache's tokens for Hopper's own prefill."""
+    """Compile what copies a narrow cache's tokens for Hopper's own prefill."""
     query, cached = ELEMENT[spec.dtype], CACHE.get(spec.kv_cache_dtype, "u8")
     pointers = {"K": cached, "V": cached, "K_OUT": query, "V_OUT": query}
-    constants = copy_constants(spec.head_size, block_size, spec.sliding_window or 0)
+    read = rows_constants(spec, block_size, False)[:2]
+    constants = copy_constants(spec.head_size, block_size, spec.sliding_window or 0, read)
     return compile_kernel(widen_kernel, pointers, constants, "sm_90", {"num_warps": 4})
 
 

@@ -1,4 +1,4 @@
-"""Runs the copies that Hopper's own prefill gets of 8-bit caches, interpreted: `python widened.py`."""
+"""Runs the copies that Hopper's own prefill gets of narrow caches, interpreted: `python widened.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from polyattn import Batch, Device, KVCache, LayerSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, CacheFormat, Frame, LayerParams
+from polyattn.runtime.cache.rows import decoded
+from polyattn.spec.row_format import row_format
 from polyattn.workload.compare import output_error
 from polyattn_triton.attention import TritonAttention
+from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.hopper import widening
 from polyattn_triton.hopper.widening import Widening
 from polyattn_triton.launch import Kept
@@ -37,6 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "int8, not causal": ("NHD", {"kv_cache_dtype": "int8", "causal": False}),
     "int8, heads apart": ("HND", {"kv_cache_dtype": "int8", "block_size": 64}),
+    "nvfp4, window": ("NHD", {"kv_cache_dtype": "nvfp4", **WINDOW}),
+    "nvfp4, heads apart": ("HND", {"kv_cache_dtype": "nvfp4"}),
+    "mxfp4": ("NHD", {"kv_cache_dtype": "mxfp4", "dtype": "bfloat16"}),
 }
 
 
@@ -52,6 +58,8 @@ def form_of(spec: LayerSpec, layout: Any = "NHD") -> CacheFormat:
 def filled(spec: LayerSpec, form: CacheFormat, used: torch.Tensor, blocks: int) -> KVCache:
     """A cache of which the `used` slots hold every number there is, all others NaN where there is one."""
     size, cache = form.block_size, KVCache.allocate(form, blocks)
+    if form.rows is not None:
+        return filled_rows(form, cache, used)
     numbers = torch.arange(-128, 128).to(torch.int8)
     if spec.stored_dtype != "int8":
         numbers = numbers.view(STORAGE_DTYPES[spec.stored_dtype])
@@ -63,6 +71,20 @@ def filled(spec: LayerSpec, form: CacheFormat, used: torch.Tensor, blocks: int) 
         stored.copy_(torch.full(stored.shape, 127 if spec.stored_dtype == "int8" else torch.nan))
         drawn = torch.randint(len(numbers), (len(used), *stored.shape[2:]), generator=chance)
         stored[used // size, used % size] = numbers[drawn]
+    return cache
+
+
+def filled_rows(form: CacheFormat, cache: KVCache, used: torch.Tensor) -> KVCache:
+    """A cache of which the `used` slots hold every code and many scales, all others NaN."""
+    assert form.rows is not None
+    chance = torch.Generator().manual_seed(5)
+    for stored in (cache.key, cache.value):
+        stored.fill_(255)
+        drawn = torch.randint(256, (len(used), *stored.shape[2:]), generator=chance)
+        scales = drawn[..., form.head_size // 2 :]
+        # Of mxfp4, those whose products with a query are finite; a NaN is met elsewhere.
+        scales.copy_(scales % 127 if form.rows[0].name == "nvfp4" else 120 + scales % 9)
+        stored[used // form.block_size, used % form.block_size] = drawn.to(torch.uint8)
     return cache
 
 
@@ -88,7 +110,9 @@ def check_copies(
     """Compare with torch's own casts; what no query sees is 0."""
     assert spec.block_size is not None and batch.block_table is not None
     size, window = spec.block_size, spec.sliding_window
-    copied = made.copies(batch, cache.key, cache.value, torch.float16)
+    wide, rows = STORAGE_DTYPES[spec.dtype], Rows.of(cache.format, cache.alignment, spec.dtype)
+    read = (NO_ROWS if rows is None else rows.constants(False))[:2]
+    copied = made.copies(batch, cache.key, cache.value, wide, spec.head_size, read)
     first = 0
     for i, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
         sees = max(length - query - window + 1, 0) if window else 0
@@ -97,7 +121,12 @@ def check_copies(
             place = torch.arange(length if query else 0)
         page = batch.block_table[i, place // size].long()
         for kept, found in zip((cache.key, cache.value), copied, strict=True):
-            wanted = kept[page, place % size].to(torch.float16)
+            wanted = kept[page, place % size]
+            if rows is not None:
+                exact = decoded(wanted, row_format(spec.stored_dtype), spec.head_size)
+                assert torch.equal(exact.to(wide).float(), exact)
+                wanted = exact
+            wanted = wanted.to(wide)
             wanted[place < sees] = 0
             assert torch.equal(found[first : first + len(place)], wanted)
             assert found.isfinite().all()
@@ -139,6 +168,9 @@ def check(name: str) -> None:
         made = widening.widening(spec, batch, TILE)
         assert made is not None
         copied = check_copies(spec, batch, cache, made)
+        if spec.dtype == "bfloat16":  # of which Triton 3.6's interpreter multiplies the bits
+            print(f"{name}, {step}: {made.tokens} copied", flush=True)
+            continue
         query = torch.randn(batch.num_tokens, 4, 64, dtype=torch.float16)
         pages = attended(spec, batch, query, cache, params, None)
         alone = Batch(batch.starts, batch.lens)

@@ -76,9 +76,7 @@ def rows_of(cache: CacheFormat | None) -> tuple[Rows, Rows] | None:
 
 
 stored = {
-    donated: jax.jit(
-        functions.write, static_argnames=("rows",), donate_argnames=("cache",) * donated
-    )
+    donated: jax.jit(functions.write, donate_argnames=("cache",) * donated)
     for donated in (False, True)
 }
 
@@ -231,10 +229,7 @@ class JaxStore(StoreBackend):
         slots = _padded(to_jax(plan.slots), size, -1)
         rows = [_padded(to_jax(tensor), size) for tensor in (key, value)]
         scales = Scales(params.k_scale, params.v_scale)
-        form = rows_of(self.cache)
-        update_pages(
-            cache, lambda pages, alone: stored[alone](pages, *rows, slots, scales, rows=form)
-        )
+        update_pages(cache, lambda pages, alone: stored[alone](pages, *rows, slots, scales))
 
 
 class JaxMerge(MergeBackend):

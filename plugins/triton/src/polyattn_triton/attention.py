@@ -190,7 +190,8 @@ class TritonAttention(AlikeAttention):
         if plan.at_once:
             assert self.hopper is not None
             tensors = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
-            if self.hopper(plan, self.spec_of(plan.batch), *tensors):
+            read = (None, None) if cache is None else self._rows(cache.alignment, False)[:2]
+            if self.hopper(plan, self.spec_of(plan.batch), *tensors, read):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.portable_of(plan)

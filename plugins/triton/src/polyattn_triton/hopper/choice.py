@@ -1,7 +1,7 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
 Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
-throughout; caches of 8 bits by copies (`widening`). A variant's `score_mod` is called in it, where all
+throughout; caches of 8 and of 4 bits by copies (`widening`). A variant's `score_mod` is called in it, where all
 that is read is a row's and nothing is hidden. All others, and tensors that TMA can't describe, are the
 portable kernel's (`prefill`), by a plan with its own tiles.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
-from polyattn_triton.hopper.widening import NARROW, widening
+from polyattn_triton.hopper.widening import is_exact, widening
 from polyattn_triton.launch import Site
 from polyattn_triton.schedule import EVEN, Ints, fullest
 
@@ -45,7 +45,7 @@ FEWEST_ROWS = 8
 def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
     """Whether a layer asks for nothing but what the kernel computes. `generated`: its functions.
 
-    What it reads may have to be copied before: a cache of 8 bits, and queries that come so.
+    What it reads may have to be copied before: a cache of 8 or 4 bits, and queries that come so.
     """
     odd = (
         spec.window_right, spec.chunk_size, spec.sink_tokens, spec.logit_soft_cap, spec.alibi,
@@ -56,7 +56,7 @@ def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
         not any(odd)
         and (spec.causal or not spec.sliding_window)
         and spec.dtype in ("bfloat16", "float16")
-        and spec.stored_dtype in (spec.dtype, *NARROW)
+        and (spec.stored_dtype == spec.dtype or is_exact(spec))
         and (spec.out_dtype, spec.scales) == ("auto", "number")
         and spec.head_size == spec.v_head_size
     )
@@ -133,7 +133,7 @@ class HopperPrefill:
             return False
         if (spec.stored_dtype, spec.qkv_dtype) == (spec.dtype, "auto"):
             return self.by_token or not plan.fresh
-        if self.generated is None and self.by_token and spec.stored_dtype in NARROW:
+        if self.generated is None and self.by_token:
             plan.widening = widening(spec, plan.batch, self.config.block_n)
         return plan.widening is not None
 
@@ -166,10 +166,12 @@ class HopperPrefill:
         lse: Tensor | None,
         factors: tuple[float, float],
         inputs: Tensor,
+        read: tuple[Any, Any] = (None, None),
     ) -> bool:
         """Attend as planned, to blocks or to keys by token; False: nothing was done.
 
-        `factors`: of the logits and of the outputs; `inputs`: where what functions read lies.
+        `factors`: of the logits and of the outputs; `inputs`: where what functions read lies. `read`: how
+        rows of bytes are copied.
         """
         if query.dtype.itemsize == 1:
             query = query.to(out.dtype)
@@ -178,7 +180,8 @@ class HopperPrefill:
         if query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
             return False
         if plan.widening is not None:
-            key, value = plan.widening.copies(plan.batch, key, value, query.dtype)
+            size = spec.head_size
+            key, value = plan.widening.copies(plan.batch, key, value, query.dtype, size, read)
         block_size = key.shape[1] if key.dim() == 4 else 0
         box = box_rows(self.config, block_size)
         k, v = (None, None) if box is None else (described(key, box), described(value, box))

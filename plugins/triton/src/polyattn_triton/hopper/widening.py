@@ -1,8 +1,9 @@
-"""When does Hopper's own prefill serve an 8-bit cache? Over 16-bit copies, where these pay.
+"""When does Hopper's own prefill serve a cache of 8 or 4 bits? Over 16-bit copies, where these pay.
 
 The kernel multiplies 16-bit numbers. Every number of e4m3, e5m2 and int8 is one of bfloat16's and of
-float16's, so what a step's queries see is copied as it is, and scales stay the factors of logits and
-outputs that they are over the cache itself. Copies lie by token, sequence after sequence; tokens before
+float16's, and so is one of nvfp4 times its block's scale; mxfp4's are bfloat16's. So what a step's
+queries see is copied as it is, and a layer's scales stay the factors of logits and outputs that they are
+over the cache itself. Copies lie by token, sequence after sequence; tokens before
 the first query's window aren't copied. They are the call's own memory: calls on two streams, or in a
 captured graph, never share it.
 """
@@ -23,7 +24,10 @@ from polyattn_triton.launch import Launcher, to_device
 Ints = NDArray[np.signedinteger[Any]]
 
 NARROW = ("fp8_e4m3", "fp8_e5m2", "int8")
-"""What may be copied: of nvfp4 a number and its block's scale would have to be multiplied."""
+"""Caches of elements that may be copied."""
+ROWS = {"nvfp4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}
+"""Formats of rows that may be, to these dtypes: two bits of a number times four of its scale, or times a
+power of two of bfloat16's range, are a number of theirs."""
 MOST_BYTES = 256 << 20
 """Of a call's copies: 65,536 tokens of eight heads of 128. Above, the portable kernel reads the cache."""
 ROWS_A_KEY = 256
@@ -42,9 +46,17 @@ ALIGNED = 4
 _copy = Launcher(widen_kernel)
 
 
-def copy_constants(size: int, block_size: int, window: int) -> tuple[int, ...]:
+def copy_constants(
+    size: int, block_size: int, window: int, read: tuple[Any, Any] = (None, None)
+) -> tuple[Any, ...]:
     """Return `widen_kernel`'s constants, in its order. `size`: of a head; `window` 0: none."""
-    return size, ELEMENTS // size, block_size, window
+    return size, ELEMENTS // size, block_size, window, *read
+
+
+def is_exact(spec: LayerSpec) -> bool:
+    """Whether every number of a layer's cache is one of its dtype."""
+    names = spec.stored_dtype.split("/")
+    return all(name in NARROW or spec.dtype in ROWS.get(name, ()) for name in names)
 
 
 class Widening(NamedTuple):
@@ -60,15 +72,19 @@ class Widening(NamedTuple):
     window: int
 
     def copies(
-        self, batch: Batch, key: Tensor, value: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens' keys and values (tokens, KV heads, head size) in `dtype`."""
+        self, batch: Batch, key: Tensor, value: Tensor, dtype: torch.dtype, size: int,
+        read: tuple[Any, Any] = (None, None),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the tokens' keys and values (tokens, KV heads, size) in `dtype`.
+
+        `read`: how rows of bytes are, `functions.rows.Rows.constants`.
+        """
         table = batch.block_table
         assert table is not None
-        _, block_size, heads, size = key.shape
+        _, block_size, heads, _ = key.shape
         shape = (2, self.tokens, heads, size)
         keys, values = torch.empty(shape, dtype=dtype, device=key.device).unbind(0)
-        constants = copy_constants(size, block_size, self.window)
+        constants = copy_constants(size, block_size, self.window, read)
         _copy(
             (-(-self.tokens // constants[1]), heads, 1),
             (

@@ -11,11 +11,13 @@ def widen_kernel(
     K, V, K_OUT, V_OUT, BT, SEQ_LENS, STARTS, FIRSTS, ORIGINS,
     k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, bt_s, count, seqs, halvings,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr,
 ):  # fmt: skip
     """Copy the step's tokens, sequence after sequence. Grid: (tiles of `ROWS` of them, KV heads).
 
     `count` tokens are copied; FIRSTS says which of them is each sequence's first, ORIGINS which would be
     its token 0 (`hopper.widening`). `halvings` find one of `seqs` sequences. What no query sees is 0.
+    `READ_K`, `READ_V`: how rows of bytes are read (`functions.rows`).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
@@ -37,8 +39,12 @@ def widen_kernel(
     columns = tl.arange(0, D)
     k_row = block * k_b + slot * k_t + head * k_h
     v_row = block * v_b + slot * v_t + head * v_h
-    k = tl.load(K + k_row[:, None] + columns[None, :], mask=held[:, None], other=0.0)
-    v = tl.load(V + v_row[:, None] + columns[None, :], mask=held[:, None], other=0.0)
+    if READ_K is None:
+        k = tl.load(K + k_row[:, None] + columns[None, :], mask=held[:, None], other=0.0)
+        v = tl.load(V + v_row[:, None] + columns[None, :], mask=held[:, None], other=0.0)
+    else:
+        k = READ_K(K, k_row, held, ROWS, D, D)
+        v = READ_V(V, v_row, held, ROWS, D, D)
     to = row.to(tl.int64) * o_t + head * o_h
     inside = (row < count)[:, None]
     tl.store(K_OUT + to[:, None] + columns[None, :], k.to(K_OUT.dtype.element_ty), mask=inside)

@@ -24,6 +24,13 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WIDE = ("e_score_correction_bias", "A_log", ".D", "dt_bias")
 """Endings of weights that are kept in float32 whatever the model's dtype."""
 DTYPES = ("F64", "F32", "F16", "BF16")
+E4M3 = "F8_E4M3"
+SCALES = ("weight_scale", "weight_scale_inv")
+"""Names of what an e4m3 weight is times: compressed-tensors' and ModelOpt's; and of blocks of it."""
+BLOCK = 128
+"""Rows and columns of what has a scale of its own, where there are several of both."""
+BESIDE = (*SCALES, "input_scale")
+"""Names of tensors beside an e4m3 weight; activations stay in the model's dtype, without a scale."""
 RENAMED = (
     (re.compile(r"^model\.language_model\.|^language_model\.model\."), "model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
@@ -175,13 +182,6 @@ class Checkpoint(Weights):
 
     def check(self, model: Decoder) -> None:
         """Check names, shapes and dtypes before anything is loaded."""
-        cfg = model.fields.cfg
-        if model_reader().weights_quantized(cfg):
-            raise WeightsError(
-                f"{self.folder}: quantization_config={shown(cfg.get('quantization_config'))}: "
-                "quantised weights aren't read, scales of cached keys and values are; store the "
-                "weights as bfloat16 and take the field out"
-            )
         wrong = []
         shapes = shapes_of(model)
         for name, shape in shapes.items():
@@ -191,12 +191,25 @@ class Checkpoint(Weights):
             stored, dtype = self._header(name)
             if stored != shape:
                 wrong.append(f"{name} has shape {stored}, expected {shape} by the config")
+            elif dtype == E4M3:
+                problem = self._scale_problem(name, shape)
+                wrong += [problem] if problem else []
             elif dtype not in DTYPES:
-                wrong.append(f"{name} is {dtype}, expected one of {', '.join(DTYPES)}")
+                wrong.append(f"{name} is {dtype}, expected one of {', '.join((*DTYPES, E4M3))}")
         wrong += [
             f"has {name}, which the config's model has no use for"
             for name in _unread(self._where, shapes, model)
         ]
+        cfg = model.fields.cfg
+        block = (cfg.get("quantization_config") or {}).get("weight_block_size")
+        if block not in (None, [BLOCK, BLOCK]):
+            wrong.insert(0, f"weight_block_size={shown(block)} must be [{BLOCK}, {BLOCK}]")
+        if wrong and model_reader().weights_quantized(cfg):
+            raise WeightsError(
+                f"{self.folder}: quantization_config={shown(cfg.get('quantization_config'))}: "
+                f"{wrong[0]}; quantised weights are read where they are e4m3 with their scales beside "
+                "them; store the others as bfloat16 and take the field out"
+            )
         if wrong:
             more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             raise WeightsError(
@@ -205,9 +218,41 @@ class Checkpoint(Weights):
             )
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
-        """Return one weight, as the file has it."""
+        """Return one weight, as the file has it; one in e4m3 times its scale, float32."""
         own, file = self._where[name]
-        return self._open(file).get_tensor(own)  # type: ignore[no-any-return]
+        found: Tensor = self._open(file).get_tensor(own)
+        scale = self._scale_name(name) if found.dtype == torch.float8_e4m3fn else None
+        if scale is None:
+            return found
+        by = self.tensor(scale, ()).float()
+        if by.shape == self._blocks(shape):
+            by = by.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[
+                :, : shape[1]
+            ]
+        return found.float() * (by if by.shape == shape else by.reshape(-1, 1))
+
+    def _scale_name(self, name: str) -> str | None:
+        base = name.rpartition(".")[0]
+        return next((f"{base}.{s}" for s in SCALES if f"{base}.{s}" in self._where), None)
+
+    @staticmethod
+    def _blocks(shape: Shape) -> Shape:
+        return tuple(-(-n // BLOCK) for n in shape)
+
+    def _scale_problem(self, name: str, shape: Shape) -> str | None:
+        """Say why an e4m3 weight's numbers can't be known, or None."""
+        scale = self._scale_name(name)
+        if scale is None:
+            return f"{name} is {E4M3} without a {SCALES[0]} beside it"
+        found, dtype = self._header(scale)
+        rows = shape[0]
+        valid = ((), (1,), (rows,), (rows, 1), self._blocks(shape))
+        if len(shape) != 2 or found not in valid or dtype not in DTYPES:
+            return (
+                f"{scale} is {dtype} of shape {found}, expected one number, one a row of {shape}, or "
+                f"one for each {BLOCK} x {BLOCK}"
+            )
+        return None
 
     def scales(self) -> dict[int, dict[str, Any]]:
         """Return the scales that the files hold, of a whole tensor each."""
@@ -229,7 +274,8 @@ def _unread(names: Iterable[str], shapes: Mapping[str, Shape], model: Decoder) -
     for name in names:
         if name in shapes or not name.startswith(own) or name.endswith("rotary_emb.inv_freq"):
             continue
-        if model_reader().is_cache_scale(name):
+        base, _, leaf = name.rpartition(".")
+        if model_reader().is_cache_scale(name) or (leaf in BESIDE and f"{base}.weight" in shapes):
             continue
         layer = re.match(re.escape(model.layers_name) + r"\.(\d+)\.", name)
         beyond = layer and int(layer[1]) >= len(model.layers)  # multi-token prediction

@@ -7,7 +7,7 @@ struct Ahead {
   int64_t key_offset, value_offset, key_head, value_head;
   int tokens, heads, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
   int64_t rate = 0, credit = 0;               // lines per cycle, lines due; both in 2^-32
-  int head = 0, token = 0;                    // what comes next: of these,
+  int head = 0, token = 0, run = 1;           // what comes next: of so many tokens, from this one on,
   const char *at = NULL, *end = NULL;         // the rest of the key or of the value
   bool value = false;
 
@@ -52,17 +52,18 @@ struct Ahead {
   void operator()(int cycles) { ask(due_over(cycles)); }
   void all() { ask(INT32_MAX); }
   // Lines [at, end) that the caller asks for itself, beside products that take so many cycles and have
-  // room for `room` lines. What is due beyond those is asked for now.
+  // room for `room` lines. What is due beyond those is asked for now, or is due to the next call.
   struct Lines {
     const char *at, *end;
   };
-  Lines take(int cycles, int room) {
+  Lines take(int cycles, int room, bool later = false) {
     const int due = due_over(cycles);
     const int lines = pa_min(pa_min(due, room), (int)((end - at + 63) / 64));
     const Lines taken = {at, at + 64 * lines};
     at += 64 * lines;
     if (lines && at >= end) turn();
-    if (lines < due) ask(due - lines);
+    if (later) credit += (int64_t)(due - lines) << 32;
+    else if (lines < due) ask(due - lines);
     return taken;
   }
 
@@ -77,10 +78,9 @@ struct Ahead {
   void key() {
     at = keys[token] + key_offset + head * key_head;
     end = at + key_bytes;
-    if (value_bytes) return;
-    // Tokens that lie one after another are one run of memory.
-    while (token + 1 < tokens && keys[token + 1] + key_offset + head * key_head == end) {
-      token++;
+    // Tokens whose keys lie one after another, and whose values do, are a run of memory each.
+    for (run = 1; token + run < tokens && keys[token + run] + key_offset + head * key_head == end; run++) {
+      if (value_bytes && values[token + run] != values[token] + run * (int64_t)value_bytes) break;
       end += key_bytes;
     }
   }
@@ -96,10 +96,11 @@ struct Ahead {
     value = !value && value_bytes;
     if (value) {
       at = values[token] + value_offset + head * value_head;
-      end = at + value_bytes;
+      end = at + run * (int64_t)value_bytes;
       return;
     }
-    if (++token == tokens) {
+    token += run;
+    if (token == tokens) {
       token = 0;
       head++;
     }
@@ -107,6 +108,8 @@ struct Ahead {
     if (head < heads) key();
   }
 };
+
+constexpr int PAGE = 4096;  // bytes, the smallest that a processor has
 
 // An item's tiles one after another. The next tile's addresses are known before this one is worked
 // on, and `ahead` asks for its lines; over the last tile, for those of the item that the thread does
@@ -159,6 +162,8 @@ struct Walk {
     look();
     const int count = !fine ? 0 : more ? next.count : look_beyond();
     ahead.turn_to(next_keys, next_values, count, cost(tile.count));
+    touch_pages(next_keys, key_offset, count);
+    touch_pages(next_values, value_offset, count);
     if (unpacked) {  // of one head
       const bool in_keys = source.value == source.key;
       unpacked.tile(keys, source.key_head * tile.item->head0, values, source.value_head * tile.item->head0,
@@ -177,6 +182,17 @@ struct Walk {
     if (layer.key_format) return {source, item, layer.key_format->bytes, layer.value_format->bytes};
     const int size = itemsize(layer.cache_dtype);
     return {source, item, layer.head_size * size, layer.v_head_size * size};
+  }
+  // A line of each page, all at once: so the processor looks several addresses up at a time. A later ask
+  // would wait for its own.
+  static void touch_pages(const char *const *rows, int64_t offset, int count) {
+    uintptr_t page = 0;
+    for (int t = 0; t < count; t++) {
+      const char *at = rows[t] + offset;
+      if ((uintptr_t)at / PAGE == page) continue;
+      page = (uintptr_t)at / PAGE;
+      prefetch_l2(at);
+    }
   }
   void look() {
     more = next.next();

@@ -4,6 +4,7 @@
 // weak symbol, and the linker might keep the copy that the processor can't run.
 
 #include <math.h>
+#include <type_traits>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -4,7 +4,6 @@
 // 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for. Queries lie
 // [W words][code of a word][word].
 struct Table {
-  static constexpr int FLOATS = WORD_CODES;  // that a query takes for a word
 #if defined(__AVX512F__)
   __m512 all;
   explicit Table(const float *from) : all(_mm512_loadu_ps(from)) {}
@@ -76,8 +75,8 @@ struct Codes {
 };
 
 // Dot products of W / ROWS keys with ROWS rows that lie as the table says. `sums`: those of each word's elements.
-template <int ROWS, bool LEAST, class AnyTable>
-PA_NOINLINE vf code_dots(const Codes &of, const AnyTable &table, int first, const float *q, int ldq,
+template <int ROWS, bool LEAST>
+PA_NOINLINE vf code_dots(const Codes &of, const Table &table, int first, const float *q, int ldq,
                          const float *sums_of, int ldsum) {
   constexpr int KEYS = W / ROWS;
   vf acc[W];
@@ -91,7 +90,7 @@ PA_NOINLINE vf code_dots(const Codes &of, const AnyTable &table, int first, cons
       vf part[ROWS];
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) part[r] = vf{};
-      table.template add_products<ROWS>(part, codes, q + word * AnyTable::FLOATS, ldq);
+      table.add_products<ROWS>(part, codes, q + word * WORD_CODES, ldq);
       const vf by = loadf(of.by + (int64_t)t * of.ld + word);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) {
@@ -142,104 +141,7 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 }
 
 #if defined(PA_PAIR_DOTS)
-// As above, in bfloat16, which holds a table's numbers. `from` 16 of them, twice: a code's fifth bit may be
-// anything. Queries lie [W words][j][half word]: element 8 i + j of word i, and beside it element 8 i + 4 + j.
-struct PairTable {
-  static constexpr int FLOATS = WORD_CODES / 2;
-  __m512i all;
-  explicit PairTable(const float *from) {
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from));
-    all = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
-  }
-  PA_ALWAYS __m512i operator()(__m512i codes, int j) const {
-    return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * j), all);
-  }
-  template <int ROWS>
-  PA_ALWAYS void add_products(vf *to, vu codes, const float *q, int ldq) const {
-    PA_UNROLLED
-    for (int j = 0; j < FLOATS; j++) {
-      const __m512i x = (*this)((__m512i)codes, j);
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        to[r] = add_pairs(to[r], x, _mm512_loadu_si512(q + (int64_t)r * ldq + j * W));
-      }
-    }
-  }
-};
-
-// Weights times scales of each two keys of a tile, pairs of lanes: [key / 2][row]. Least numbers are added.
-template <int ROWS, bool LEAST>
-PA_NOINLINE void code_weights(const Codes &of, int count, const float *p, int ldp, int word, uint32_t *to,
-                              float *o, int ldo) {
-  vf low[ROWS];
-  for (int r = 0; r < ROWS; r++) low[r] = vf{};
-  for (int t = 0; t < count; t += 2) {
-    const bool both = t + 1 < count;
-    const float *at = of.by + (int64_t)t * of.ld + word;
-    const vf a = loadf(at), b = both ? loadf(at + of.ld) : vf{};
-    PA_UNROLLED
-    for (int r = 0; r < ROWS; r++, to += W) {
-      const vf x = splat(p[(int64_t)t * ldp + r]), y = splat(both ? p[(int64_t)(t + 1) * ldp + r] : 0.0f);
-      write(to, bf16_pairs(x * a, y * b));
-      if (!LEAST) continue;
-      const float *least = of.least + (int64_t)t * of.ld + word;
-      low[r] += x * loadf(least);
-      if (both) low[r] += y * loadf(least + of.ld);
-    }
-  }
-  for (int r = 0; LEAST && r < ROWS; r++) {
-    for (int i = 0; i < WORD_CODES; i++) {
-      float *sum = o + (int64_t)r * ldo + word * WORD_CODES + i * W;
-      write(sum, loadf(sum) + low[r]);
-    }
-  }
-}
-
-// o[row] += `weights` of keys [first, first + count) times codes [j, j + C) of each of W words.
-template <int ROWS, int C>
-PA_NOINLINE void add_code_pairs(const Codes &of, const PairTable &table, int first, int count,
-                                const uint32_t *weights, float *o, int ldo, int word, int j) {
-  constexpr int HALF = WORD_CODES / 2;
-  vf acc[ROWS][C];
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + word * WORD_CODES + (j + c) * W);
-  }
-  for (int t = first; t < first + count; t += 2) {
-    const int64_t at = of.offset + 4 * word;
-    const __m512i a = (__m512i)code_words(of.rows[t] + at, of.words - word);
-    const __m512i b = t + 1 < first + count ? (__m512i)code_words(of.rows[t + 1] + at, of.words - word) : a;
-    const __m512i pairs = j < HALF ? _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
-                                   : _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
-    const __m512i codes = j % HALF ? _mm512_srli_epi16(pairs, 4 * C) : pairs;
-    __m512i weight[ROWS];
-    PA_UNROLLED
-    for (int r = 0; r < ROWS; r++) weight[r] = _mm512_loadu_si512(weights + ((int64_t)(t / 2) * ROWS + r) * W);
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) {
-      const __m512i x = table(codes, c);
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
-    }
-  }
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) write(o + r * ldo + word * WORD_CODES + (j + c) * W, acc[r][c]);
-  }
-}
-
-// A query in pairs, as code_dots takes them; it takes half the room.
-PA_ONCE void to_halves(float *x, int size) {
-  constexpr int EACH = WORD_CODES * W;
-  for (int d = 0; d < size; d += EACH) {
-    uint16_t half[EACH], each[EACH];
-    narrow_bf16(x + d, half, EACH);
-    for (int i = 0; i < EACH; i++) each[i % 4 * 2 * W + i / 4] = half[i];
-    __builtin_memcpy(x + d / 2, each, sizeof each);
-  }
-}
+#include "row_pairs.h"
 #endif
 
 // Elements [W words][code][word], from or to their order.
@@ -259,13 +161,13 @@ PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up(f.size / W
 
 constexpr int ROW_TILE = 64;  // keys
 
-static int64_t row_scratch(const pa_layer &layer) {
+PA_ONCE int64_t row_scratch(const pa_layer &layer) {
   const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
   const int64_t widest = pa_max(row_width(k), row_width(v));
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * code_width(k) + row_registers(k) +
                          row_registers(v);
-  return 4 * floats + 8 * (ROW_TILE + W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 10 * 64;
+  return 4 * floats + 8 * (ROW_TILE + W) + 4 * ROW_TILE / 2 * PART_ROWS * W + 4 * ROW_TILE * W + Walk::scratch(layer, ROW_TILE + W) + 11 * 64;
 }
 
 template <int ROWS>
@@ -276,18 +178,22 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #else
   static constexpr bool PAIRS = false;
 #endif
-  static constexpr int KEYS = W / ROWS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
+  static constexpr int KEYS = W / ROWS, SCORED = PAIRS ? W : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
       Base::used, Base::arena, Base::source, Base::key_base, Base::value_base, Base::ldq, Base::run;
 
   const pa_row_format &key, &value;
-  const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds a table's numbers
+  const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds what is stored
   uint32_t *weights;
+  char *words;
   float *by, *least, *row_scales, *floats, *q_sums;
   int32_t *registers;
   const char **unpacked;
   int sum_width;
   Walk walk;
+#if defined(PA_PAIR_DOTS)
+  typedef FarAhead<1> Far;
+#endif
 
   RowDecode(Run *run, const Item &item, Turn *turn)
       : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
@@ -303,8 +209,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
     weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
+    words = arena.template take<char>(4 * ROW_TILE * W);
   }
-  static bool in_pairs(const pa_row_format &f) { return PAIRS && f.form == PA_CODES && f.scale != PA_NORM; }
+  static bool in_pairs(const pa_row_format &f) {
+    return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
+  }
 
   // What a head's rows in a tile need first.
   PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
@@ -312,6 +221,20 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const int width = code_width(f);
     Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width};
     if (f.form == PA_CODES) {
+#if defined(PA_PAIR_DOTS)
+      if (in_pairs(f)) {
+        of.ld = 4 * (ROW_TILE + W);
+        by_scale(f, [&](auto scale) {
+          float *to = by, *low = least;
+          for (int word = 0; word < of.words; word += W) {
+            pair_scales<scale()>(f, of, count, word, to, low);
+            to += of.ld * CODE_GROUPS<scale()> / 4;
+            low += of.ld;
+          }
+        });
+        return of;
+      }
+#endif
       switch (f.scale) {
         case PA_HALVES: scales<PA_HALVES>(f, of, count); break;
         case PA_STEPS: scales<PA_STEPS>(f, of, count); break;
@@ -334,6 +257,17 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
     return of;
   }
+#if defined(PA_PAIR_DOTS)
+  template <class Each>
+  static void by_scale(const pa_row_format &f, Each each) {
+    switch (f.scale) {
+      case PA_HALVES: return each(std::integral_constant<int, PA_HALVES>());
+      case PA_STEPS: return each(std::integral_constant<int, PA_STEPS>());
+      case PA_E4M3S: return each(std::integral_constant<int, PA_E4M3S>());
+      default: return each(std::integral_constant<int, PA_POWERS>());
+    }
+  }
+#endif
   template <int SCALE>
   void scales(const pa_row_format &f, const Codes &of, int count) {
     const int groups = f.size / f.group;
@@ -347,18 +281,28 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void turn_rows() {
+    const int each = key_pairs ? key.group : WORD_CODES;
     for (int lane = 0; lane < used; lane++) {
       float *row = q + (int64_t)lane * ldq;
       if (key.form == PA_CODES) {
-        for (int i = 0; i < sum_width; i++) {
+        for (int i = 0; i < size / each; i++) {
           float sum = 0;
-          for (int j = 0; j < WORD_CODES; j++) sum += row[i * WORD_CODES + j];
+          for (int j = 0; j < each; j++) sum += row[i * each + j];
           q_sums[(int64_t)lane * sum_width + i] = sum;
         }
-        if (!key_pairs) by_code(row, size, false);
+      }
 #if defined(PA_PAIR_DOTS)
-        if (key_pairs) to_halves(row, size);
+      if (key_pairs) {
+        switch (key.form) {
+          case PA_CODES: to_halves(row, size); break;
+          case PA_ROWS_INT8: to_keys<int8_t>(row, size); break;
+          default: to_keys<e4m3>(row, size);
+        }
+        continue;
+      }
 #endif
+      if (key.form == PA_CODES) {
+        by_code(row, size, false);
       } else if (key.form == PA_ROWS_INT8 ? Apart<int8_t>::ANY : key.form == PA_ROWS_E4M3 && Apart<e4m3>::ANY) {
         apart(row, size / 64 * 64);
       }
@@ -385,29 +329,63 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
     }
   }
-  template <class AnyTable>
-  void code_scores(int h, int count, const Codes &of, const AnyTable &table) {
-    each_visit(h, count, [&](int t, int lane) {
-      const float *row = q + (int64_t)lane * ldq, *sum = q_sums + (int64_t)lane * sum_width;
-      return key.scale == PA_STEPS ? code_dots<ROWS, true>(of, table, t, row, ldq, sum, sum_width)
-                                   : code_dots<ROWS, false>(of, table, t, row, ldq, sum, sum_width);
+#if defined(PA_PAIR_DOTS)
+  // Products ask for so many lines at most; what is due beyond those, the next ones do.
+  Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room, true)}; }
+  // All heads of some keys, then the next ones: in the order of their addresses.
+  template <class T>
+  void byte_scores(const char *const *k, int count) {
+    for (int t = 0; t < count; t += KEYS) {
+      for (int h = 0; h < heads; h++) {
+        const int64_t offset = key_base + h * source.key_head;
+        const vf by = byte_row_scales<ROWS>(k + t, offset + size);
+        for (int part = 0; part < is.parts; part++) {
+          const int lane = (h * is.parts + part) * ROWS;
+          const uint16_t *row = (const uint16_t *)(q + (int64_t)lane * ldq);
+          const vf found = pair_dots<T, ROWS>(k + t, offset, row, 2 * ldq, size, ask(KEYS, size / 64 * KEYS));
+          put_scores<ROWS>(found * by, s + (int64_t)t * is.lanes + lane, is.lanes);
+        }
+      }
+    }
+  }
+  void code_pair_scores(int h, int count, const Codes &of) {
+    const PairTable table((const float *)key.table);
+    by_scale(key, [&](auto scale) {
+      for (int t = 0; t < count; t += W) {
+        for (int part = 0; part < is.parts; part++) {
+          const int lane = (h * is.parts + part) * ROWS;
+          code_scores<scale(), ROWS>(of, table, t, q + (int64_t)lane * ldq, ldq, q_sums + (int64_t)lane * sum_width,
+                                     sum_width, s + lane, is.lanes, ask(W, of.words + of.words / 4));
+        }
+      }
     });
   }
+#endif
   void scores(const char *const *k, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (key_pairs && key.form == PA_ROWS_INT8) return byte_scores<int8_t>(k, count);
+    if (key_pairs && key.form == PA_ROWS_E4M3) return byte_scores<e4m3>(k, count);
+#endif
     for (int h = 0; h < heads; h++) {
       const int64_t offset = key_base + h * source.key_head;
-      const Codes of = look_at(key, k, offset, pa_round_up(count, KEYS), size);
+      const Codes of = look_at(key, k, offset, pa_round_up(count, SCORED), size);
       auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
-      switch (key.form) {
-        case PA_CODES:
 #if defined(PA_PAIR_DOTS)
-          if (key_pairs) {
-            code_scores(h, count, of, PairTable((const float *)key.table));
-            break;
-          }
+      if (key_pairs) {
+        code_pair_scores(h, count, of);
+        continue;
+      }
 #endif
-          code_scores(h, count, of, Table((const float *)key.table));
+      switch (key.form) {
+        case PA_CODES: {
+          const Table table((const float *)key.table);
+          each_visit(h, count, [&](int t, int lane) {
+            const float *sum = q_sums + (int64_t)lane * sum_width;
+            return key.scale == PA_STEPS ? code_dots<ROWS, true>(of, table, t, row(lane), ldq, sum, sum_width)
+                                         : code_dots<ROWS, false>(of, table, t, row(lane), ldq, sum, sum_width);
+          });
           break;
+        }
         case PA_ROWS_INT8:
           each_visit(h, count, [&](int t, int lane) {
             return dots<int8_t, ROWS>(k + t, offset, row(lane), ldq, size, NoAsks{});
@@ -461,9 +439,6 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
   template <bool LEAST>
   void add_head(int h, const Codes &of, int count) {
-#if defined(PA_PAIR_DOTS)
-    if (value_pairs) return add_head_pairs<LEAST>(h, of, count);
-#endif
     const Table table((const float *)value.table);
     for (int part = 0; part < is.parts; part++) {
       const int lane = (h * is.parts + part) * ROWS;
@@ -480,20 +455,47 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
-  template <bool LEAST>
+  template <int SCALE>
   void add_head_pairs(int h, const Codes &of, int count) {
     constexpr int C = ROWS > 4 ? 2 : 4;
     const PairTable table((const float *)value.table);
+    __m512i *pairs = (__m512i *)words;
     for (int part = 0; part < is.parts; part++) {
       const int lane = (h * is.parts + part) * ROWS;
       float *to = o + (int64_t)lane * is.ldo;
       for (int word = 0; word < of.words; word += W) {
-        code_weights<ROWS, LEAST>(of, count, s + lane, is.lanes, word, weights, to, is.ldo);
+        code_pairs<SCALE, ROWS>(of, count, word, s + lane, is.lanes, weights, pairs, to, is.ldo);
         for (int j = 0; j < WORD_CODES; j += C) {
-          for (int t = 0; t < count; t += RUN) {
-            const int some = pa_min(RUN, count - t);
-            add_code_pairs<ROWS, C>(of, table, t, some, weights, to, is.ldo, word, j);
-            walk.ahead(some * C / WORD_CODES);
+          add_code_pairs<CODE_GROUPS<SCALE>, ROWS, C>(table, pairs, count, weights, to + word * WORD_CODES, is.ldo, j,
+                                                      ask(count * C / WORD_CODES, (count + 1) / 2 + (count + 15) / 16));
+        }
+      }
+    }
+  }
+  template <class T>
+  void add_byte_pairs(const char *const *v, int count) {
+    constexpr int C = Base::C;
+    const int most = value_vectors<C, true>(v_size / W);
+    for (int t = 0; t < count; t += RUN) {
+      const int some = pa_min(RUN, count - t);
+      for (int lane = 0; lane < used; lane += ROWS) {
+        const int64_t offset = value_base + lane / (is.parts * ROWS) * source.value_head;
+        weight_pairs<ROWS>(v + t, offset + value.size, some, s + (int64_t)t * is.lanes + lane, is.lanes, weights);
+        for (int c = 0, step; c < v_size; c += step) {
+          const int vectors = c + most * W <= v_size ? most : 2;
+          step = vectors * W;
+          const Far asks = ask(some * pa_min(step, v_size - c) / v_size, some);
+          float *to = o + (int64_t)lane * is.ldo + c;
+          switch (vectors) {
+#define PA_WIDE(V)                                                                                              \
+  if constexpr (V <= C)                                                                                         \
+    add_value_pairs<T, ROWS, V>(v + t, offset + c, some, weights, W, to, is.ldo, v_size - c, asks);             \
+  break;
+            case 8: PA_WIDE(8)
+            case 6: PA_WIDE(6)
+            case 4: PA_WIDE(4)
+            default: PA_WIDE(2)
+#undef PA_WIDE
           }
         }
       }
@@ -501,9 +503,19 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 #endif
   void add(const char *const *v, int count) {
+#if defined(PA_PAIR_DOTS)
+    if (value_pairs && value.form == PA_ROWS_INT8) return add_byte_pairs<int8_t>(v, count);
+    if (value_pairs && value.form == PA_ROWS_E4M3) return add_byte_pairs<e4m3>(v, count);
+#endif
     for (int h = 0; h < heads; h++) {
       const int64_t offset = value_base + h * source.value_head;
       const Codes of = look_at(value, v, offset, count, v_size);
+#if defined(PA_PAIR_DOTS)
+      if (value_pairs) {
+        by_scale(value, [&](auto scale) { add_head_pairs<scale()>(h, of, count); });
+        continue;
+      }
+#endif
       switch (value.form) {
         case PA_CODES: value.scale == PA_STEPS ? add_head<true>(h, of, count) : add_head<false>(h, of, count); break;
         case PA_ROWS_INT8:
@@ -520,6 +532,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void in_order(float *sums) {
+#if defined(PA_PAIR_DOTS)
+    if (value_pairs && value.form == PA_CODES) {
+      return by_scale(value, [&](auto scale) { sums_in_order<CODE_GROUPS<scale()>>(sums, v_size); });
+    }
+    if (value_pairs) return pairs_together<int8_t>(sums, v_size, value_vectors<Base::C, true>(v_size / W));
+#endif
     switch (value.form) {
       case PA_CODES: return by_code(sums, v_size, true);
       // What a factor takes from sums, row scales have had.
@@ -535,10 +553,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const Logits how = logits_of(run);
     while (walk.step([&](int count) { return 2 * count * heads * is.parts; })) {
       const int count = walk.tile.count;
-      for (int t = count; t < pa_round_up(count, KEYS); t++) walk.keys[t] = walk.keys[count - 1];
+      for (int t = count; t < pa_round_up(count, SCORED); t++) walk.keys[t] = walk.keys[count - 1];
       scores(walk.keys, count);
       this->weigh(count, walk.tile.first_key, how);
       add(in_keys ? walk.keys : walk.values, count);
+      walk.ahead.all();
     }
     if (!walk.fine) {
       __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);

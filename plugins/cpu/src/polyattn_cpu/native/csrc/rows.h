@@ -155,6 +155,19 @@ PA_INLINE vf repeated(vf x) {
 #endif
 }
 
+template <int SCALE>
+PA_INLINE vf byte_scales(vu b) {
+  if constexpr (SCALE == PA_POWERS) {
+    const vu bits = b == 0 ? vu{} + 0x00400000u : b == 255 ? vu{} + 0x7fc00000u : b << 23;
+    return (vf)bits;
+  } else {
+    const vu magnitude = b & 0x7fu;
+    const vf value = (vf)((magnitude << 20) + (magnitude < 8 ? vu{} : vu{} + (120u << 23)));
+    const vf small = __builtin_convertvector((vi)magnitude, vf) * splat(0x1p-9f);
+    const vf both = magnitude == 0x7fu ? (vf)(vu{} + 0x7fc00000u) : magnitude < 8 ? small : value;
+    return (vf)((vu)both | ((b & 0x80u) << 24));
+  }
+}
 // The scales of the groups that W words of codes lie in, from the `word`th on, a lane each; where a format
 // has steps from a least number on, that too.
 struct GroupScales {
@@ -187,18 +200,7 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const cha
     return {repeated<EACH>(loadf(each[0])), repeated<EACH>(loadf(each[1]))};
 #endif
   } else {
-    const vu b = some_lanes(some_bytes(scales + first, count));
-    vf found;
-    if constexpr (SCALE == PA_POWERS) {
-      const vu bits = b == 0 ? vu{} + 0x00400000u : b == 255 ? vu{} + 0x7fc00000u : b << 23;
-      found = (vf)bits;
-    } else {
-      const vu magnitude = b & 0x7fu;
-      const vf value = (vf)((magnitude << 20) + (magnitude < 8 ? vu{} : vu{} + (120u << 23)));
-      const vf small = __builtin_convertvector((vi)magnitude, vf) * splat(0x1p-9f);
-      const vf both = magnitude == 0x7fu ? (vf)(vu{} + 0x7fc00000u) : magnitude < 8 ? small : value;
-      found = (vf)((vu)both | ((b & 0x80u) << 24));
-    }
+    const vf found = byte_scales<SCALE>(some_lanes(some_bytes(scales + first, count)));
     return {repeated<EACH>(found), vf{}};
   }
 }

@@ -159,8 +159,100 @@ static void store_head(const pa_scatter *part, const HeadRow &row, const float *
   pass_elements(part, row, part->first_turned + 2 * part->num_pairs, part->head_size);
 }
 
-// A head's elements over the scale as the bytes of its row.
-static void write_row(const pa_row_format &f, const float *whole, char *to, int32_t *registers) {
+struct Ends {  // of some elements, NaN where one is
+  float least, most;
+};
+PA_INLINE Ends ends_of(const float *x, int count) {
+  vf low = loadf(x), high = low;
+  vi nan = low != low;
+  for (int i = W; i < count; i += W) {
+    const vf each = loadf(x + i);
+    low = vmin(low, each);
+    high = vmax(high, each);
+    nan |= each != each;
+  }
+  if (any(nan)) return {NAN, NAN};
+  Ends found = {low[0], high[0]};
+  for (int i = 1; i < W; i++) {
+    found.least = low[i] < found.least ? low[i] : found.least;
+    found.most = high[i] > found.most ? high[i] : found.most;
+  }
+  return found;
+}
+PA_INLINE float within(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
+PA_INLINE float put_half(float x, char *to) {  // returns what is stored
+  const uint16_t half = round_half(x);
+  __builtin_memcpy(to, &half, 2);
+  return half_bits(vu{} + half)[0];
+}
+// A number over a step, to the nearest code from `least` to `most`, ties to even; NaN, and over a step of 0: 0.
+PA_INLINE vf nearest(vf x, float step, float least, float most) {
+  if (step == 0) return vf{};
+  const vf magic = splat(12582912.0f), y = x / splat(step);  // 1.5 * 2^23
+  const vf whole = y < splat(-4e6f) || y > splat(4e6f) ? y : y + magic - magic;
+  const vf code = whole < splat(least) ? splat(least) : whole > splat(most) ? splat(most) : whole;
+  return code == code ? code : vf{};
+}
+
+// Codes of four bits, from `x` in groups: int4's about 0, or from a group's least number on.
+static void write_codes(const pa_row_format &f, float *x, char *to) {
+  constexpr float HALF_MAX = 65504.0f;
+  const int each = f.scale == PA_STEPS ? 4 : 2;
+  for (int g = 0; g < f.size / f.group; g++, x += f.group) {
+    char *scale = to + f.size / 2 + g * each;
+    float step, least = 0;
+    if (f.scale == PA_STEPS) {
+      for (int i = 0; i < f.group; i++) x[i] = within(x[i], HALF_MAX / 2);
+      const Ends ends = ends_of(x, f.group);
+      least = put_half(ends.least, scale + 2);
+      step = put_half((ends.most - least) / 15.0f, scale);
+    } else {
+      const Ends ends = ends_of(x, f.group);
+      step = put_half(within((-ends.least > ends.most ? ends.least : ends.most) / -8.0f, HALF_MAX / 8), scale);
+    }
+    int32_t code[64];
+    for (int i = 0; i < f.group; i += W) {
+      vf c;
+      if (f.scale == PA_STEPS) {
+        c = nearest(loadf(x + i) - splat(least), step, 0, 15);
+      } else {
+        c = nearest(loadf(x + i), step, -8, 7) + splat(step == step ? 8.0f : 0.0f);
+      }
+      write(code + i, __builtin_convertvector(c, vi));
+    }
+    char *bytes = to + g * f.group / 2;
+    for (int i = 0; i < f.group / 2; i++) bytes[i] = (char)(code[2 * i] | code[2 * i + 1] << 4);
+  }
+}
+
+// A byte an element, then the row's scale.
+static void write_bytes(const pa_row_format &f, float *x, char *to) {
+  const bool integers = f.form == PA_ROWS_INT8;
+  const float most = integers ? 127.0f : 448.0f, largest = 3.4028234663852886e38f;
+  float top = 0;
+  bool nan = false;
+  for (int i = 0; i < f.size; i++) {
+    const float each = x[i] < 0 ? -x[i] : x[i];
+    nan |= each != each;
+    top = each > top ? each : top;
+  }
+  const float scale = nan ? NAN : within(top, largest) / most;
+  __builtin_memcpy(to + f.size, &scale, 4);
+  for (int i = 0; i < f.size; i++) x[i] = scale == 0 ? 0.0f : within(x[i] / scale, most);
+  if (integers) {
+    for (int i = 0; i < f.size; i++) {
+      const float y = (x[i] + 12582912.0f) - 12582912.0f;
+      to[i] = (char)(y == y ? (int)y : 0);
+    }
+  } else {
+    for (int i = 0; i < f.size; i++) to[i] = (char)round_float8(x[i], 3, 7, 448.0f, 0x7f);
+  }
+}
+
+// A head's elements over the scale, which it spoils, as the bytes of its row.
+static void write_row(const pa_row_format &f, float *whole, char *to, int32_t *registers) {
+  if (f.form == PA_CODES) return write_codes(f, whole, to);
+  if (f.form != PA_TRACED) return write_bytes(f, whole, to);
   const int32_t *bytes = (const int32_t *)trace_row(f, (const char *)whole, registers);
   for (int i = 0; i < f.bytes; i++) to[i] = (char)bytes[i];
 }
