@@ -297,6 +297,7 @@ class Visit:
     @staticmethod
     def _row_bytes(view: Any) -> int:
         return (view.key[0, 0].numel() + view.value[0, 0].numel()) * view.key.itemsize
+
     def scan(self) -> None:
         """A step of recurrent layers by one thread and by two: what their states move beside reading.
 
