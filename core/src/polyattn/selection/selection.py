@@ -297,7 +297,9 @@ def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
     """Return the selection for `spec` from the one for the spec without its rope and transforms."""
     notes = []
     if spec.rope is not None and found.spec.rope is None:
-        notes.append(f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}")
+        where = "rotate=False: the model" if spec.rope.learned else "rotate=True: "
+        who = ", by its weights" if spec.rope.learned else _who(found, spec.rope)
+        notes.append(f"{_form(spec.rope)}, where a layer has {where}{who}")
     if spec.variant != found.spec.variant:
         notes.append(f"variant {spec.variant}: core's torch operators, before and after attention")
     decision = found.decision
