@@ -134,7 +134,9 @@ def test_clockwise_is_transformers_nanochat() -> None:
 
 def test_a_layer_does_not_turn_by_what_is_learned() -> None:
     rope = RopeSpec(rotary_size=64, learned=True)
-    group = LayerGroup(select(LayerSpec(num_heads=2, head_size=64, rope=rope), "cpu"))
+    selection = select(LayerSpec(num_heads=2, head_size=64, rope=rope), "cpu")
+    assert any("the model, by its weights" in note for note in selection.decision.notes)
+    group = LayerGroup(selection)
     Attention(group, rotate=False)
     with pytest.raises(SpecError, match="rope.learned=True.*pass rotate=False"):
         Attention(group, rotate=True)

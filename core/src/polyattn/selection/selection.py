@@ -301,8 +301,10 @@ def prepared_for(selection: Selection, spec: LayerSpec) -> Selection:
     if rope is not None or spec.qk_norm is not None:
         forms = [_norm(spec.qk_norm)] if spec.qk_norm is not None else []
         forms += [_form(rope)] if rope is not None else []
-        asks = "q_norm" if rope is None else "rotate=True"
-        notes.append(f"{' and '.join(forms)}, where a layer has {asks}: {_who(selection, spec)}")
+        asks, who = "q_norm" if rope is None else "rotate=True", _who(selection, spec)
+        if rope is not None and rope.learned:
+            asks, who = "rotate=False", "the model, by its weights"
+        notes.append(f"{' and '.join(forms)}, where a layer has {asks}: {who}")
     if spec.variant != selection.spec.variant:
         notes.append(f"variant {spec.variant}: core's torch operators, before and after attention")
     decision = selection.decision
