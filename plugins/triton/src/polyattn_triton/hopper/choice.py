@@ -2,8 +2,8 @@
 
 Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
 throughout; caches of 8 and of 4 bits by copies (`widening`). It calls a variant's `score_mod` where all
-that the function reads is a row's and nothing is hidden. The portable kernel (`prefill`) serves all others,
-and tensors that TMA can't describe, by a plan with its own tiles.
+that the function reads is a row's and nothing is hidden. The portable kernel (`prefill`) serves all
+others, and tensors that TMA can't describe, by a plan with its own tiles.
 """
 
 from __future__ import annotations
