@@ -1,9 +1,9 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
 Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
-throughout; caches of 8 and of 4 bits by copies (`widening`). A variant's `score_mod` is called in it, where all
-that is read is a row's and nothing is hidden. All others, and tensors that TMA can't describe, are the
-portable kernel's (`prefill`), by a plan with its own tiles.
+throughout; caches of 8 and of 4 bits by copies (`widening`). A variant's `score_mod` is called in it,
+where all that is read is a row's and nothing is hidden. All others, and tensors that TMA can't describe,
+are the portable kernel's (`prefill`), by a plan with its own tiles.
 """
 
 from __future__ import annotations
