@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError, flag, nearest, shown
+from polyattn.runtime.cache.huge_pages import on_huge_pages
 from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
@@ -137,7 +138,7 @@ class KVCache:
         of_key, of_value = form.widths
 
         def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
+            return on_huge_pages(torch.empty(*shape, dtype=dtype, device=device))
 
         if form.layout == "contiguous":
             if of_key != of_value or form.value_in_key:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError, shown
+from polyattn.runtime.cache.huge_pages import on_huge_pages
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.spec.layer import LayerSpec
@@ -55,7 +56,7 @@ class StateCacheSpec:
     def allocate(self, device: torch.device | str = "cpu") -> StateCache:
         """Return uninitialised states: a sequence that starts fresh reads none."""
         data = torch.empty(self.num_slots, *self.shape, dtype=STORAGE_DTYPES[self.dtype])
-        return StateCache(data.to(device))
+        return StateCache(on_huge_pages(data).to(device))
 
 
 class StateCache:
