@@ -34,7 +34,7 @@ ODD: dict[str, dict[str, Any]] = {
     "size 96": {"head_size": 96},
     "values of another size": {"v_head_size": 64},
     "float32": {"dtype": "float32"},
-    "cache of 4 bits": {"kv_cache_dtype": "nvfp4"},
+    "groups of 4 bits": {"kv_cache_dtype": "int4"},
     "scales in tensors": {"kv_cache_dtype": "fp8_e4m3", "scales": "tensor"},
 }
 

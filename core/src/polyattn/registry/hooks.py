@@ -134,7 +134,11 @@ def declare(
         row_formats: formats of cached rows, `encode` and `decode` as paths.
         timings: timing tables that it carries, as absolute paths.
 
+    Raises:
+        KeyError: the module isn't imported.
+
     Examples:
+        >>> import sys
         >>> sys.modules["mine.hooks"] = module = type(sys)("mine.hooks")
         >>> declare("mine.hooks", api_versions=(1, 1))
         >>> module.polyattn_api_versions(), module.polyattn_backends()

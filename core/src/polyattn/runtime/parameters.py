@@ -83,10 +83,11 @@ class Weight:
                 self._is_copy = False
         elif self._read is None or not self._is_copy or self._read.is_inference():
             self._read = tensor.detach().to(self._device, self._dtype, copy=True).contiguous()
-            self._read += self._offset
             self._is_copy = True
         else:
-            self._read.copy_(tensor.detach()).add_(self._offset)
+            self._read.copy_(tensor.detach())
+        if self._offset and self._is_copy:
+            self._read += self._offset
         self._seen = seen
         return self._read
 

@@ -412,12 +412,8 @@ _ENUMS: dict[str, type[Enum]] = {
     "graph_capture": GraphCapture,
     "batch_invariant": Invariance,
 }
-_SATURATED = {
-    "sliding_window": LONGEST,
-    "window_right": LONGEST - 1,
-    "chunk_size": LONGEST,
-    "sink_tokens": LONGEST,
-}
+_SATURATED = dict.fromkeys(("sliding_window", "chunk_size", "sink_tokens"), LONGEST)
+_SATURATED["window_right"] = LONGEST - 1
 """What says "all keys" in each field; more of it means the same."""
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
 """What says that a field was left out."""
@@ -513,12 +509,8 @@ def _check_relations(spec: LayerSpec) -> None:
     _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
-    if spec.qk_norm is not None and (spec.kind.family != "attention" or spec.role is Role.CROSS):
-        what = "cross-attention" if spec.role is Role.CROSS else spec.kind.value
-        raise SpecError(
-            f"qk_norm={spec.qk_norm!r} is for attention over its own keys and values; leave it out for "
-            f"{what}, and norm before the call"
-        )
+    if spec.qk_norm is not None:
+        spec.qk_norm.check(spec.kind, spec.role)
 
 
 def _check_invariance(spec: LayerSpec) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.errors import choice, number
+from polyattn.errors import SpecError, choice, number
+from polyattn.spec.kinds import AttentionKind, Role
 
 OVER = ("head", "token")
 
@@ -39,3 +40,21 @@ class NormSpec:
         choice("qk_norm.over", self.over, OVER)
         number("qk_norm.eps", self.eps, "0 or more", 0)
         number("qk_norm.offset", self.offset, "a finite number")
+
+    def check(self, kind: AttentionKind, role: Role) -> None:
+        """Check that a layer can norm.
+
+        Args:
+            kind: the layer's.
+            role: the layer's.
+
+        Raises:
+            SpecError: it has no keys of its own in rows of heads.
+
+        """
+        if kind.family != "attention" or role is Role.CROSS:
+            what = "cross-attention" if role is Role.CROSS else kind.value
+            raise SpecError(
+                f"qk_norm={self!r} is for attention over its own keys and values; leave it out for "
+                f"{what}, and norm before the call"
+            )

@@ -222,9 +222,13 @@ class Builder(AttentionMetadataBuilder[Step]):
             device_lens[: len(lens)] = common.seq_lens[: len(lens)]
             device_lens[len(lens) :] = padding
         batch = Batch.on_buffers(
-            list(range(0, rows * each + 1, each)), lens + [padding] * (rows - len(lens)),
-            captured.starts, device_lens, self._table(common), None,
-        )  # fmt: skip
+            list(range(0, rows * each + 1, each)),
+            lens + [padding] * (rows - len(lens)),
+            captured.starts,
+            device_lens,
+            self._table(common),
+            None,
+        )
         return self._plan(common, batch, captured.plans)
 
     def _table(self, common: CommonAttentionMetadata) -> Tensor | None:

@@ -72,9 +72,14 @@ class Widening(NamedTuple):
     window: int
 
     def copies(
-        self, batch: Batch, key: Tensor, value: Tensor, dtype: torch.dtype, size: int,
+        self,
+        batch: Batch,
+        key: Tensor,
+        value: Tensor,
+        dtype: torch.dtype,
+        size: int,
         read: tuple[Any, Any] = (None, None),
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Return the tokens' keys and values (tokens, KV heads, size) in `dtype`.
 
         `read`: how rows of bytes are, `functions.rows.Rows.constants`.

@@ -220,16 +220,16 @@ class Checkpoint(Weights):
     def tensor(self, name: str, shape: Shape) -> Tensor:
         """Return one weight, as the file has it; one in e4m3 times its scale, float32."""
         own, file = self._where[name]
-        found: Tensor = self._open(file).get_tensor(own)
-        scale = self._scale_name(name) if found.dtype == torch.float8_e4m3fn else None
+        tensor: Tensor = self._open(file).get_tensor(own)
+        scale = self._scale_name(name) if tensor.dtype == torch.float8_e4m3fn else None
         if scale is None:
-            return found
+            return tensor
         by = self.tensor(scale, ()).float()
         if by.shape == self._blocks(shape):
             by = by.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[
                 :, : shape[1]
             ]
-        return found.float() * (by if by.shape == shape else by.reshape(-1, 1))
+        return tensor.float() * (by if by.shape == shape else by.reshape(-1, 1))
 
     def _scale_name(self, name: str) -> str | None:
         base = name.rpartition(".")[0]
@@ -244,12 +244,12 @@ class Checkpoint(Weights):
         scale = self._scale_name(name)
         if scale is None:
             return f"{name} is {E4M3} without a {SCALES[0]} beside it"
-        found, dtype = self._header(scale)
+        stored, dtype = self._header(scale)
         rows = shape[0]
         valid = ((), (1,), (rows,), (rows, 1), self._blocks(shape))
-        if len(shape) != 2 or found not in valid or dtype not in DTYPES:
+        if len(shape) != 2 or stored not in valid or dtype not in DTYPES:
             return (
-                f"{scale} is {dtype} of shape {found}, expected one number, one a row of {shape}, or "
+                f"{scale} is {dtype} of shape {stored}, expected one number, one a row of {shape}, or "
                 f"one for each {BLOCK} x {BLOCK}"
             )
         return None
