@@ -107,9 +107,13 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 @contextlib.contextmanager
-def rounded_caches() -> Iterator[None]:
-    """Let vLLM's CPU kernel store fp8 rounded to nearest, as GPUs do: by itself it truncates."""
-    store = _custom_ops.cpu_attn_reshape_and_cache
+def mended_kernels() -> Iterator[None]:
+    """Let vLLM's CPU kernels be an oracle, which they aren't by themselves.
+
+    They store fp8 truncated; here, rounded to nearest, as GPUs do. Before 0.31.0 they read sinks as
+    bfloat16 alone (`cpu_attn.py` casts them there); here, they are passed so in each version.
+    """
+    store, attend = _custom_ops.cpu_attn_reshape_and_cache, _custom_ops.cpu_attention_with_kv_cache
 
     def rounded(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(
@@ -119,8 +123,13 @@ def rounded_caches() -> Iterator[None]:
             key, value = key.to(kind).to(key.dtype), value.to(kind).to(value.dtype)
         store(key, value, *args, **kwargs)
 
+    def with_sinks(*args: Any, s_aux: torch.Tensor | None = None, **kwargs: Any) -> None:
+        attend(*args, s_aux=None if s_aux is None else s_aux.bfloat16(), **kwargs)
+
     _custom_ops.cpu_attn_reshape_and_cache = rounded
+    _custom_ops.cpu_attention_with_kv_cache = with_sinks
     try:
         yield
     finally:
         _custom_ops.cpu_attn_reshape_and_cache = store
+        _custom_ops.cpu_attention_with_kv_cache = attend

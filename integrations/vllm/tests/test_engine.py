@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from engine import NEW, Engine, rounded_caches
+from engine import NEW, Engine, mended_kernels
 from tiny_checkpoints import save, save_head, save_with_mtp
 from torch import Tensor
 from vllm.model_executor.layers import utils
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_greedy_tokens(case: str, folder: Path) -> None:
     name, options, own = CASES[case]
     path = save(name, folder)
-    with rounded_caches(), Engine(path, own=True, **options, **own) as engine:
+    with mended_kernels(), Engine(path, own=True, **options, **own) as engine:
         expected = engine.tokens()
     with Engine(path, own=False, **options) as engine:
         found = engine.tokens()
