@@ -102,9 +102,9 @@ def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> N
 @pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_heads_of_one_choice_are_read_together(layout: str, backend: str) -> None:
-    """A row of the call is a token with all its KV heads; with a choice for each head, one head."""
+    """A row of the call is a token with all its KV heads, where these lie together for each token."""
     settings = replace(current(), layout=layout)
-    for scope, rows in (("all", 1), ("kv_head", 7)):
+    for scope, rows in (("all", 1 if layout == "NHD" else 7), ("kv_head", 7)):
         spec = of(granularity=4, budget=9, scope=scope).replace(num_heads=14, num_kv_heads=7)
         step = workload(
             LayerGroup(select(spec, "cpu", backend=backend, settings=settings)), STEP, 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from polyattn import RowFormat
 from polyattn.kernel import UntraceableError, encoded, sizes_of, trace_encode
+from polyattn.runtime.cache.bits import root
 from polyattn.runtime.functions.encoding import replayed
 from polyattn.spec.row_format import known_formats
 from torch import Tensor
@@ -59,10 +61,28 @@ def _into_part(row: Tensor) -> Tensor:
         (_by_value, "encode can't be traced by torch"),
         (_into_part, "operation 'bitwise_or' into part of a tensor"),
         (lambda row: row.cumsum(-1).to(torch.uint8), "operation 'cumsum'"),
-        (lambda row: (row.double() / 3).to(torch.uint8), "a conversion to torch.float64"),
+        (lambda row: (row.double() / 3).to(torch.uint8), "operation 'div' in torch.float64"),
         (lambda row: row.sum(-1, keepdim=True).to(torch.uint8).expand(16), "whose order is torch's own"),
     ],
 )  # fmt: skip
 def test_what_cant_be_traced_is_told(encode: Callable[[Tensor], Tensor], message: str) -> None:
     with pytest.raises(UntraceableError, match=message):
         trace_encode(_of(encode), 16)
+
+
+def test_a_root_is_rounded_once() -> None:
+    """NumPy's instruction is IEEE 754's; MKL's function, which `torch.sqrt` calls, may err."""
+    x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(2)) * 8.0
+    assert torch.equal(root(x), torch.from_numpy(np.sqrt(x.numpy())))
+
+
+@pytest.mark.parametrize("last", [torch.int32, torch.float16])
+def test_a_float64_is_for_roots_alone(last: torch.dtype) -> None:
+    def encode(row: Tensor) -> Tensor:
+        return row.double().sqrt().to(last).to(torch.uint8)
+
+    format = RowFormat(
+        name="wide", encode=encode, decode=lambda row, d, size: row[d], row_bytes=lambda size: size
+    )
+    with pytest.raises(UntraceableError, match="float64"):
+        trace_encode(format, 32)

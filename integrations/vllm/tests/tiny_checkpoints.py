@@ -55,7 +55,9 @@ def save(name: str, folder: Path, **changed: Any) -> Path:
     with torch.no_grad():
         for label, weight in model.named_parameters():
             if "sinks" in label:
-                weight.copy_(torch.randn_like(weight).bfloat16())  # what a kernel of 16 bits can hold
+                weight.copy_(
+                    torch.randn_like(weight).bfloat16()
+                )  # what a kernel of 16 bits can hold
             elif "embeddings_layernorm" in label:  # undoes how small a tied embedding is
                 weight.mul_(0.1)
             elif weight.dim() > 1:

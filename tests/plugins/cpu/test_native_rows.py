@@ -185,3 +185,19 @@ def test_rows_are_written_as_torch_writes_them(name: str) -> None:
         found = torch.full_like(cache, 0x5A)
         store([Part(new, found, 0.3, rows=writer(format, size).address)], slots, by=isa)
         assert torch.equal(found, wanted), isa
+
+
+@pytest.mark.parametrize("name", [*BY_HAND, "kivi2", "fp8_ds_mla"])
+def test_thousands_of_rows_have_torchs_bytes(name: str) -> None:
+    """What rounds another way by one place of a float32 shows in one row of 20,000."""
+    format = row_formats()[name]
+    size = 64 if format.row_bytes(64) else sizes_of(format)[0]
+    count = 100_000 if size == 64 else 10_000
+    new = torch.randn(count, 1, size, generator=torch.Generator().manual_seed(6)).bfloat16()
+    wanted = encoded(new.float(), format)
+    stored = torch.zeros(count // 16, 16, 1, format.row_bytes(size), dtype=torch.uint8)
+    for isa in ISAS:
+        store(
+            [Part(new, stored, 1.0, rows=writer(format, size).address)], torch.arange(count), by=isa
+        )
+        assert torch.equal(stored.view(count, 1, -1), wanted), isa

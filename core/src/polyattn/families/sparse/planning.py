@@ -147,9 +147,16 @@ class Planner(StepPlanner):
         self.kind: type[Piece] = Piece if self.spec.latent is None else RowsPiece
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
+        together = 1 if self.kind is RowsPiece else self.spec.num_kv_heads  # KV heads of a row
+        as_nhd = form.layout == "NHD" and "NHD" in info.capabilities.layouts
+        if (
+            together > 1 and not as_nhd
+        ):  # pages of one head have no layout, so any backend reads them
+            self.spec = self.spec.replace(num_heads=self.spec.gqa_ratio, num_kv_heads=1)
+            together = 1
         self.form = CacheFormat(
             block_size=self.page_size,
-            num_kv_heads=self.spec.num_kv_heads,
+            num_kv_heads=together,
             head_size=form.head_size,
             v_head_size=form.v_head_size,
             dtype=form.dtype,
@@ -163,7 +170,7 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=form)
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
-        rows = group.spec.num_kv_heads // self.spec.num_kv_heads
+        rows = group.spec.num_kv_heads // together
         self.heads = torch.arange(rows, device=group.torch_device)
         if sparse.scope == "head":
             self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)

@@ -112,6 +112,11 @@ def divided(values: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, values / scale)
 
 
+def root(x: Tensor) -> Tensor:
+    """Return the square roots of float32 numbers, rounded once: MKL's, which torch calls, may not be."""
+    return x.double().sqrt().float()
+
+
 def power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that is no larger than float32 numbers above 0; else 1."""
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)

@@ -207,7 +207,7 @@ class _Reader:
         made = getattr(self, f"_{name.strip('_')}", None)
         if name in _ALONE or name in _PAIRS or made is not None:
             wide = dtype.is_floating_point and dtype != torch.float32
-            if wide and name != "view":
+            if wide and name != "view" and (name, dtype) != ("sqrt", torch.float64):
                 raise UntraceableError(f"operation {name!r} in {dtype}")
         if made is not None:
             return made(*args, **kwargs)
@@ -295,6 +295,12 @@ class _Reader:
             )
         if dtype == value.dtype:
             return value
+        if {dtype, value.dtype} == {torch.float32, torch.float64}:
+            return _Array(
+                value.node, value.at, dtype
+            )  # its root is rounded once, which a trace's is
+        if torch.float64 in (dtype, value.dtype):
+            raise UntraceableError(f"a conversion of {value.dtype} to {dtype}")
         if dtype in SMALL_FLOATS:
             node = self._as(value.node, FLOAT)
             return _Array(self._float_of(self._code(node, dtype), dtype), value.at, dtype)

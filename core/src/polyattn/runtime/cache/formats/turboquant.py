@@ -20,6 +20,7 @@ from polyattn.runtime.cache.bits import (
     nibble,
     packed,
     power_below,
+    root,
     summed,
     written,
 )
@@ -49,7 +50,7 @@ def encode(row: Tensor) -> Tensor:
     """Return pairs of codes, size / 2 bytes, then the norm in float16."""
     # Squares of what is divided by a power of two neither overflow nor vanish.
     unit = power_below(row.abs().amax(-1, keepdim=True))
-    norm = torch.sqrt(summed((row / unit).square())) * unit
+    norm = root(summed((row / unit).square())) * unit
     norm = norm.clamp(max=HALF_MAX).half().float()
     near = divided(row, norm) * row.shape[-1] ** 0.5
     levels = codebook(CODEBOOK, row.device)
