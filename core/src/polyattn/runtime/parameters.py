@@ -92,11 +92,8 @@ class Weight:
         return self._read
 
     def _is_as_read(self, tensor: Tensor) -> bool:
-        if self._offset:
-            return False
-        return (
-            tensor.dtype is self._dtype and tensor.device == self._device and tensor.is_contiguous()
-        )
+        form = tensor.dtype, tensor.device
+        return not self._offset and form == (self._dtype, self._device) and tensor.is_contiguous()
 
 
 def check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:

@@ -149,9 +149,8 @@ class Planner(StepPlanner):
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
         together = 1 if self.kind is RowsPiece else self.spec.num_kv_heads  # KV heads of a row
         as_nhd = form.layout == "NHD" and "NHD" in info.capabilities.layouts
-        if (
-            together > 1 and not as_nhd
-        ):  # pages of one head have no layout, so any backend reads them
+        if together > 1 and not as_nhd:
+            # Pages of one head have no layout, so any backend reads them.
             self.spec = self.spec.replace(num_heads=self.spec.gqa_ratio, num_kv_heads=1)
             together = 1
         self.form = CacheFormat(
