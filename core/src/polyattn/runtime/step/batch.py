@@ -305,12 +305,12 @@ class Batch:
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
+        return _uploaded(self.host_starts.astype(np.int32), self.device)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
+        return _uploaded(self.host_lens.astype(np.int32), self.device)
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -353,7 +353,7 @@ class Batch:
         """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""
         if self.positions is not None:
             return self.positions.long()
-        return torch.from_numpy(self.host_positions).to(self.device)
+        return _uploaded(self.host_positions, self.device)
 
     @cached_property
     def host_block_table(self) -> np.ndarray[Any, Any] | None:
@@ -575,7 +575,7 @@ class Batch:
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
-        seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)
+        seqs, blocks, offsets, positions = _uploaded(at.astype(np.int64), self.device)
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
         slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
@@ -592,6 +592,14 @@ def _one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
             f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
         )
     return places
+
+
+def _uploaded(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Return the numbers on the device. The host doesn't wait for what runs on a GPU before them."""
+    host = torch.from_numpy(numbers)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
 def _check_tensors(batch: Batch) -> None:
