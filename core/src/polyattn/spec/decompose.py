@@ -78,13 +78,6 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         graph_capture=GraphCapture.NONE,
         length_bounds=False,
         needs_lse=True,
-        # The layer's decode refuses what follows, because no MLA backend claims it.
-        sliding_window=None,
-        window_right=None,
-        chunk_size=None,
-        sink_tokens=0,
-        dense_context=False,
-        alibi=False,
     )
 
 
