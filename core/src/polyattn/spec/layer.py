@@ -651,23 +651,15 @@ def _check_family(spec: LayerSpec) -> None:
 
 def _check_no_mask(spec: LayerSpec) -> None:
     """No position hides or favours a key beside a sparse choice, or over latents. Raises `SpecError`."""
-    why = (
-        "a sparse layer's choice names the keys that count; leave it out"
-        if spec.sparse is not None
-        else "an MLA layer attends to every latent before its query; leave it out, or describe the "
-        "layer with expanded keys, kind='attention'"
-    )
-    for name in ("sliding_window", "window_right", "chunk_size", "alibi"):
-        if (value := getattr(spec, name)) is not None and value is not False:
-            raise SpecError(f"{name}={value!r}: {why}")
+    why = "a choice names the keys that count" if spec.sparse else "all latents count"
+    for name in ("sliding_window", "window_right", "chunk_size", "alibi", "role"):
+        value = getattr(spec, name)
+        if all(value is not plain for plain in (None, False, Role.DECODER)):
+            raise SpecError(f"{name}={value!r}: {why}; leave it out")
 
 
 def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
-    """A choice says which keys count, and nothing else does. Raises `SpecError`."""
-    if spec.role is not Role.DECODER:
-        raise SpecError(
-            f"role={spec.role!r}: a sparse layer's choice names the keys that count; leave it out"
-        )
+    """The parts of a choice go together. Raises `SpecError`."""
     if sparse.value_in_key and spec.v_head_size > spec.head_size:
         raise SpecError(
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
