@@ -1,8 +1,14 @@
-"""The kit catches liars: backends with one lie each, every one found by the checks that are meant to."""
+"""The kit catches liars: backends with one lie each, every one found by the checks that are meant to.
+
+`liars/caught.json` names the case that catches each, which runs first: written by
+`python tests/conformance/test_liars.py`. Where that case is gone or passes, all the others run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +24,8 @@ SEED = 20
 LIARS = [kind for kind in classes() if kind.by]
 OUT_OF_DATE = (AttributeError, NameError, TypeError)  # a lie about what is no longer there
 HONEST = [kind for kind in classes() if not kind.by]
+RECORD = Path(__file__).parent / "liars" / "caught.json"
+CAUGHT: dict[str, str] = json.loads(RECORD.read_text())
 QUICK = 12  # of so many liars one is tried without `-m slow`
 
 
@@ -60,8 +68,12 @@ def marks(index: int, kind: type[Any]) -> list[pytest.MarkDecorator]:
     ],
 )
 def test_a_liar_is_caught(kind: type[Any]) -> None:
-    found = first_failure(kind, kind.by, budget=30.0)
-    assert found, f"{kind.__name__} passed every case of {', '.join(kind.by)}"
+    recorded = CAUGHT.get(kind.__name__, "")
+    meant = recorded.partition("-")[0] in kind.by or recorded in kind.by
+    known = (recorded,) if meant else ()
+    assert first_failure(kind, known, budget=30.0) or first_failure(kind, kind.by, budget=30.0), (
+        f"{kind.__name__} passed every case of {', '.join(kind.by)}"
+    )
 
 
 @pytest.mark.slow
@@ -82,3 +94,11 @@ def test_there_are_enough_liars() -> None:
         "functions", "prefixes", "captures", "sizes", "lasting",
         "variances", "unseen", "indexers",
     }  # fmt: skip
+
+
+if __name__ == "__main__":
+    register(Plugin(), "liars")
+    for liar in LIARS:
+        if WHOLE_KIT not in liar.by and (case := first_failure(liar, liar.by, budget=30.0)):
+            CAUGHT[liar.__name__] = case
+            RECORD.write_text(json.dumps(CAUGHT, indent=1, sort_keys=True) + "\n")

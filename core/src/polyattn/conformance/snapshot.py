@@ -192,7 +192,7 @@ def _other_names(before: dict[str, Any], after: dict[str, Any], grows: bool) -> 
         if isinstance(old, dict) and isinstance(new, dict):
             yield from (f"{name}.{inner}" for inner in _other_names(old, new, grows))
         else:
-            yield name
+            yield str(name)
 
 
 def _change(before: Any, after: Any, grows: bool) -> str | None:
