@@ -80,6 +80,15 @@ def test_no_position_hides_a_latent(mask: dict[str, Any]) -> None:
         MLA.replace(**mask)
 
 
+def test_a_convolution_is_asked_for_what_its_layer_is() -> None:
+    """Whatever a layer promises, its short convolution must promise too."""
+    layer = MAMBA2.replace(deterministic=True, batch_invariant="batch")
+    conv = convolution(layer)
+    assert conv is not None and conv.deterministic
+    assert conv.batch_invariant is layer.batch_invariant
+    assert select(conv, "cpu").decision.spec == conv and conv.scale == 1.0
+
+
 def test_states_are_made_on_their_device() -> None:
     """More than any host could hold, on a device that holds nothing."""
     spec = StateCacheSpec.for_layer(MAMBA2, 1 << 40)
