@@ -83,7 +83,8 @@ def attend_packed(
     more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     if not training and keys.block_table is None:
-        return attend_whole(query, *keys[:2], _lens(query_lens, keys), asked, **more)
+        lens = _lens(query_lens, keys)
+        return attend_whole(query, *keys[:2], lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
     if training and not asked.needs_lse:  # whose formula is differentiated
         asked = asked._replace(needs_lse=True)
         return attend_packed(query, query_lens, keys, asked, **more)[0], None
