@@ -85,6 +85,10 @@ LIARS: list[type[Any]] = [
 ]  # fmt: skip
 
 
+MANY = (services.StoresTheSkipped, services.ClearsTheBlock)
+"""Stores, of whose many layers each has a batch."""
+
+
 @pytest.fixture(scope="module")
 def liars() -> Iterator[None]:
     register(Plugin(), "liars")
@@ -100,16 +104,23 @@ def counted(kind: type[Any], seed: int, most: int) -> Tally:
 
 
 @pytest.mark.usefixtures("liars")
-@pytest.mark.parametrize("kind", LIARS, ids=[kind.__name__ for kind in LIARS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.__name__, marks=[pytest.mark.slow] if kind in MANY else [])
+        for kind in LIARS
+    ],
+)
 def test_a_liar_is_counted(kind: type[Any]) -> None:
     tally = counted(kind, 2, 300)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("liars")
 @pytest.mark.parametrize("kind", [functions.IgnoresTheVariant, functions.HeadOfTheGroup])
 def test_a_liar_about_functions_is_counted(kind: type[Any]) -> None:
-    tally = counted(kind, 3, 1500)
+    tally = random_batches(discover().backends[info(kind).name], CPU, 3, 1500)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 
