@@ -52,12 +52,18 @@ BY_ROWS = {
 """Cases of row formats, which `test_row_formats_conform` has."""
 
 
+OF_MANY_LAYERS = "published or combined or masks or pairs or search or process"
+"""Cases of many layers or steps each."""
+
+
 @pytest.mark.parametrize(
     "backend",
     [*(pytest.param(n, marks=pytest.mark.slow) for n in ("TORCH_SDPA", "EXAMPLE_ATTN")), *NATIVE],
 )
 def test_a_backend_conforms(backend: str) -> None:
-    part = ("-k", f"not ({BY_ROWS[backend]})") if backend in BY_ROWS else ()
+    left_out = [BY_ROWS[backend]] if backend in BY_ROWS else []
+    left_out += [OF_MANY_LAYERS] if backend == "NATIVE_ATTN" else []
+    part = ("-k", f"not ({' or '.join(left_out)})") if left_out else ()
     found = conforms(backend, 26, *part)
     assert found["cases"] == found["passed"] + found["refused"]
     if backend == "EXAMPLE_ATTN":
@@ -68,6 +74,13 @@ def test_a_backend_conforms(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", NATIVE[0], NATIVE[2]])
 def test_row_formats_conform(backend: str) -> None:
     conforms(backend, 20 if backend == "NATIVE_STORE" else 130, "-k", BY_ROWS[backend])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", NATIVE[:1])
+def test_many_layers_conform(backend: str) -> None:
+    """What `test_a_backend_conforms` leaves out of the fast tests."""
+    conforms(backend, 100, "-k", f"({OF_MANY_LAYERS}) and not ({BY_ROWS[backend]})")
 
 
 @pytest.mark.slow

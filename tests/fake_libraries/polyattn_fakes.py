@@ -69,7 +69,7 @@ def attend_paged(
         blocks = table[index, : -(-length // key.shape[1])].long()
         for stored, found, factor in ((key, keys, scales[0]), (value, values, scales[1])):
             each = factor[index][:, None] if isinstance(factor, Tensor) else factor
-            found.append(stored[blocks].flatten(0, 1)[:length].to(torch.float64) * each)
+            found.append(stored[blocks].flatten(0, 1)[:length].float() * each)
     return attend_each(
         query, keys, values, starts, scale=scale, window=window, soft_cap=soft_cap, slopes=slopes,
         sinks=sinks,
@@ -83,7 +83,7 @@ def attend_packed(
     """The same over packed keys (tokens, KV heads, size) that start where `key_starts` says."""
     spans = list(itertools.pairwise(key_starts))
     assert len(key) == len(value) >= key_starts[-1]
-    keys, values = ([t[a:b].to(torch.float64) for a, b in spans] for t in (key, value))
+    keys, values = ([t[a:b].float() for a, b in spans] for t in (key, value))
     return attend_each(query, keys, values, starts, **options)
 
 
@@ -102,14 +102,15 @@ def attend_each(
         alibi=slopes is not None, learned_sinks=sinks is not None, needs_lse=True,
     )  # fmt: skip
     shape = (len(query), query.shape[1], spec.v_head_size)
-    out = torch.full(shape, EMPTY_ROW, dtype=torch.float64)
-    lse = torch.full((query.shape[1], len(query)), torch.inf, dtype=torch.float64)
+    exact = torch.float64 if query.dtype == torch.float32 else torch.float32  # as their kernels
+    out = torch.full(shape, EMPTY_ROW, dtype=exact)
+    lse = torch.full((query.shape[1], len(query)), torch.inf, dtype=exact)
     for index, key in enumerate(keys):
         rows = slice(starts[index], starts[index + 1])
         if len(key) == 0 or rows.start == rows.stop:
             continue
         params = LayerParams(alibi_slopes=slopes, sinks=sinks)
-        out[rows], found = reference.attend(spec, query[rows], key, values[index], params)
+        out[rows], found = reference.attend(spec, query[rows], key, values[index], params, exact)
         lse[:, rows] = found.T
     return out.to(query.dtype), lse.float()
 

@@ -27,6 +27,7 @@ from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
+from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
@@ -48,7 +49,7 @@ sweep = pytest.mark.sweep
 @pytest.mark.parametrize(
     ("backend", "interpreted", "least"),
     [
-        ("TORCH_MLA", False, 30),
+        pytest.param("TORCH_MLA", False, 30, marks=pytest.mark.slow),
         pytest.param("TORCH_MLA_SPARSE", False, 30, marks=pytest.mark.slow),
         pytest.param("TORCH_STORE", False, 50, marks=pytest.mark.slow),
         ("TORCH_MERGE", False, 25),
@@ -61,6 +62,37 @@ sweep = pytest.mark.sweep
 )
 def test_conforms(backend: str, interpreted: bool, least: int) -> None:
     conforms(backend, least, **{"TRITON_INTERPRET": "1"} if interpreted else {})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"sliding_window": 16},
+        {"chunk_size": 8},
+        {"alibi": True},
+        {"causal": False, "window_right": 0},
+    ],
+)
+def test_no_position_hides_a_latent(mask: dict[str, Any]) -> None:
+    """No form of MLA's decode has a mask over latents: the spec refuses it, not a selection later."""
+    name, value = list(mask.items())[-1]
+    with pytest.raises(SpecError, match=f"{name}={value!r}: all latents count; leave it out"):
+        MLA.replace(**mask)
+
+
+def test_a_convolution_is_asked_for_what_its_layer_is() -> None:
+    """Whatever a layer promises, its short convolution must promise too."""
+    layer = MAMBA2.replace(deterministic=True, batch_invariant="batch")
+    conv = convolution(layer)
+    assert conv is not None and conv.deterministic
+    assert conv.batch_invariant is layer.batch_invariant
+    assert select(conv, "cpu").decision.spec == conv and conv.scale == 1.0
+
+
+def test_states_are_made_on_their_device() -> None:
+    """More than any host could hold, on a device that holds nothing."""
+    spec = StateCacheSpec.for_layer(MAMBA2, 1 << 40)
+    assert spec.allocate("meta").data.device.type == "meta"
 
 
 class Step:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from random_functions import Expression, check, floats, truths, variant_of
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_torch_s(count: int) -> None:
     check("TORCH_SDPA", count)
 

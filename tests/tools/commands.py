@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
-            "--weights=", "--arrivals=", "--context-parallel=", "--assume=", "--ignore=", "--beams="),
+            "--weights=", "--arrivals=", "--context-parallel=", "--assume=", "--ignore="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
               "--seconds=", "--lengths=", "--seed=", "--plot=", "--total-seconds=", "--assume=",
               "--ignore=", "--kv-cache-dtype="),

@@ -163,7 +163,14 @@ def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
     code, _, errors = here("run", str(file), *read, *whole)
     assert code == 0, errors
     code, _, errors = here(
-        "bench", "1q1s16", "--model", str(file), *read, "--seconds=0.001", "--device=cpu"
+        "bench",
+        "1q1s16",
+        "--model",
+        str(file),
+        *read,
+        "--seconds=0.001",
+        "--device=cpu",
+        "--backend=TORCH_SDPA",
     )
     assert code == 0, errors
 
@@ -199,7 +206,7 @@ def test_a_checkpoints_cache_is_served_unless_the_caller_names_another(tmp_path:
 def test_explain_compares_formats_of_the_cache() -> None:
     """Bytes by hand: 32 layers of 8 heads of 128, keys and values; int4 has 8 bytes of scales a row."""
     command = ("explain", "llama-3.1-8b", "--device", "h200", "--formats")
-    (group,) = json.loads(polyattn(*command, "--json").stdout)["groups"]
+    (group,) = json.loads(here(*command, "--json")[1])["groups"]
     rows = {row["kv_cache_dtype"]: row for row in group["formats"]}
     bytes_of = {name: row["bytes_per_token"] for name, row in rows.items() if "cannot" not in row}
     assert list(bytes_of.values()) == sorted(bytes_of.values())
@@ -208,7 +215,7 @@ def test_explain_compares_formats_of_the_cache() -> None:
     assert rows["auto"]["decode"] == "TRITON_ATTN" and rows["int4"]["decode"]
     assert list(rows["auto"]["us"]) == ["32q1s4k", "q2k"] and not rows["int4"]["us"]
     assert "has no rows of that size" in rows["fp8_ds_mla"]["cannot"]
-    text = polyattn(*command).stdout
+    text = here(*command)[1]
     assert "cache formats" in text and "fp8_ds_mla: head_size=128" in text
     assert "-: no timing table for this device covers this layer" in text
 

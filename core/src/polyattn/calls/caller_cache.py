@@ -239,9 +239,14 @@ def _lens(
 
 
 def _pages_by_device(
-    query: Tensor, query_lens: Sequence[int], cache: CallerCache, lens: int | Tensor, new: NewKeys | None,
-    turns: RotaryTables | None, slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    query: Tensor,
+    query_lens: Sequence[int],
+    cache: CallerCache,
+    lens: int | Tensor,
+    new: NewKeys | None,
+    turns: RotaryTables | None,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return keys, values and block table where lengths needn't be copied to the host, else None.
 
     They needn't for as many tokens of each row, few unless captured: of many, a plan by exact lengths

@@ -43,9 +43,14 @@ class Recomputed(torch.autograd.Function):
 
 @torch.no_grad()
 def gradients(
-    spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, sequences: Sequences,
+    spec: LayerSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    d_out: Tensor,
+    sequences: Sequences,
     slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of packed queries, keys and values, (tokens, heads, size) each."""
     dq, dk, dv = (torch.zeros_like(t) for t in (query, key, value))
     for first, count, start, length in sequences:

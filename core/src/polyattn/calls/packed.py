@@ -80,21 +80,14 @@ def attend_packed(
     """
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
+    more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     if not training and keys.block_table is None:
-        return attend_whole(
-            query, keys.key, keys.value, _lens(query_lens, keys), asked, sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )  # fmt: skip
+        lens = _lens(query_lens, keys)
+        return attend_whole(query, *keys[:2], lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
     if training and not asked.needs_lse:  # whose formula is differentiated
-        return attend_packed(
-            query,
-            query_lens,
-            keys,
-            asked._replace(needs_lse=True),
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )[0], None
+        asked = asked._replace(needs_lse=True)
+        return attend_packed(query, query_lens, keys, asked, **more)[0], None
     if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
@@ -104,9 +97,9 @@ def attend_packed(
         group = group_for_call(query, heads, v_size, asked, *params, block_size=cache.block_size)
         group.check_format(cache.format)
         step = group.plan_for(_batch(query_lens, keys))
-        return run_plan(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
+        return run_plan(step, query, None, None, cache, **more)
     if not training:  # fewer keys than queries, out of their pages
-        return attend_packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+        return attend_packed(query, query_lens, keys, asked, **more)
     step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), asked, *params)
     if sinks is not None:
         raise BatchError(
@@ -200,9 +193,14 @@ def packed_gradients(
 
     """
     group = group_for_call(
-        query, keys.key.shape[-2], keys.value.shape[-1], asked, False, alibi_slopes is not None,
+        query,
+        keys.key.shape[-2],
+        keys.value.shape[-1],
+        asked,
+        False,
+        alibi_slopes is not None,
         cached=False,
-    )  # fmt: skip
+    )
     sequences = _sequences(query_lens, keys)
     return gradients(group.spec, query, *keys[:2], d_out, sequences, alibi_slopes)
 

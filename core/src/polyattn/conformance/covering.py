@@ -98,9 +98,14 @@ class Covering:
         return choice
 
     def _row(
-        self, choice: Choice, group: str, names: tuple[str, ...], ids: list[int],
-        allows: Callable[[Choice], bool], noise: float,
-    ) -> bool:  # fmt: skip
+        self,
+        choice: Choice,
+        group: str,
+        names: tuple[str, ...],
+        ids: list[int],
+        allows: Callable[[Choice], bool],
+        noise: float,
+    ) -> bool:
         """Append a row that meets pairs that are left; returns whether there is one."""
         rows, own = choice[group], [*ids]
         rows.append(())

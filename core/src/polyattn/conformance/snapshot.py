@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -87,18 +87,15 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the hooks of exceptions": lambda: (sys.excepthook, sys.unraisablehook),
 }  # fmt: skip
 """What a case must leave as it was, by name."""
+PATCHED = (torch.nn.functional, torch, torch.Tensor, np, math, random, time, builtins)
+"""What a library may put other functions into."""
 IMPORTED: dict[str, Callable[[], Any]] = {
     "the filters of warnings": lambda: list(warnings.filters),
     "logging": lambda: {"logging.disable": logging.root.manager.disable, **_loggers()},
     "sys.path": lambda: list(sys.path),
     "the finders of modules": lambda: [*sys.meta_path, *sys.path_hooks],
     "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
-    "functions": lambda: {
-        f"{module.__name__}.{name}": value
-        for module in (torch.nn.functional, torch, torch.Tensor, np, math, random, time, builtins)
-        for name, value in vars(module).items()
-        if callable(value)
-    },
+    "functions": lambda: {module.__name__: dict(vars(module)) for module in PATCHED},
 }
 """What a library may change when it is first imported, and no step may."""
 
@@ -186,16 +183,24 @@ def _changes(before: dict[str, Any], modules: int) -> dict[str, str]:
     return {name: change for name, change in changes.items() if change is not None}
 
 
+def _other_names(before: dict[str, Any], after: dict[str, Any], grows: bool) -> Iterator[str]:
+    """Yield the names whose values are others; of a mapping of mappings, `outer.inner`."""
+    for name in before.keys() if grows else before.keys() | after.keys():
+        old, new = before.get(name), after.get(name)
+        if old is new or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from (f"{name}.{inner}" for inner in _other_names(old, new, grows))
+        else:
+            yield str(name)
+
+
 def _change(before: Any, after: Any, grows: bool) -> str | None:
     """Say how a setting changed, None where it didn't. `grows`: what is new in a mapping is no change."""
-    if isinstance(before, dict):
-        names = before.keys() if grows else before.keys() | after.keys()
-        pairs = {name: (before.get(name), after.get(name)) for name in names}
-        names = sorted(
-            str(name) for name, (old, new) in pairs.items() if old is not new and old != new
-        )
-        return f" ({', '.join(names[:NAMED])})" if names else None
     if before == after:
         return None
+    if isinstance(before, dict):
+        names = sorted(_other_names(before, after, grows))
+        return f" ({', '.join(names[:NAMED])})" if names else None
     change = f" ({before!r} became {after!r})"
     return change if len(change) < SHORT else ""

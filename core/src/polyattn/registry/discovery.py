@@ -170,9 +170,14 @@ def _build(settings: Settings) -> Registry:
         else:
             records.append(_load(item, manager, settings.plugin_timeout))
     core = PluginRecord(
-        "core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN,
-        variants=SHIPPED, row_formats=ROW_FORMATS,
-    )  # fmt: skip
+        "core",
+        PROJECT,
+        __version__,
+        "polyattn.registry.builtin",
+        backends=BUILTIN,
+        variants=SHIPPED,
+        row_formats=ROW_FORMATS,
+    )
     return _assemble((core, *records), manager)
 
 

@@ -286,10 +286,15 @@ def declared(
     path = f"{function.__module__}:{function.__qualname__}"
     info = BackendInfo(name=name.upper(), path=path, capabilities=caps, **about)
     body = {
-        "name": info.name, "function": staticmethod(function), "parameters": names, "form": form,
-        "info": info, "__module__": function.__module__, "__doc__": function.__doc__,
+        "name": info.name,
+        "function": staticmethod(function),
+        "parameters": names,
+        "form": form,
+        "info": info,
+        "__module__": function.__module__,
+        "__doc__": function.__doc__,
         "__qualname__": function.__qualname__,
-    }  # fmt: skip
+    }
     return type(function.__name__, (FunctionBackend,), body)
 
 

@@ -28,13 +28,13 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
         channels += 2 * spec.num_kv_heads * form.state_size
     elif spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
         channels = spec.num_heads * spec.v_head_size + 2 * spec.num_kv_heads * spec.head_size
-    return LayerSpec(
+    return spec.replace(
         kind=AttentionKind.SHORT_CONV,
         num_heads=channels,
+        num_kv_heads=channels,
         head_size=1,
-        dtype=spec.dtype,
-        graph_capture=spec.graph_capture,
-        batch_invariant=spec.batch_invariant,
+        v_head_size=1,
+        scale=0.0,
         recurrent=RecurrentSpec(conv_width=form.conv_width, activation=form.activation),
     )
 
@@ -78,13 +78,6 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         graph_capture=GraphCapture.NONE,
         length_bounds=False,
         needs_lse=True,
-        # The layer's decode refuses what follows, because no MLA backend claims it.
-        sliding_window=None,
-        window_right=None,
-        chunk_size=None,
-        sink_tokens=0,
-        dense_context=False,
-        alibi=False,
     )
 
 

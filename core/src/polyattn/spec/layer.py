@@ -640,6 +640,8 @@ def _check_family(spec: LayerSpec) -> None:
             f"num_kv_heads={spec.num_kv_heads}: {kind.value} has no groups; leave it out, or set it to "
             f"{spec.num_heads}"
         )
+    if spec.sparse is not None or spec.latent is not None:
+        _check_no_mask(spec)
     if spec.latent and spec.head_size <= spec.latent.rope_head_size:
         raise SpecError(
             f"head_size={spec.head_size} must exceed latent.rope_head_size="
@@ -647,19 +649,17 @@ def _check_family(spec: LayerSpec) -> None:
         )
 
 
+def _check_no_mask(spec: LayerSpec) -> None:
+    """No position hides or favours a key beside a sparse choice, or over latents. Raises `SpecError`."""
+    why = "a choice names the keys that count" if spec.sparse else "all latents count"
+    for name in ("sliding_window", "window_right", "chunk_size", "alibi", "role"):
+        value = getattr(spec, name)
+        if all(value is not plain for plain in (None, False, Role.DECODER)):
+            raise SpecError(f"{name}={value!r}: {why}; leave it out")
+
+
 def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
-    """A choice says which keys count, and nothing else does. Raises `SpecError`."""
-    for name, plain in (
-        ("sliding_window", None),
-        ("window_right", None),
-        ("chunk_size", None),
-        ("alibi", False),
-        ("role", Role.DECODER),
-    ):
-        if (value := getattr(spec, name)) != plain:
-            raise SpecError(
-                f"{name}={value!r}: a sparse layer's choice names the keys that count; leave it out"
-            )
+    """The parts of a choice go together. Raises `SpecError`."""
     if sparse.value_in_key and spec.v_head_size > spec.head_size:
         raise SpecError(
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "

@@ -186,8 +186,13 @@ def family_of(spec: LayerSpec) -> Any:
 
 
 def workload(
-    layer: Any, lengths: Lengths, seed: int | Dice = 0, *, step: dict[str, Any] | None = None, **how: Any
-) -> Workload:  # fmt: skip
+    layer: Any,
+    lengths: Lengths,
+    seed: int | Dice = 0,
+    *,
+    step: dict[str, Any] | None = None,
+    **how: Any,
+) -> Workload:
     """Return a step of a layer, or of a new layer of a group.
 
     `lengths`: (query length, sequence length) of each sequence. `how`: how a new layer is built; `step`:

@@ -132,19 +132,19 @@ def tolerance_of(spec: LayerSpec, offset: float = 0.0) -> Tolerance:
 
 
 def _of_layer(spec: LayerSpec) -> Tolerance:
-    found = fp8_compute(spec) if spec.fp8_compute else TOLERANCES[spec.dtype]
+    limit = fp8_compute(spec) if spec.fp8_compute else TOLERANCES[spec.dtype]
     if spec.recurrent is not None and spec.recurrent.state_dtype != "auto":
         of_state = TOLERANCES[spec.recurrent.state_dtype]  # a state is rounded to it at each step
-        found = Tolerance(max(found.output, of_state.output), found.lse)
+        limit = Tolerance(max(limit.output, of_state.output), limit.lse)
     if spec.out_dtype != "auto":
-        found = Tolerance(found.output + FP8_OUTPUT, found.lse)
+        limit = Tolerance(limit.output + FP8_OUTPUT, limit.lse)
     if spec.rope is not None and spec.rope.positions == "cache" and spec.dtype in TURNED:
         turned = TURNED[spec.dtype] * spec.scale * math.sqrt(spec.rope.rotary_size)
-        found = Tolerance(found.output, max(found.lse, turned))
+        limit = Tolerance(limit.output, max(limit.lse, turned))
     if is_rows(spec.kv_cache_dtype):
         output, lse = of_rows(spec)
-        found = Tolerance(found.output + output, found.lse + lse)
+        limit = Tolerance(limit.output + output, limit.lse + lse)
     if spec.fp8_compute or spec.latent is None:
-        return found
+        return limit
     logits = spec.scale * math.sqrt(spec.head_size)
-    return Tolerance(LATENT * found.output, max(LATENT * LATENT * found.lse, found.output * logits))
+    return Tolerance(LATENT * limit.output, max(LATENT * LATENT * limit.lse, limit.output * logits))

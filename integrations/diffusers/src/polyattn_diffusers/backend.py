@@ -96,9 +96,14 @@ def attention(
 
 
 def _refused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-    is_causal: bool, parallel: Any,
-) -> str | None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    parallel: Any,
+) -> str | None:
     if parallel is not None:
         return "context parallelism, which this backend doesn't claim"
     if dropout_p:
@@ -111,9 +116,14 @@ def _refused(
 
 
 def _serve(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
-    scale: float | None, return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     if mask is not None and mask.dim() == 2 and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None]
     elif mask is not None and mask.dim() in (2, 3):

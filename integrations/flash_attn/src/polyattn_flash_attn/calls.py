@@ -28,9 +28,14 @@ Found = tuple[Tensor, Tensor | None]
 
 
 def options_of(
-    scale: float | None, causal: bool, sides: Window, softcap: float, slopes: Tensor | None,
-    needs_lse: bool, chunk: int = 0,
-) -> CallOptions:  # fmt: skip
+    scale: float | None,
+    causal: bool,
+    sides: Window,
+    softcap: float,
+    slopes: Tensor | None,
+    needs_lse: bool,
+    chunk: int = 0,
+) -> CallOptions:
     """Return what a call asks for in polyattn's words. `sides`, a window's numbers, may be tensors."""
     left, right = sides
     return _options(
@@ -78,11 +83,16 @@ def varlen(
 
 
 def with_kvcache(
-    query: Tensor, key: Tensor | None, value: Tensor | None, cache: CallerCache,
-    lens: int | Tensor | None, options: CallOptions,
-    rotary: tuple[Tensor | None, Tensor | None, bool], slopes: Tensor | None = None,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: CallerCache,
+    lens: int | Tensor | None,
+    options: CallOptions,
+    rotary: tuple[Tensor | None, Tensor | None, bool],
+    slopes: Tensor | None = None,
     starts: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Found:  # fmt: skip
+) -> Found:
     """Append and attend. Queries and new keys in rows, or packed where `starts` are theirs.
 
     `rotary`: cos, sin, interleaved. Raises `RuntimeError`, as flash-attn does, where there is no room.

@@ -108,10 +108,15 @@ class Step:
         return self._batch(None)
 
     def attend(
-        self, query: Tensor, keys: KVCache | tuple[Tensor, Tensor], *,
-        window_left: int | None = None, scale: float = 1.0, sinks: Tensor | None = None,
+        self,
+        query: Tensor,
+        keys: KVCache | tuple[Tensor, Tensor],
+        *,
+        window_left: int | None = None,
+        scale: float = 1.0,
+        sinks: Tensor | None = None,
         needs_lse: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend for (tokens, heads, size). The LSE is to base 2, (tokens, heads)."""
         if query.dim() != 3 or query.shape[0] != sum(self.query_lens):
             raise PolyattnError(

@@ -57,12 +57,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     captured = True
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
         paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None, backend: str = "auto",
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
         jit_args: Any = None,
-    ):  # fmt: skip
+    ):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
         self.use_tensor_cores = use_tensor_cores
         if not use_cuda_graph:
@@ -124,9 +129,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 
     def _attend(
-        self, query: Tensor, keys: Any, scale: float, needs_lse: bool, window_left: int | None,
+        self,
+        query: Tensor,
+        keys: Any,
+        scale: float,
+        needs_lse: bool,
+        window_left: int | None,
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         if not self.is_cuda_graph_enabled:
             return super()._attend(query, keys, scale, needs_lse, window_left, sinks)
         scores = self._planned_step.scores

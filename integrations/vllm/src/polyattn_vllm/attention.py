@@ -27,8 +27,13 @@ class PolyattnBackend(Layouts, AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
-    ]  # fmt: skip
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    ]
 
     @staticmethod
     def get_name() -> str:

@@ -36,9 +36,13 @@ class Layouts:
 
     @classmethod
     def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
         cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         if cls.is_mla():
             return num_blocks, block_size, head_size
         return num_blocks, num_kv_heads, block_size, 2 * head_size

@@ -13,16 +13,24 @@ from polyattn_vllm.attention import PolyattnBackend
 from polyattn_vllm.step import REMEDY, Step, pages_of
 
 UNSERVED = (
-    "alibi_slopes", "sliding_window", "logits_soft_cap", "indexer", "kv_sharing_target_layer_name",
-)  # fmt: skip
+    "alibi_slopes",
+    "sliding_window",
+    "logits_soft_cap",
+    "indexer",
+    "kv_sharing_target_layer_name",
+)
 
 
 class PolyattnMLABackend(PolyattnBackend):
     """The same for MLA; an fp8 cache is e4m3, as vLLM's MLA layer reads it."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3",
-    ]  # fmt: skip
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -53,10 +61,13 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.fields = {
-            "kind": "mla", "num_heads": num_heads, "head_size": qk_head_dim, "scale": self.scale,
+            "kind": "mla",
+            "num_heads": num_heads,
+            "head_size": qk_head_dim,
+            "scale": self.scale,
             "v_head_size": v_head_dim,
             "latent": LatentSpec(rank=kv_lora_rank, rope_head_size=qk_rope_head_dim),
-        }  # fmt: skip
+        }
 
     def attach(self, layer: Any, group: LayerGroup) -> LatentAttention:
         """Return polyattn's layer for this one of vLLM's, with the halves of its up-projection."""

@@ -51,9 +51,13 @@ class Step(AttentionMetadata):
     num_decode_tokens: int = 0
 
     def attend(
-        self, impl: Any, query: Tensor, given: tuple[Tensor, Tensor] | None, cache: Tensor,
+        self,
+        impl: Any,
+        query: Tensor,
+        given: tuple[Tensor, Tensor] | None,
+        cache: Tensor,
         output: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run a layer of vLLM's over its cache, or what is `given`; later tokens are padding."""
         layer = self.layers[impl]
         plan = self.plans[layer.group]
@@ -99,9 +103,12 @@ class Builder(AttentionMetadataBuilder[Step]):
         return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig,
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
         device: torch.device,
-    ):  # fmt: skip
+    ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
         self.captured: dict[tuple[int, int], Captured] = {}

@@ -64,10 +64,10 @@ class Rows:
 
     def trace(self) -> Trace:
         """Return what `decode` computes. Raises `UntraceableError`."""
-        found = trace_rows(self.format, self.size)
-        if any(t.dim() != 1 or len(t) > TABLE for t in found.constants.values()):
+        trace = trace_rows(self.format, self.size)
+        if any(t.dim() != 1 or len(t) > TABLE for t in trace.constants.values()):
             raise UntraceableError(f"a table of more than {TABLE} entries")
-        return found
+        return trace
 
     def read(self, rows: Any, width: int) -> Any:
         """Return rows (keys, bytes), uint8, as float32 (keys, width): zeros behind the elements."""
@@ -79,16 +79,16 @@ class Rows:
             if node.what == "row":
                 index = jnp.broadcast_to(at, shape)
                 return jnp.take_along_axis(wide, index, 1, mode="promise_in_bounds")
-            found: Any = jnp.zeros(shape, KINDS[node.kind])
+            vector: Any = jnp.zeros(shape, KINDS[node.kind])
             for entry, value in enumerate(trace.constants[node.what].tolist()):
-                found = jnp.where(at == entry, value, found)
-            return found
+                vector = jnp.where(at == entry, value, vector)
+            return vector
 
         values = _run(trace, {"place": lambda node: place, "load": loaded})
         assert trace.score is not None
-        found = jnp.broadcast_to(values[trace.score], shape)
+        elements = jnp.broadcast_to(values[trace.score], shape)
         inside = lax.broadcasted_iota(jnp.int32, shape, 1) < self.size
-        return jnp.where(inside, found, 0.0)
+        return jnp.where(inside, elements, 0.0)
 
     def written(self, values: Any) -> Any:
         """Return values (tokens, heads, size), over their scale, as bytes (tokens, heads, bytes)."""
@@ -123,11 +123,11 @@ def _run(trace: Trace, own: dict[str, Any], apart: Any = lambda args: args) -> l
     for node in trace.nodes:
         args = [values[i] for i in node.args]
         if node.op in own:
-            found = own[node.op](node, *args)
+            vector = own[node.op](node, *args)
         elif node.op == "constant":
-            found = jnp.asarray(node.what, KINDS[node.kind]).reshape(1)
+            vector = jnp.asarray(node.what, KINDS[node.kind]).reshape(1)
         elif node.op.startswith("to_"):
-            found = args[0]
+            vector = args[0]
         else:
             kinds = {trace.nodes[i].kind for i in node.args}
             most = next(kind for kind in ("float", "int", "bool") if kind in kinds)
@@ -135,6 +135,6 @@ def _run(trace: Trace, own: dict[str, Any], apart: Any = lambda args: args) -> l
                 args = [args[0].astype(jnp.bool_), *(a.astype(KINDS[node.kind]) for a in args[1:])]
             elif node.op not in ("half", "single", "bits"):
                 args = [a.astype(KINDS["float" if node.op == "truediv" else most]) for a in args]
-            found = OPERATIONS[node.op](*apart(jnp.broadcast_arrays(*args)))
-        values.append(found.astype(KINDS[node.kind]))
+            vector = OPERATIONS[node.op](*apart(jnp.broadcast_arrays(*args)))
+        values.append(vector.astype(KINDS[node.kind]))
     return values

@@ -132,14 +132,30 @@ def pairs(case: Case, harness: Harness) -> None:
     caps = _capabilities(harness)
     values = claimed(case.spec, caps)
     covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
-    for most in MOST_NUMBERS:
-        small = partial(fits, most=most)
+    of_layer = [name for name in covering.plain if name not in OF_STEPS]
+    served: dict[tuple[Any, ...], bool | None] = {}
+
+    def allows(choice: Choice, most: int, early: bool) -> bool:
+        if not fits(choice, most):
+            return False
+        whole = choice.keys() >= {*covering.plain}
+        if not whole and not early:
+            return True
+        layer = tuple(choice.get(name, OF_STEPS) for name in of_layer)
+        if layer not in served:
+            spec = _drawn(case.spec, choice)
+            served[layer] = None if spec is None else _served(harness, spec)
+        answer = served[layer]
+        return bool(answer) if whole else answer is not False
+
+    # First each value, as it is chosen, is served beside the usual ones; then all are, together.
+    for most, early in product(MOST_NUMBERS, (True, False)):
+        small = partial(allows, most=most, early=early)
         for choice in covering.draw(small, any_value=most == MOST_NUMBERS[0]):
             if looked_at >= LEAST_PAIRS and time.monotonic() > end:
                 return
             spec = _drawn(case.spec, choice)
-            if spec is None or not _served(harness, spec):
-                continue
+            assert spec is not None
             try:
                 with MODES[choice["mode"]]():
                     _pair(harness, spec, choice, covering)
@@ -265,9 +281,13 @@ def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
 
 
 def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:
-    """Return the layer of a choice, None for what is no layer."""
-    fields = {n: v for n, v in choice.items() if n not in OF_STEPS}
-    return _layer_of(base, fields | {"num_heads": fields.pop("group") * fields["num_kv_heads"]})
+    """Return the layer of a choice, the usual one's where it lacks a value; None for what is no layer."""
+    fields = {name: value for name, value in choice.items() if name not in OF_STEPS | ROWS.keys()}
+    group, kv_heads = (
+        fields.pop("group", base.gqa_ratio),
+        fields.get("num_kv_heads", base.num_kv_heads),
+    )
+    return _layer_of(base, fields | {"num_heads": group * kv_heads, "num_kv_heads": kv_heads})
 
 
 def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:

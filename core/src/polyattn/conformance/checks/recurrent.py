@@ -218,9 +218,14 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
     lengths = RECURRENT[case.batch]
     size, longest = _room(_to_capture(case, harness, layer, lengths).batch, 2)
     buffers = StepBuffers(
-        size.rows, size.query_len, longest, None, harness.torch_device,
-        padding_rows=layer.group.planner.padding_rows, state_targets=size.state_targets,
-    )  # fmt: skip
+        size.rows,
+        size.query_len,
+        longest,
+        None,
+        harness.torch_device,
+        padding_rows=layer.group.planner.padding_rows,
+        state_targets=size.state_targets,
+    )
     captured = layer.group.plan(buffers.batch([longest] * size.rows))
     for chosen in (lengths, lengths[::-1], lengths[1:]):
         work = _to_capture(case, harness, layer, chosen)

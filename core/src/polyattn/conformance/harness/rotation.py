@@ -88,9 +88,14 @@ class RotationHarness(StoreHarness):
         return Norms(query, key, norm.eps, norm.over)
 
     def check_rotated(
-        self, store: StoreBackend, spec: LayerSpec, step: RotatedTokens, keep: bool,
-        plan: StorePlan | None = None, label: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        store: StoreBackend,
+        spec: LayerSpec,
+        step: RotatedTokens,
+        keep: bool,
+        plan: StorePlan | None = None,
+        label: str = "",
+    ) -> None:
         """Rotate and store; look at the query, the kept keys and values, and every slot."""
         new, cache = step.new, step.cache
         assert new.key is not None and new.value is not None

@@ -202,9 +202,14 @@ def scaled(wide: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _transformed(
-    transforms: Transforms, query: Tensor, keys: Tensor, values: Tensor, inputs: Mapping[str, Tensor],
-    seq: int, whole: bool,
-) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
+    transforms: Transforms,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inputs: Mapping[str, Tensor],
+    seq: int,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Transform a sequence's queries, and keys and values where they are given and not cached.
 
     Cached ones were before they were stored. Returns them, and what transforms the output.

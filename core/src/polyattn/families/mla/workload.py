@@ -172,9 +172,14 @@ class LatentWorkload(ChoosingWorkload):
             [1], [self.batch.lens[index]], table[index : index + 1], form.block_size
         )
         expected, _ = reference.forward(
-            self.spec, self.query[rows], self.cache, alone, self.layer.weights, self.layer.params,
+            self.spec,
+            self.query[rows],
+            self.cache,
+            alone,
+            self.layer.weights,
+            self.layer.params,
             None if self.choice is None else self.choice[rows],
-        )  # fmt: skip
+        )
         return output_error(self.out[rows], expected)
 
 

@@ -138,8 +138,13 @@ class Indexer:
             raise BatchError(f"{name} isn't contiguous: its pages are read as they lie")
 
     def _check(
-        self, query: Tensor, keys: Tensor, batch: Batch, weights: Tensor | None, within: Tensor | None
-    ) -> None:  # fmt: skip
+        self,
+        query: Tensor,
+        keys: Tensor,
+        batch: Batch,
+        weights: Tensor | None,
+        within: Tensor | None,
+    ) -> None:
         spec, tokens = self.spec, batch.num_tokens
         if batch.block_table is None:
             raise BatchError(

@@ -230,9 +230,14 @@ class SparseAttention(Layer):
         store.run(store.plan(slot_mapping.long()), key, value, cache, self._params)
 
     def _check(
-        self, step: SparseStep, query: Tensor, key: Tensor | None, value: Tensor | None,
-        choice: Tensor, out: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        step: SparseStep,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        choice: Tensor,
+        out: Tensor,
+    ) -> None:
         spec, sparse, tokens = self.spec, self.spec.sparse, step.batch.num_tokens
         assert sparse is not None
         if (key is None) != (value is None):

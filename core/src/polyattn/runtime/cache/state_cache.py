@@ -55,8 +55,8 @@ class StateCacheSpec:
 
     def allocate(self, device: torch.device | str = "cpu") -> StateCache:
         """Return uninitialised states: a sequence that starts fresh reads none."""
-        data = torch.empty(self.num_slots, *self.shape, dtype=STORAGE_DTYPES[self.dtype])
-        return StateCache(on_huge_pages(data).to(device))
+        shape, dtype = (self.num_slots, *self.shape), STORAGE_DTYPES[self.dtype]
+        return StateCache(on_huge_pages(torch.empty(shape, dtype=dtype, device=device)))
 
 
 class StateCache:

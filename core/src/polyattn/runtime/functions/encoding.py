@@ -70,8 +70,8 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
 
     Examples:
         >>> from polyattn import row_formats
-        >>> found = trace_encode(row_formats()["int4"], 32)
-        >>> "gather" in {node.op for node in found.nodes}
+        >>> trace = trace_encode(row_formats()["int4"], 32)
+        >>> "gather" in {node.op for node in trace.nodes}
         True
 
     """
@@ -79,18 +79,18 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
     turn = None if format.turn is None else function_of(format, "turn")
 
     def function(row: Tensor) -> Tensor:
-        found: Tensor = encode(row if turn is None else turn(row, False))
-        return found
+        codes: Tensor = encode(row if turn is None else turn(row, False))
+        return codes
 
     try:
         graph = make_fx(function)(torch.ones(size)).graph
     except Exception as error:
         raise UntraceableError(f"encode can't be traced by torch: {describe(error)}") from error
-    found = _Reader().read(graph, size)
+    trace = _Reader().read(graph, size)
     for row in torch.cat([torch.tensor(EXTREMES)[:, None].expand(-1, size), _sample(size)]):
-        if not torch.equal(replayed(found, row), function(row)):
+        if not torch.equal(replayed(trace, row), function(row)):
             raise UntraceableError("encode, whose traced operations write other bytes")
-    return found
+    return trace
 
 
 def replayed(trace: Trace, row: Tensor) -> Tensor:
@@ -106,18 +106,18 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
         args = [values[i] for i in node.args]
         dtype = {FLOAT: torch.float32, INT: torch.int32, BOOL: torch.bool}[node.kind]
         if node.op == "element":
-            found = torch.nn.functional.pad(row, (0, width - len(row)))
+            vector = torch.nn.functional.pad(row, (0, width - len(row)))
         elif node.op == "constant":
-            found = torch.full((width,), node.what)
+            vector = torch.full((width,), node.what)
         elif node.op == "vector":
-            found = torch.nn.functional.pad(torch.tensor(node.what), (0, width - len(node.what)))
+            vector = torch.nn.functional.pad(torch.tensor(node.what), (0, width - len(node.what)))
         elif node.op == "gather":
-            found = torch.nn.functional.pad(args[0][list(node.what)], (0, width - len(node.what)))
+            vector = torch.nn.functional.pad(args[0][list(node.what)], (0, width - len(node.what)))
         elif node.op.startswith("to_"):
-            found = args[0]
+            vector = args[0]
         else:
-            found = _TORCH[node.op](*args)
-        values.append(found.to(dtype))
+            vector = _TORCH[node.op](*args)
+        values.append(vector.to(dtype))
     assert trace.score is not None
     return values[trace.score][: trace.length].to(torch.uint8)
 
@@ -164,13 +164,13 @@ class _Reader:
             elif node.op == "get_attr":
                 self.values[node] = getattr(graph.owning_module, node.target)
             elif node.op == "output":
-                found = self._of(node.args[0])
-                self.trace.score = self._vector(found, found.at.shape, INT)
-                self.trace.length = found.at.size
+                array = self._of(node.args[0])
+                self.trace.score = self._vector(array, array.at.shape, INT)
+                self.trace.length = array.at.size
             else:
-                self.values[node] = found = self._value(node)
+                self.values[node] = array = self._value(node)
                 if _changes(node):
-                    self.values[node.args[0]] = found
+                    self.values[node.args[0]] = array
         return self.trace
 
     def _of(self, value: Any) -> Any:
@@ -186,8 +186,13 @@ class _Reader:
             return args[0][args[1]]
         target: Any = node.target
         arrays = [a for a in args if isinstance(a, _Array)]
-        arrays += [a for each in args if isinstance(each, (list, tuple)) for a in each
-                   if isinstance(a, _Array)]  # fmt: skip
+        arrays += [
+            a
+            for each in args
+            if isinstance(each, (list, tuple))
+            for a in each
+            if isinstance(a, _Array)
+        ]
         if not arrays:
             return target(*args, **kwargs)  # what no element has a part in
         name = _name(target)
@@ -241,12 +246,12 @@ class _Reader:
             value = value.numpy() if isinstance(value, Tensor) else value
             return self._constant(value, shape, kind)
         at = np.broadcast_to(value.at, shape).reshape(-1)
-        found = value.node
+        source = value.node
         if not (at == np.arange(len(at))).all():
-            found = self.trace.add(
-                "gather", (found,), tuple(at.tolist()), self.trace.nodes[found].kind
+            source = self.trace.add(
+                "gather", (source,), tuple(at.tolist()), self.trace.nodes[source].kind
             )
-        return self._as(found, kind)
+        return self._as(source, kind)
 
     def _as(self, node: int, kind: str) -> int:
         if self.trace.nodes[node].kind == kind:
@@ -267,14 +272,14 @@ class _Reader:
         parts = [self._vector(a, shape, most) for a in args]
         return self._wrapped(self._made(self.trace.add(op, tuple(parts)), shape, dtype))
 
-    def _wrapped(self, found: _Array) -> _Array:
+    def _wrapped(self, array: _Array) -> _Array:
         """Keep the low eight bits of what is in eight."""
-        node = self._as(found.node, _kind_of(found.dtype))
-        if found.dtype in (torch.uint8, torch.int8):
+        node = self._as(array.node, _kind_of(array.dtype))
+        if array.dtype in (torch.uint8, torch.int8):
             node = self._op("and", node, 255)
-        if found.dtype == torch.int8:
+        if array.dtype == torch.int8:
             node = self._op("sub", self._op("xor", node, 128), 128)
-        return _Array(node, found.at, found.dtype)
+        return _Array(node, array.at, array.dtype)
 
     def _op(self, op: str, *args: int | float, kind: str = INT) -> int:
         """Write an operation of nodes; after the first, numbers that aren't `_node`s are constants."""
@@ -371,8 +376,8 @@ class _Reader:
         shape, count = value.at.shape, size.itemsize
         wide = _Array(vector, np.repeat(np.arange(value.at.size), count), torch.int32)
         by = 8 * np.tile(np.arange(count), value.at.size)
-        found = self._each("shr", (wide, torch.from_numpy(by)), dtype)
-        return _Array(found.node, found.at.reshape(*shape[:-1], -1), dtype)
+        shifts = self._each("shr", (wide, torch.from_numpy(by)), dtype)
+        return _Array(shifts.node, shifts.at.reshape(*shape[:-1], -1), dtype)
 
     def _amax(self, value: _Array, dims: Sequence[int] = (), keepdim: bool = False) -> _Array:
         return self._reduced("maximum", value, dims, keepdim)
@@ -413,7 +418,7 @@ class _Reader:
         kind = _kind(next(p for p in parts if isinstance(p, _Array)))
         dtype = next(p.dtype for p in parts if isinstance(p, _Array))
         own = np.concatenate([np.full(_shape(p), i) for i, p in enumerate(parts)], dim)
-        found = None
+        whole = None
         for i, part in enumerate(parts):
             spread: list[Any]
             if isinstance(part, _Array):
@@ -429,12 +434,12 @@ class _Reader:
                     part.numpy() if i == j else np.zeros(_shape(p)) for j, p in enumerate(parts)
                 ]
                 one = self._constant(np.concatenate(spread, dim), own.shape, kind)
-            if found is None:
-                found = one
+            if whole is None:
+                whole = one
                 continue
-            found = self._choose(self._constant(own == i, own.shape, BOOL), one, found)
-        assert found is not None
-        return self._made(found, own.shape, dtype)
+            whole = self._choose(self._constant(own == i, own.shape, BOOL), one, whole)
+        assert whole is not None
+        return self._made(whole, own.shape, dtype)
 
     def _stack(self, parts: Sequence[Any], dim: int = 0) -> Any:
         rank = len(_shape(parts[0])) + 1
@@ -491,8 +496,8 @@ class _Reader:
     ) -> _Array:
         most = torch.finfo(torch.float32).max
         is_nan = self._isnan(value)
-        found = self._clamp(value, -most if low is None else low, most if high is None else high)
-        return self._where(is_nan, float(nan or 0.0), found)
+        number = self._clamp(value, -most if low is None else low, most if high is None else high)
+        return self._where(is_nan, float(nan or 0.0), number)
 
     def _bucketize(self, value: _Array, bounds: Tensor, *, right: bool = False, **_: Any) -> _Array:
         """Write how many bounds don't lie above: of NaN all, as torch has it."""

@@ -219,9 +219,14 @@ def _check(size: StepSize, groups: Sequence[LayerGroup]) -> None:
 
 
 def _buffers(
-    size: StepSize, max_len: int, block_size: int | None, device: Any, axes: int, sharing: bool,
+    size: StepSize,
+    max_len: int,
+    block_size: int | None,
+    device: Any,
+    axes: int,
+    sharing: bool,
     pads: bool,
-) -> StepBuffers:  # fmt: skip
+) -> StepBuffers:
     if size.prompts:
         return MixedBuffers(size, max_len, block_size, device, axes)
     return StepBuffers(

@@ -119,9 +119,14 @@ class MixedBuffers(StepBuffers):
         starts = [0, *accumulate(queries)]
         self._put(self.starts, starts)
         batch = Batch.on_buffers(
-            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            starts,
+            lens,
+            self.starts,
+            self.seq_lens,
+            self.block_table,
+            self.slot_mapping,
             self.positions,
-        )  # fmt: skip
+        )
         batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
         batch.decode_start_loc = self.row_starts
         return batch

@@ -147,9 +147,14 @@ class StepBuffers:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
         starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
         batch = Batch.on_buffers(
-            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            starts,
+            lens,
+            self.starts,
+            self.seq_lens,
+            self.block_table,
+            self.slot_mapping,
             self.positions,
-        )  # fmt: skip
+        )
         batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
         return batch.with_shared_prefix(()) if self.sharing else batch
 

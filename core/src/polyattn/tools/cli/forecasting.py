@@ -49,11 +49,16 @@ def forecast(
 
     predicted = [
         {
-            "rows": call.rows, "phase": call.phase, "kind": call.kind, "backend": call.name,
-            "shape": call.shape._asdict(), "candidates": candidates(call), "why": _why(call, times(call)),
+            "rows": call.rows,
+            "phase": call.phase,
+            "kind": call.kind,
+            "backend": call.name,
+            "shape": call.shape._asdict(),
+            "candidates": candidates(call),
+            "why": _why(call, times(call)),
         }
         for call in calls
-    ]  # fmt: skip
+    ]
     return {"calls": predicted, "chosen": {c.rows: c.name for c in calls}, "why": ""}
 
 

@@ -60,7 +60,6 @@ SamplesOption = Annotated[
     int | None,
     typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
 ]
-BeamsOption = Annotated[int | None, count("Search each prompt with N beams (needs --weights).")]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is random.")
 ]
@@ -207,7 +206,6 @@ def run(
     ] = None,
     requests: Annotated[int, count("Requests of the trace to serve.")] = 16,
     samples: SamplesOption = None,
-    beams: BeamsOption = None,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
@@ -254,7 +252,7 @@ def run(
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
         context_parallel=context_parallel, snapshots=snapshots, assume=assume,
-        ignore=tuple(ignore or ()), beams=beams, yes=yes,
+        ignore=tuple(ignore or ()), yes=yes,
     )  # fmt: skip
     _finish(lambda: show(options))
 

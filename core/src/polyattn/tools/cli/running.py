@@ -22,7 +22,6 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
-from polyattn.tools.cli.beams import print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, Reading, bundled, read_specs
@@ -70,7 +69,6 @@ class RunOptions:
     snapshots: int = 16
     assume: str | None = None
     ignore: tuple[str, ...] = ()
-    beams: int | None = None
     yes: bool = False
 
     @property
@@ -80,26 +78,6 @@ class RunOptions:
 
 
 LAYERS_OF_A_WHOLE_MODEL = 10**9
-
-
-def _check_beams(options: RunOptions) -> None:
-    """Refuse what doesn't go with `--beams`, before anything runs. Raises `SettingsError`."""
-    flag = f"--beams={options.beams}"
-    if options.weights is None:
-        raise SettingsError(
-            f"{flag} searches by a model's own tokens; name the model: --weights=FOLDER, or "
-            f"--weights=random"
-        )
-    for name, value, usual in (
-        ("samples", options.samples, None),
-        ("arrivals", options.arrivals, "all"),
-        ("plot", options.plot, None),
-    ):
-        if value != usual:
-            raise SettingsError(
-                f"{flag} and --{name}={value} don't go together: a search's rows come and go with its "
-                "beams; drop one of them"
-            )
 
 
 def show(options: RunOptions) -> int:
@@ -113,8 +91,6 @@ def show(options: RunOptions) -> int:
     if options.plot:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
-    if options.beams is not None:
-        _check_beams(options)
     model = model_of(options.model, options.weights)
     reading = Reading(options.assume, options.ignore, options.kv_cache_dtype)
     path, specs = read_specs(model, None, reading)
@@ -178,11 +154,6 @@ def _serve(
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
-        if options.beams is not None and model is not None:
-            engine_options = _engine_options(options, ranks)
-            return _print_beams(
-                search(groups, requests, engine_options, options.beams, model), options, path
-            )
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
         report = _run(engine, quiet=options.json or silent)
     if silent:
@@ -194,14 +165,6 @@ def _serve(
         _print_report(report, clipped, options)
     if options.plot:
         plot_run(report, options.plot)
-    return 0
-
-
-def _print_beams(report: dict[str, Any], options: RunOptions, path: str) -> int:
-    if options.json:
-        print_json({"model": _name(path), "weights": options.weights, **report})
-    else:
-        print_search(report)
     return 0
 
 

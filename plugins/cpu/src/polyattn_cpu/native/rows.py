@@ -96,9 +96,9 @@ def program(format: RowFormat, size: int) -> Program:
     steps, registers, constants, result, table = [], 0, np.zeros((0, 0), np.int32), 0, None
     form, scale, group = _by_hand(format) or (TRACED, 0, 0)
     if form == TRACED:
-        found = _Steps(trace_rows(format, size), size, format.row_bytes(size))
-        steps, registers, result = found.steps, found.registers, found.result
-        constants, table = found.constants, found.table
+        program = _Steps(trace_rows(format, size), size, format.row_bytes(size))
+        steps, registers, result = program.steps, program.registers, program.result
+        constants, table = program.constants, program.table
     elif form == CODES:
         table = _levels(format).view(np.int32)
     packed = np.array(steps, np.int32).reshape(-1, 6)
@@ -128,14 +128,14 @@ def writer(format: RowFormat, size: int) -> Program:
         )
         return _held(text)
     trace = trace_encode(format, size)
-    found = _Steps(trace, width := trace.width(size), format.row_bytes(size), trace.length)
-    packed, table = np.array(found.steps, np.int32).reshape(-1, 6), np.zeros(1, np.int32)
+    program = _Steps(trace, width := trace.width(size), format.row_bytes(size), trace.length)
+    packed, table = np.array(program.steps, np.int32).reshape(-1, 6), np.zeros(1, np.int32)
     text = _FORMAT.pack(
-        TRACED, 0, size, format.row_bytes(size), width, len(packed), found.registers,
-        len(found.constants), found.result, 1.0, packed.ctypes.data, found.constants.ctypes.data,
+        TRACED, 0, size, format.row_bytes(size), width, len(packed), program.registers,
+        len(program.constants), program.result, 1.0, packed.ctypes.data, program.constants.ctypes.data,
         table.ctypes.data,
     )  # fmt: skip
-    return _held(text, packed, found.constants, table)
+    return _held(text, packed, program.constants, table)
 
 
 def store_problem(format: RowFormat) -> str | None:
@@ -277,8 +277,8 @@ class _Steps:
         end = "" if kind == "float" else "_int"
         if op in _PAIRS:
             pair = (b[0], a) if op in ("gt", "ge") else (a, b[0])
-            found = self._put(f"{_PAIRS[op]}{end}", *pair)
-            return self._put("xor", found, self._constant(1, "int")) if op == "ne" else found
+            equal = self._put(f"{_PAIRS[op]}{end}", *pair)
+            return self._put("xor", equal, self._constant(1, "int")) if op == "ne" else equal
         if op == "truediv":
             return self._put("div", a, b[0])
         if op == "rsqrt":

@@ -20,10 +20,15 @@ PLAIN = {
     "tie_word_embeddings": False,
 }
 GEMMA = {
-    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True,
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
-}  # fmt: skip
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": PLAIN | {"vocab_size": 32000, "intermediate_size": 14336},

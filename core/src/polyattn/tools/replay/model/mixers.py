@@ -44,9 +44,13 @@ class SelfAttention(Mixer):
     """
 
     def __init__(
-        self, fields: Fields, spec: LayerSpec, qkv_bias: bool | None = None,
-        out_bias: bool | None = None, fused: bool = False,
-    ):  # fmt: skip
+        self,
+        fields: Fields,
+        spec: LayerSpec,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        fused: bool = False,
+    ):
         super().__init__()
         self.spec = spec
         hidden, size = fields.size("hidden_size"), spec.head_size
