@@ -159,7 +159,7 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+@pytest.mark.parametrize("form", ["int4", "nvfp4", "fp8_e4m3"])
 @pytest.mark.parametrize("name", mostly_slow(DECODES, "decode"))
 def test_packed_decode(name: str, form: str) -> None:
     changes, lens, sms = DECODES[name]

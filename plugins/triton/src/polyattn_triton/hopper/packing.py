@@ -23,26 +23,35 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
 
 PACKED = Config(16, 32, 1, 3)
 """Of a program, which is one warp."""
-FLOATS = {"int4": False, "nvfp4": True}
-"""Formats whose bytes the kernel knows, and whether their numbers are floats."""
+FORMS = {"int4": 0, "nvfp4": 1, "fp8_e4m3": 2}
+"""Formats whose bytes the kernel knows, and their number there."""
+HEADS_FIRST = False
+PROBE = 0
 PLACES = 4
 """Programs of one warp in a usual program's place."""
 OPTIONS = {"num_warps": PACKED.num_warps, "maxnreg": 168}
 """Of a launch: with so many registers a thread, twelve programs are on a multiprocessor at once."""
-WORD = 8
-"""Bytes that are copied at once."""
+ROWS = {("int4", 1), ("nvfp4", 1)}
+"""Formats of rows among them."""
+
+
+def word_bytes(cache: CacheFormat) -> int:
+    """Return how many bytes are copied at once, which rows begin at multiples of."""
+    return 16 if cache.rows is None else 8
 
 
 def packed_config(
     spec: LayerSpec, cache: CacheFormat | None, arch: str, generated: Generated | None
 ) -> Config | None:
     """Return the tiles of the decode over packed rows, or None where it doesn't serve a layer."""
-    rows = None if cache is None else cache.rows
-    if cache is None or rows is None or packed_kernel is None or generated is not None:
+    if cache is None or packed_kernel is None or generated is not None:
         return None
+    rows = cache.rows
+    known = cache.dtype == "fp8_e4m3"
+    if rows is not None:
+        known = rows[0] == rows[1] and (rows[0].name, rows[0].version) in ROWS
     fits = (
-        rows[0] == rows[1]
-        and (rows[0].name, rows[0].version) in {(name, 1) for name in FLOATS}
+        known
         and arch_matches("sm_90", arch)
         and is_plain(spec.replace(kv_cache_dtype="auto", scales="number"))
         and not spec.sliding_window
@@ -58,11 +67,10 @@ def packed_constants(
     spec: LayerSpec, cache: CacheFormat, way: str, lse: bool, rows: int
 ) -> tuple[Any, ...]:
     """Return `packed_kernel`'s constants, in its order. `rows`: of a part."""
-    assert cache.rows is not None
     return (
         spec.gqa_ratio, spec.head_size, max(8, triton.next_power_of_2(spec.gqa_ratio)),
-        PACKED.block_n, cache.block_size, PACKED.num_stages, FLOATS[cache.rows[0].name], rows, lse,
-        way == "many", way == "listed", SCALES[spec.scales],
+        PACKED.block_n, cache.block_size, PACKED.num_stages, FORMS[cache.dtype], rows, lse,
+        way == "many", way == "listed", SCALES[spec.scales], HEADS_FIRST, PROBE,
     )  # fmt: skip
 
 
