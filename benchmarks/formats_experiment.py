@@ -26,7 +26,7 @@ STEPS = {"64x4k": [(1, 4096)] * 64, "1x128k": [(1, 128 * K)], "16x4k": [(1, 4096
 def decodes():
     """Yield (format, step, packed, stages, registers, splits, heads first, portable config)."""
     four = [
-        (3, 168, 3, 0), (3, 168, 3, 1), (4, 168, 3, 0), (2, 168, 3, 0), (3, 128, 4, 0), (2, 128, 4, 0),
+        (3, 168, 3, 0), (3, 168, -12, 0), (3, 168, 3, 1), (4, 168, 3, 0), (2, 168, 3, 0), (3, 128, 4, 0), (2, 128, 4, 0),
         (3, 128, 4, 1), (3, 168, 6, 0), (3, 216, 2, 0), (4, 255, 2, 0), (3, 168, 12, 0),
     ]  # fmt: skip
     for row in four:
@@ -34,7 +34,8 @@ def decodes():
             yield (form, "64x4k", *row, None)
     eight = [
         (3, 168, 2, 0), (3, 168, 2, 1), (2, 168, 3, 0), (2, 128, 3, 0), (2, 160, 3, 1), (4, 255, 1, 0),
-        (4, 216, 1, 0), (3, 216, 2, 0), (3, 168, 4, 0), (3, 168, 3, 0),
+        (4, 216, 1, 0), (3, 216, 2, 0), (3, 168, 4, 0), (3, 168, 3, 0), (5, 255, 1, 0), (6, 255, 1, 0),
+        (6, 255, 1, 1), (3, 168, -8, 0), (6, 255, -4, 0), (4, 216, -6, 0), (3, 168, -9, 0),
     ]  # fmt: skip
     for row in eight:
         yield ("fp8_e4m3", "64x4k", *row, None)
@@ -47,10 +48,10 @@ def decodes():
         ((16, 128, 4, 2), 1), ((16, 64, 4, 3), 1), ((16, 64, 2, 3), 2), ((16, 32, 2, 4), 1),
     ):  # fmt: skip
         yield ("fp8_e4m3", "64x4k", 0, 0, splits, 0, config)
-    for splits in (96, 128, 64, 192, 48):
+    for splits in (96, 128, 64, 192, 48, -12, -8):
         for form in ("int4", "nvfp4"):
             yield (form, "1x128k", 3, 168, splits, 0, None)
-    for splits in (64, 96, 128, 32):
+    for splits in (64, 96, 128, 32, -8, -4):
         yield ("fp8_e4m3", "1x128k", 3, 168, splits, 0, None)
     for splits in (16, 32):
         yield ("fp8_e4m3", "1x128k", 0, 0, splits, 0, (16, 64, 4, 3))
@@ -83,12 +84,16 @@ class Decodes:
         backend.packed = packing.PACKED if config is None else None
         backend.decode_config = backend.few_config = usual
         backend.by_one = 0 if config is None else 16
-        backend.splits = lambda batch: splits
+        backend.splits = lambda batch: max(splits, 1)
         backend._reserve(backend.rows, 16384)
         backend._sites.clear()
         with contextlib.ExitStack() as stack:
-            old, planning.leaves_tail = planning.leaves_tail, lambda *_: False
-            stack.callback(setattr, planning, "leaves_tail", old)
+            for name, there in (
+                ("leaves_tail", lambda *_: splits < 0), ("fitting", lambda *_: -splits),
+            ):  # fmt: skip
+                stack.callback(setattr, planning, name, getattr(planning, name))
+                setattr(planning, name, there)
+            backend._residents.clear()
             plan = backend.plan_rows(work.batch.copy())
         frame = Frame(work.query, None, None, work.cache, work.layer.params, work.out, None)
 
