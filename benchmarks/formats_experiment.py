@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 from measuring import build, error_of
-from polyattn.kernel import Frame
+from polyattn.kernel import Frame, KVCache
 from polyattn.workload.clock import Clock
+from polyattn.workload.pages import fill
 from polyattn_triton import planning
 from polyattn_triton.configs import Config
 from polyattn_triton.hopper import packing, widening
@@ -20,45 +21,42 @@ from suites.eight_bit import Other
 from table import LLAMA, K, Row
 
 SPEC = LLAMA.replace(block_size=16)
-STEPS = {"64x4k": [(1, 4096)] * 64, "1x128k": [(1, 128 * K)], "16x4k": [(1, 4096)] * 16}
+STEPS = {"1x1k": [(1, 1024)], "1x8k": [(1, 8192)], "4x8k": [(1, 8192)] * 4, "64x4k": [(1, 4096)] * 64, "1x128k": [(1, 128 * K)], "16x4k": [(1, 4096)] * 16}
+
+
+H = 1  # heads first
+FOUR = ("int4", "nvfp4")
 
 
 def decodes():
-    """Yield (format, step, packed, stages, registers, splits, heads first, portable config)."""
-    four = [
-        (3, 168, 3, 0), (3, 168, -12, 0), (3, 168, 3, 1), (4, 168, 3, 0), (2, 168, 3, 0), (3, 128, 4, 0), (2, 128, 4, 0),
-        (3, 128, 4, 1), (3, 168, 6, 0), (3, 216, 2, 0), (4, 255, 2, 0), (3, 168, 12, 0),
-    ]  # fmt: skip
-    for row in four:
-        for form in ("int4", "nvfp4"):
-            yield (form, "64x4k", *row, None)
-    eight = [
-        (3, 168, 2, 0), (3, 168, 2, 1), (2, 168, 3, 0), (2, 128, 3, 0), (2, 160, 3, 1), (4, 255, 1, 0),
-        (4, 216, 1, 0), (3, 216, 2, 0), (3, 168, 4, 0), (3, 168, 3, 0), (5, 255, 1, 0), (6, 255, 1, 0),
-        (6, 255, 1, 1), (3, 168, -8, 0), (6, 255, -4, 0), (4, 216, -6, 0), (3, 168, -9, 0),
-    ]  # fmt: skip
-    for row in eight:
-        yield ("fp8_e4m3", "64x4k", *row, None)
-    for form in ("int4", "nvfp4", "fp8_e4m3"):
-        for probe in (2, 4, 3):  # copies alone, products alone, copies alone heads first
-            yield (form, "64x4k", 3, 168, 2 if form == "fp8_e4m3" else 3, probe, None)
-    for config, splits in (
-        ((16, 64, 2, 3), 1), ((16, 64, 2, 4), 1), ((16, 64, 2, 5), 1), ((16, 64, 2, 2), 1),
-        ((16, 64, 1, 3), 1), ((16, 32, 1, 4), 2), ((16, 32, 1, 3), 2), ((16, 128, 2, 2), 1),
-        ((16, 128, 4, 2), 1), ((16, 64, 4, 3), 1), ((16, 64, 2, 3), 2), ((16, 32, 2, 4), 1),
+    """Yield (format, step, stages, registers, splits, heads first and probe, portable config, layout)."""
+    for row in ((3, 168, 3), (3, 168, -12), (4, 255, 2), (2, 168, 3), (4, 168, 3), (3, 216, 2), (2, 128, 4),
+                (3, 255, 2), (3, 168, 6)):  # fmt: skip
+        for form in FOUR:
+            yield (form, "64x4k", *row, H, None, "HND")
+    for row in ((3, 168, 2), (2, 168, 3), (4, 255, 1), (3, 168, -9)):
+        yield ("fp8_e4m3", "64x4k", *row, H, None, "HND")
+    yield ("int4", "64x4k", 3, 168, 3, 3, None, "HND")
+    yield ("fp8_e4m3", "64x4k", 3, 168, 2, 3, None, "HND")
+    for row in ((3, 168, 2), (3, 168, -9), (4, 255, -6), (2, 168, -12)):
+        yield ("fp8_e4m3", "64x4k", *row, H, None, "NHD")
+    for row in ((3, 168, 3), (4, 255, 2), (3, 255, 2), (5, 255, 2), (3, 168, -12), (3, 168, -8)):
+        for form in FOUR:
+            yield (form, "64x4k", *row, H, None, "NHD")
+    for layout in ("HND", "NHD"):
+        for splits in (96, 128, 64, 192, -12):
+            for form in FOUR:
+                yield (form, "1x128k", 3, 168, splits, H, None, layout)
+        for splits in (83, 64, 128, -8):
+            yield ("fp8_e4m3", "1x128k", 3, 168, splits, H, None, layout)
+    yield ("fp8_e4m3", "1x128k", 0, 0, 16, 0, (16, 64, 4, 3), "NHD")
+    for step, splits, portable in (
+        ("1x8k", (32, 48, 64), 16), ("4x8k", (16, 24, 32), 12), ("16x4k", (6, 8, 9), 3), ("1x1k", (8, 16), 8),
     ):  # fmt: skip
-        yield ("fp8_e4m3", "64x4k", 0, 0, splits, 0, config)
-    for splits in (96, 128, 64, 192, 48, -12, -8):
-        for form in ("int4", "nvfp4"):
-            yield (form, "1x128k", 3, 168, splits, 0, None)
-    for splits in (64, 96, 128, 32, -8, -4):
-        yield ("fp8_e4m3", "1x128k", 3, 168, splits, 0, None)
-    for splits in (16, 32):
-        yield ("fp8_e4m3", "1x128k", 0, 0, splits, 0, (16, 64, 4, 3))
-    for form in ("int4", "nvfp4", "fp8_e4m3"):
-        for splits in (8, 12):
-            yield (form, "16x4k", 3, 168, splits, 0, None)
-    yield ("fp8_e4m3", "16x4k", 0, 0, 3, 0, (16, 64, 4, 3))
+        for form in ("fp8_e4m3", "int4"):
+            for split in splits:
+                yield (form, step, 3, 168, split, H, None, "HND" if form == "int4" else "NHD")
+        yield ("fp8_e4m3", step, 0, 0, portable, 0, (16, 64, 4, 3), "NHD")
 
 
 class Decodes:
@@ -66,16 +64,21 @@ class Decodes:
         self.device, self.clock, self.works = device, Clock(device), {}
 
     def run(self, what, timed):
-        form, step, stages, registers, splits, heads_first, config = what
+        form, step, stages, registers, splits, heads_first, config, layout = what
         packing.HEADS_FIRST, packing.PROBE = bool(heads_first & 1), heads_first >> 1
         packing.OPTIONS = {"num_warps": 1, "maxnreg": registers}
-        if (form, step) not in self.works:
+        key = form, step, layout
+        if key not in self.works:
             self.works.clear()
             packing.PACKED = replace(packing.PACKED, num_stages=3)
             row = Row("", SPEC, STEPS[step], {})
             other = Other("", "TRITON_ATTN", {"kv_cache_dtype": form})
-            self.works[form, step] = build(row, other, self.device)
-        work = self.works[form, step]
+            self.works[key] = work = build(row, other, self.device)
+            if layout != work.cache.format.layout:
+                there = replace(work.cache.format, layout=layout)
+                work.cache = KVCache.allocate(there, work.cache.num_blocks, self.device)
+                fill(work.cache)
+        work = self.works[key]
         backend = work.plan.calls[0].backend
         packing.PACKED = replace(packing.PACKED, num_stages=stages or 3)
         usual = backend.packed if backend.packed is None else packing.PACKED

@@ -26,8 +26,8 @@ def caches(name: str) -> list[Contender]:
 
 
 NEAR = {"nvfp4": 1.56, "int4": 1.56, "fp8_e4m3": 1.03}
-"""What decodes over these caches are to take of a read of as many bytes: 110 and 128 us of 64 x 4096 on
-an H200, whose memory gives a read 4.3 TB/s."""
+"""What decodes over these caches are to take of a copy that moves as many bytes: 110 and 128 us of
+64 x 4096 on an H200, whose memory moves 4.3 TB/s."""
 SMALL_BLOCKS = LLAMA.replace(block_size=16)
 
 
@@ -38,10 +38,10 @@ def of_format(name: str, label: str = "", **changes: object) -> Other:
 
 
 def decode_of(name: str, step: str, lens: list[int], bar: Bar) -> Row:
-    """A decode beside e4m3's, bf16's and a read of its bytes."""
+    """A decode beside e4m3's, bf16's and a copy that moves its bytes."""
     by = [of_format(name), *(of_format(n) for n in ("fp8_e4m3", "auto") if n != name)]
     return Row(f"formats: {name}, {step}", SMALL_BLOCKS, [(1, n) for n in lens], {"cuda": by}, bar,
-               ["machine.read"], "attend")  # fmt: skip
+               ["machine.copy"], "attend")  # fmt: skip
 
 
 def prefill_of(name: str, tokens: int, before: int = 0) -> Row:
@@ -84,7 +84,7 @@ ROWS = [
           {"cuda": [*caches("TRITON_ATTN"), *of("FLASHINFER", "fp8_e4m3", E4M3)],
            "cpu": caches("NATIVE_ATTN")}, part="attend")
       for n, m in ((1, 8192), (16, 4096), (64, 4096))),
-    *(decode_of(n, "64 x 4096", [4096] * 64, Bar(most, "machine.read")) for n, most in NEAR.items()),
+    *(decode_of(n, "64 x 4096", [4096] * 64, Bar(most, "machine.copy")) for n, most in NEAR.items()),
     *(decode_of(n, "1 x 128k", [128 * K], Bar(0.75, "TRITON_ATTN fp8_e4m3")) for n in ("nvfp4", "int4")),
     decode_of("nvfp4", "64 of 1 to 8k", [128 * (i + 1) - i for i in range(64)],
               Bar(0.75, "TRITON_ATTN fp8_e4m3")),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import hopper_prefill
-from polyattn_triton.hopper.packing import PLACES, packed_config
+from polyattn_triton.hopper.packing import packed_bytes, packed_config, places
 from polyattn_triton.launch import (
     Kept,
     Merge,
@@ -99,7 +99,7 @@ class PlannedAttention(AttentionBackend):
         if self.packed is not None:
             self.decode_config = self.few_config = self.packed
         # A decode's programs are planned by the places of usual ones.
-        self.places = self.num_sms * (PLACES if self.packed else 1)
+        self.places = self.num_sms * (places(spec) if self.packed else 1)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows, self.tallest_few = RATES, MOST_FEW_ROWS, TALLEST_FEW
@@ -369,9 +369,10 @@ class PlannedAttention(AttentionBackend):
         programs = self._residents.get(key)
         if programs is None:
             most = self.on_one or on_one(self.spec, plan.config, plan.way)
-            if plan.config == self.packed:
-                most = FEW_ON_ONE * PLACES
             needed = shared_bytes(self.spec, plan.config, plan.way)
+            if plan.config == self.packed and self.cache is not None:
+                most = FEW_ON_ONE * places(self.spec)
+                needed = packed_bytes(self.cache)
             programs = self._residents[key] = fitting(self.torch_device, needed, most)
         return programs
 

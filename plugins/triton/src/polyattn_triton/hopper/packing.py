@@ -22,13 +22,13 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
     packed_kernel = None
 
 PACKED = Config(16, 32, 1, 3)
-"""Of a program, which is one warp."""
+"""Of a program, which is one warp, and holds three tiles of keys and values."""
 FORMS = {"int4": 0, "nvfp4": 1, "fp8_e4m3": 2}
 """Formats whose bytes the kernel knows, and their number there."""
-HEADS_FIRST = False
+HEADS_FIRST = True
 PROBE = 0
-PLACES = 4
-"""Programs of one warp in a usual program's place."""
+PLACES, PLACES_OF_EIGHT = 4, 3
+"""Programs of one warp in a usual program's place; of 8 bits shared memory has room for fewer."""
 OPTIONS = {"num_warps": PACKED.num_warps, "maxnreg": 168}
 """Of a launch: with so many registers a thread, twelve programs are on a multiprocessor at once."""
 ROWS = {("int4", 1), ("nvfp4", 1)}
@@ -61,6 +61,17 @@ def packed_config(
         and cache.block_size % 16 == 0
     )
     return PACKED if fits else None
+
+
+def packed_bytes(cache: CacheFormat) -> int:
+    """Return how much shared memory a program takes."""
+    row = cache.head_size if cache.rows is None else cache.head_size // 2 + word_bytes(cache)
+    return 2 * PACKED.num_stages * PACKED.block_n * row
+
+
+def places(spec: LayerSpec) -> int:
+    """Return how many programs have a usual one's place."""
+    return PLACES_OF_EIGHT if spec.kv_cache_dtype == "fp8_e4m3" else PLACES
 
 
 def packed_constants(
