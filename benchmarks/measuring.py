@@ -116,14 +116,7 @@ def error_of(work: Any, call: Call) -> float:
     _run(work, call)
     row = work.batch.starts[index + 1] - 1
     if isinstance(work, LatentWorkload):
-        spec, params = absorbed(work.spec), work.layer.params
-        read = attention_reference.read_cache(spec, work.cache, work.batch, index, params)
-        query = work.query[row : row + 1].cpu().double()
-        if work.choice is not None:
-            chosen = work.choice[row].flatten()
-            read = tuple(part[chosen[chosen >= 0].cpu()] for part in read)
-        expected, _ = attention_reference.attend(spec, query, *read, params)
-        return output_error(work.out[row : row + 1], expected)
+        return work.token_error(index)
     if isinstance(work, SparseWorkload):
         one = slice(row, row + 1)
         last = Batch.from_lens([1], [work.batch.lens[index]], device=work.device)
