@@ -53,9 +53,9 @@ def packed_config(
     fits = (
         known
         and arch_matches("sm_90", arch)
+        and spec.qkv_dtype == "auto"
         and is_plain(spec.replace(kv_cache_dtype="auto", scales="number"))
         and not spec.sliding_window
-        and spec.qkv_dtype == "auto"
         and spec.head_size == 128
         and spec.gqa_ratio <= 16
         and cache.block_size % 16 == 0
