@@ -152,6 +152,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, name: str, order: tuple[int, .
 
 DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "decode": ({}, [40, 33, 64, 47], 1),
+    "decode, by head": ({"block_size": 32}, [40, 33], 1),
     "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
     # A sequence ends where a program does: it isn't cut.
     "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [64, 32, 128], 4),
@@ -164,8 +165,9 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 def test_packed_decode(name: str, form: str) -> None:
     changes, lens, sms = DECODES[name]
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form, **changes)
-    way, kernels = run(spec, [1] * len(lens), lens, sms=sms)
-    assert kernels == ["packed_kernel"] + ["merge_kernel"] * (name != "decode")
+    layout = "HND" if name.endswith("head") else "NHD"
+    way, kernels = run(spec, [1] * len(lens), lens, spec.block_size or 16, layout, sms=sms)
+    assert kernels == ["packed_kernel"] + ["merge_kernel"] * (not name.startswith("decode"))
     assert way == name.partition(",")[0]
 
 
