@@ -21,7 +21,14 @@ from suites.eight_bit import Other
 from table import LLAMA, K, Row
 
 SPEC = LLAMA.replace(block_size=16)
-STEPS = {"1x1k": [(1, 1024)], "1x8k": [(1, 8192)], "4x8k": [(1, 8192)] * 4, "64x4k": [(1, 4096)] * 64, "1x128k": [(1, 128 * K)], "16x4k": [(1, 4096)] * 16}
+STEPS = {
+    "1x1k": [(1, 1024)],
+    "1x8k": [(1, 8192)],
+    "4x8k": [(1, 8192)] * 4,
+    "64x4k": [(1, 4096)] * 64,
+    "1x128k": [(1, 128 * K)],
+    "16x4k": [(1, 4096)] * 16,
+}
 
 
 H = 1  # heads first
@@ -111,8 +118,6 @@ class Decodes:
                 "us": round(self.clock.us(call), 1)}  # fmt: skip
 
 
-
-
 def prefills():
     steps = [[(n, n)] for n in (256, 512, 1024, 2048, 4096, 8192)] + [
         [(256, 4096)], [(64, 4096)], [(128, 8192)], [(512, 512)] * 8,
@@ -129,7 +134,9 @@ class Prefills:
 
     def run(self, what, timed):
         form, step, way = what
-        widening.ROWS_A_KEY, widening.LEAST = (-(1 << 40), -(1 << 60)) if way == "copies" else (1 << 40, 1)
+        widening.ROWS_A_KEY, widening.LEAST = (
+            (-(1 << 40), -(1 << 60)) if way == "copies" else (1 << 40, 1)
+        )
         key = form, tuple(step)
         if key not in self.works:
             self.works.clear()

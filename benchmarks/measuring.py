@@ -13,7 +13,6 @@ import torch
 from index_step import IndexStep
 from polyattn import Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
-from polyattn.families.attention import reference as attention_reference
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.workload import AttentionWorkload, token_error
 from polyattn.families.mla.workload import LatentWorkload
@@ -23,7 +22,6 @@ from polyattn.families.sparse import reference as sparse_reference
 from polyattn.families.sparse.workload import SparseWorkload
 from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
-from polyattn.spec.decompose import absorbed
 from polyattn.workload.base import Workload, workload
 from polyattn.workload.clock import Clock
 from polyattn.workload.compare import output_error

@@ -32,9 +32,7 @@ SMALL_BLOCKS = LLAMA.replace(block_size=16)
 
 
 def of_format(name: str, label: str = "", **changes: object) -> Other:
-    return Other(
-        f"TRITON_ATTN {name}{label}", "TRITON_ATTN", {"kv_cache_dtype": name, **changes}
-    )
+    return Other(f"TRITON_ATTN {name}{label}", "TRITON_ATTN", {"kv_cache_dtype": name, **changes})
 
 
 def decode_of(name: str, step: str, lens: list[int], bar: Bar) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -300,7 +301,9 @@ def test_every_unit_of_four_bits() -> None:
     for turn in (0, 1, 256, 4097, 32768):
         pair = np.stack([UNITS, np.roll(UNITS, turn)], -1)
 
-        def right(asm: Any, numbers: list[Any], scales: Any, *others: Any, turn: int = turn) -> None:
+        def right(
+            asm: Any, numbers: list[Any], scales: Any, *others: Any, turn: int = turn
+        ) -> None:
             registers = registers_of(pair, *(np.broadcast_to(x, pair.shape) for x in others))  # noqa: B023
             for bits, wanted in zip(run_ptx(asm.value, 4, registers), numbers, strict=True):
                 found = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
@@ -309,7 +312,7 @@ def test_every_unit_of_four_bits() -> None:
 
         for scales in ((1.0, 1.0), (-3.0, 0.25)):
             right(packed.INTEGERS, integers, scales, np.array(scales, np.float16))
-        for (low, first), (high, second) in zip(some.items(), [*some.items()][1:]):
+        for (low, first), (high, second) in pairwise(some.items()):
             groups = np.uint16(low | high << 8)
             # A row's two units are of one group; of two rows each has its own.
             for scale, which in ((first, 0x1010), (second, 0x3232)):

@@ -47,8 +47,8 @@ INTEGERS = gl.constexpr("""
     mul.rn.f16x2 $3, t, $5;
 }
 """)
-# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds two
-# pairs of scales, of which $6 says which is meant.
+# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds
+# two pairs of scales, of which $6 says which is meant.
 E2M1 = """
     .reg .b32 a, b, low, high, none, by;
     mov.b32 none, 0;
@@ -157,15 +157,13 @@ def _copy(
     WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, EIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Copy 16 rows of a tile into shared memory; past the length scales are zero, or numbers of 8 bits."""
+    """Copy 16 rows of a tile into shared memory; past the length scales are zero, or 8-bit numbers."""
     at = tile * BLOCK_N + part * 16
     FROM = ROWS + block.to(gl.int64) * b + (at % BLOCK_SIZE) * t
     to = codes.index(slot).slice(part * 16, 16)
     if EIGHT:
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
-        async_copy.async_copy_global_to_shared(
-            to, FROM + of_row, mask=(row < length - at)[:, None]
-        )
+        async_copy.async_copy_global_to_shared(to, FROM + of_row, mask=(row < length - at)[:, None])
     else:
         async_copy.async_copy_global_to_shared(to, FROM + of_row)
         line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
@@ -305,7 +303,9 @@ def _attend(
                 k_by = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
                 k_by = k_by.load(gl.SliceLayout(2, k.type.layout))[:, :, None]
                 if FLOAT:
-                    which = _which(gl.SliceLayout(0, gl.SliceLayout(1, k.type.layout)), 0x1010, 0x3232)
+                    which = _which(
+                        gl.SliceLayout(0, gl.SliceLayout(1, k.type.layout)), 0x1010, 0x3232
+                    )
                     k0, k1, k2, k3 = _floats(k, k_by, which[None, None, :], E2M1_BESIDE)
                 else:
                     k0, k1, k2, k3 = _integers(k, k_by)
@@ -332,7 +332,9 @@ def _attend(
                 v_by = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
                 v_by = v_by.permute((1, 0)).load(gl.SliceLayout(1, v.type.layout))[:, None, :]
                 if FLOAT:
-                    which = _which(gl.SliceLayout(0, gl.SliceLayout(2, v.type.layout)), 0x5410, 0x7632)
+                    which = _which(
+                        gl.SliceLayout(0, gl.SliceLayout(2, v.type.layout)), 0x5410, 0x7632
+                    )
                     v0, v1, v2, v3 = _floats(v, v_by, which[None, :, None], E2M1_BELOW)
                 else:
                     v0, v1, v2, v3 = _integers(v, v_by)
@@ -494,7 +496,19 @@ def packed_kernel(
             part = (program * gl.num_programs(1) + kv_head) * splits + begin
             place = part * ROWS + head
             _store(
-                acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place, 1.0, 1.0, ok, True,
+                acc0,
+                acc1,
+                acc2,
+                acc3,
+                lse,
+                PARTS,
+                PART_LSE,
+                place * D,
+                place,
+                1.0,
+                1.0,
+                ok,
+                True,
                 EIGHT,
             )
         else:

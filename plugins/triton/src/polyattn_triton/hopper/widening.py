@@ -31,8 +31,8 @@ power of two of bfloat16's range, are a number of theirs."""
 MOST_BYTES = 256 << 20
 """Of a call's copies: 65,536 tokens of eight heads of 128. Above, the portable kernel reads the cache."""
 ROWS_A_KEY, OF_ROWS = 256, 192
-"""Rows (query token, head of group) that must see a copied key for its copy to pay; of rows of bytes, which
-the portable kernel takes longer to read.
+"""Rows (query token, head of group) that must see a copied key for its copy to pay; and of rows of bytes,
+which the portable kernel takes longer to read.
 
 On an H100, 32/8 heads of 128, by copies and directly (us): 64 new tokens after 4,032, e4m3 36.1 and 32.2,
 nvfp4 36.9 and 41.4; 128 after 8,064, e4m3 61.8 and 81.5, nvfp4 62.9 and 115.9."""
