@@ -374,8 +374,9 @@ class TritonAttention(AlikeAttention):
         site = self._sites.get(which)
         if site is None and packed:
             assert self.cache is not None
-            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
-            site = self._sites[which] = packed_site(strides, constants)
+            config = plan.config
+            constants = packed_constants(self.spec, self.cache, config, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants, config)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None

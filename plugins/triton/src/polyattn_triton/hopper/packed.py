@@ -206,7 +206,6 @@ def _attend(
     k_codes, v_codes, k_scales, v_scales,
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr,
-    PROBE: gl.constexpr,
 ):  # fmt: skip
     """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: acc, m, l."""
     EIGHT: gl.constexpr = FORM == 2
@@ -282,7 +281,7 @@ def _attend(
         to = slot - 1
         if to < 0:
             to = STAGES - 1
-        if ahead < last and PROBE != 2:
+        if ahead < last:
             _copy_both(
                 k_codes, k_scales, v_codes, v_scales, K, V, first, second, ahead, to, length,
                 of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, EIGHT,
@@ -291,57 +290,52 @@ def _attend(
         first = _block(BT, ahead + step, 0, length, BLOCK_N, BLOCK_SIZE)
         second = _block(BT, ahead + step, 1, length, BLOCK_N, BLOCK_SIZE)
 
-        if PROBE != 1:
-            k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
-            s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
-            if EIGHT:
-                k0, k1 = _converted(k, BESIDE)
-                s = _product(k0, q0, s)
-                s = _product(k1, q1, s)
+        k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
+        s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
+        if EIGHT:
+            k0, k1 = _converted(k, BESIDE)
+            s = _product(k0, q0, s)
+            s = _product(k1, q1, s)
+        else:
+            k = k.reshape((BLOCK_N, UNITS // 8, 8))
+            k_by = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
+            k_by = k_by.load(gl.SliceLayout(2, k.type.layout))[:, :, None]
+            if FLOAT:
+                which = _which(gl.SliceLayout(0, gl.SliceLayout(1, k.type.layout)), 0x1010, 0x3232)
+                k0, k1, k2, k3 = _floats(k, k_by, which[None, None, :], E2M1_BESIDE)
             else:
-                k = k.reshape((BLOCK_N, UNITS // 8, 8))
-                k_by = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
-                k_by = k_by.load(gl.SliceLayout(2, k.type.layout))[:, :, None]
-                if FLOAT:
-                    which = _which(
-                        gl.SliceLayout(0, gl.SliceLayout(1, k.type.layout)), 0x1010, 0x3232
-                    )
-                    k0, k1, k2, k3 = _floats(k, k_by, which[None, None, :], E2M1_BESIDE)
-                else:
-                    k0, k1, k2, k3 = _integers(k, k_by)
-                s = _product(k0, q0, s)
-                s = _product(k1, q1, s)
-                s = _product(k2, q2, s)
-                s = _product(k3, q3, s)
-            s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 0))
-            alpha = gl.exp2(m - m_new)
-            p = gl.exp2(s - (m_new - RAISED)[None, :])
-            m = m_new
-            sums = sums * alpha[None, :] + p
-            weights = gl.convert_layout(p.to(gl.float16), B)
-            more = alpha[None, :]
-            v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE)
-            v = v.permute((1, 0)).load(A)
-            if EIGHT:
-                v0, v1 = _converted(v, BELOW)
-                acc0 = _product(v0, weights, acc0 * more)
-                acc1 = _product(v1, weights, acc1 * more)
+                k0, k1, k2, k3 = _integers(k, k_by)
+            s = _product(k0, q0, s)
+            s = _product(k1, q1, s)
+            s = _product(k2, q2, s)
+            s = _product(k3, q3, s)
+        s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 0))
+        alpha = gl.exp2(m - m_new)
+        p = gl.exp2(s - (m_new - RAISED)[None, :])
+        m = m_new
+        sums = sums * alpha[None, :] + p
+        weights = gl.convert_layout(p.to(gl.float16), B)
+        more = alpha[None, :]
+        v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE)
+        v = v.permute((1, 0)).load(A)
+        if EIGHT:
+            v0, v1 = _converted(v, BELOW)
+            acc0 = _product(v0, weights, acc0 * more)
+            acc1 = _product(v1, weights, acc1 * more)
+        else:
+            v = v.reshape((UNITS // 8, 8, BLOCK_N))
+            v_by = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
+            v_by = v_by.permute((1, 0)).load(gl.SliceLayout(1, v.type.layout))[:, None, :]
+            if FLOAT:
+                which = _which(gl.SliceLayout(0, gl.SliceLayout(2, v.type.layout)), 0x5410, 0x7632)
+                v0, v1, v2, v3 = _floats(v, v_by, which[None, :, None], E2M1_BELOW)
             else:
-                v = v.reshape((UNITS // 8, 8, BLOCK_N))
-                v_by = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
-                v_by = v_by.permute((1, 0)).load(gl.SliceLayout(1, v.type.layout))[:, None, :]
-                if FLOAT:
-                    which = _which(
-                        gl.SliceLayout(0, gl.SliceLayout(2, v.type.layout)), 0x5410, 0x7632
-                    )
-                    v0, v1, v2, v3 = _floats(v, v_by, which[None, :, None], E2M1_BELOW)
-                else:
-                    v0, v1, v2, v3 = _integers(v, v_by)
-                acc0 = _product(v0, weights, acc0 * more)
-                acc1 = _product(v1, weights, acc1 * more)
-                acc2 = _product(v2, weights, acc2 * more)
-                acc3 = _product(v3, weights, acc3 * more)
+                v0, v1, v2, v3 = _integers(v, v_by)
+            acc0 = _product(v0, weights, acc0 * more)
+            acc1 = _product(v1, weights, acc1 * more)
+            acc2 = _product(v2, weights, acc2 * more)
+            acc3 = _product(v3, weights, acc3 * more)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -405,8 +399,7 @@ def packed_kernel(
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr,
-    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LISTED: gl.constexpr, SCALES: gl.constexpr, HEADS_FIRST: gl.constexpr,
-    PROBE: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LISTED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """A token of one sequence, the heads of one KV head, over all their keys or some of them.
 
@@ -425,12 +418,10 @@ def packed_kernel(
     v_codes = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, WORDS], CODES)
     k_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, 1], LINE)
     v_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, 1], LINE)
-    program = gl.program_id(0)
-    kv_head = gl.program_id(1)
-    if HEADS_FIRST:
-        linear = program + kv_head * gl.num_programs(0)
-        kv_head = linear % gl.num_programs(1)
-        program = linear // gl.num_programs(1)
+    # Programs of all heads begin one after another: where rows lie by token, they share lines of memory.
+    number = gl.program_id(0) + gl.program_id(1) * gl.num_programs(0)
+    program = number // gl.num_programs(1)
+    kv_head = number % gl.num_programs(1)
     scale = _scaled(scale, Q_SCALE, K_SCALE, kv_head, False, SCALES)
     v_scale = _scaled(v_scale, V_SCALE, OUT_SCALE, kv_head, True, SCALES)
     KEYS = K.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (k_h // 8)
@@ -463,7 +454,7 @@ def packed_kernel(
                 token, kv_head, gl.load(SEQ_LENS + seq),
                 gl.maximum(at - low - item, 0), gl.minimum(stop, high) - low - item, 1,
                 k_codes, v_codes, k_scales, v_scales,
-                G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM, PROBE,
+                G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM,
             )  # fmt: skip
             first = low // share
             if (high - 1) // share > first:
@@ -490,7 +481,7 @@ def packed_kernel(
         acc0, acc1, acc2, acc3, lse = _attend(
             Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
             token, kv_head, length, begin, length, step, k_codes, v_codes, k_scales, v_scales,
-            G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM, PROBE,
+            G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM,
         )  # fmt: skip
         if SPLIT:
             part = (program * gl.num_programs(1) + kv_head) * splits + begin
