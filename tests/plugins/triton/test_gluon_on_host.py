@@ -161,9 +161,15 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["int4", "nvfp4", "fp8_e4m3"])
-@pytest.mark.parametrize("name", mostly_slow(DECODES, "decode"))
-def test_packed_decode(name: str, form: str) -> None:
+PACKED = [(form, name) for form in ("int4", "nvfp4") for name in DECODES]
+PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [pytest.param(*c, marks=() if c[1] == "decode" else pytest.mark.slow) for c in PACKED],
+)
+def test_packed_decode(form: str, name: str) -> None:
     changes, lens, sms = DECODES[name]
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form, **changes)
     layout = "HND" if name.endswith("head") else "NHD"

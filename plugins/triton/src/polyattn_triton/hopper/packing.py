@@ -26,8 +26,8 @@ PACKED, BY_HEAD = Config(16, 32, 1, 3), Config(16, 32, 1, 2)
 which has the memory that programs leave. H100, int4, 64 x 4,096: 143 us by token, 115 by head; with each
 other's stages 163 and 117."""
 EIGHT = Config(16, 32, 1, 4)
-"""Over e4m3, where programs fill the chip uncut. H100, 64 x 4,096 by head: 185 us, the portable kernel's by
-token 199."""
+"""Over e4m3, where programs fill the chip uncut. H100, 64 x 4,096 by head: 185 us; the portable kernel's
+by token 199."""
 FORMS = {"int4": 0, "nvfp4": 1, "fp8_e4m3": 2}
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4

@@ -38,8 +38,8 @@ On an H100, 32/8 heads of 128, by copies and directly (us): 64 new tokens after 
 nvfp4 36.9 and 41.4; 128 after 8,064, e4m3 61.8 and 81.5, nvfp4 62.9 and 115.9."""
 LEAST = 1 << 26
 """Rows x keys x head size that must be left to gain. On an H100 (us) a prompt of 256 is alike over e4m3
-(21.2 and 21.7) and nearly so over nvfp4 (21.8 and 23.0); of 512 copies are faster (25.7 and 32.4, 26.5 and
-34.8)."""
+(21.2 and 21.7) and nearly so over nvfp4 (21.8 and 23.0); of 512 copies are faster (25.7 and 32.4, 26.5
+and 34.8)."""
 ELEMENTS = 8192
 """Of a program's copies of keys."""
 ALIGNED = 4
