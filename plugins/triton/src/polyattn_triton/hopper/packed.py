@@ -1,10 +1,11 @@
-"""Decode over rows of packed four-bit numbers for Hopper, in Gluon: what `kernels.decode` computes.
+"""Decode over four-bit numbers, or e4m3, for Hopper, in Gluon: what `kernels.decode` computes.
 
 A warp is a program and attends to 32 keys at a time. Keys are the rows of the first product and values'
 columns those of the second, so that a product's short side is the heads of one KV head. Numbers pass
 from shared memory to the tensor cores' registers in units of 16 bits, which hold four numbers: a unit's
 first numbers, its second and so on are four operands, whose columns are every fourth of a head. So none
-is moved once it is unpacked, two at a time, and multiplied by its group's scale.
+is moved once it is unpacked, two at a time, and multiplied by its group's scale. Of e4m3 a unit holds two
+numbers, which have no scales.
 
 Gluon has no interpreter: CI compiles this ahead of time, and a GPU checks its values.
 """
