@@ -1,6 +1,7 @@
 """Which decodes does `hopper.packed` serve, and what is it launched with?
 
-Plain layers over caches of int4 or nvfp4 rows of 128, which begin at multiples of 8 bytes, or of e4m3, at 16.
+Plain layers with heads of 128, over caches of int4 or nvfp4 rows, which begin at multiples of 8 bytes, or
+of e4m3, at 16.
 """
 
 from __future__ import annotations
