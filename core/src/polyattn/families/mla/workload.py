@@ -174,11 +174,13 @@ class LatentWorkload(ChoosingWorkload):
         choice = None if self.choice is None else self.choice[rows]
         if self.layer.weights is None:
             spec, params, query = absorbed(self.spec), self.layer.params, self.query[rows]
-            read = attention_reference.read_cache(spec, self.cache, alone, 0, params)
+            key, value = attention_reference.read_cache(spec, self.cache, alone, 0, params)
             if choice is not None:
-                chosen = choice.flatten()
-                read = tuple(part[chosen[chosen >= 0].cpu()] for part in read)
-            expected, _ = attention_reference.attend(spec, query.cpu().double(), *read, params)
+                chosen = choice[choice >= 0].cpu()
+                key, value = key[chosen], value[chosen]
+            expected, _ = attention_reference.attend(
+                spec, query.cpu().double(), key, value, params
+            )
         else:
             expected, _ = reference.forward(
                 self.spec, self.query[rows], self.cache, alone, self.layer.weights,
