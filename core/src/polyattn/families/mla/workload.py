@@ -178,9 +178,7 @@ class LatentWorkload(ChoosingWorkload):
             if choice is not None:
                 chosen = choice[choice >= 0].cpu()
                 key, value = key[chosen], value[chosen]
-            expected, _ = attention_reference.attend(
-                spec, query.cpu().double(), key, value, params
-            )
+            expected, _ = attention_reference.attend(spec, query.cpu().double(), key, value, params)
         else:
             expected, _ = reference.forward(
                 self.spec, self.query[rows], self.cache, alone, self.layer.weights,
