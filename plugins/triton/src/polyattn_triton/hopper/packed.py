@@ -182,14 +182,82 @@ def _copy_both(
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, EIGHT: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's keys and values, which lie in these two blocks."""
-    _copy(k_codes, k_scales, K, first, tile, 0, slot, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
-          BLOCK_N, BLOCK_SIZE, EIGHT)  # fmt: skip
-    _copy(k_codes, k_scales, K, second, tile, 1, slot, length, of_k, k_b, k_t, WORDS, WIDE, LINE,
-          BLOCK_N, BLOCK_SIZE, EIGHT)  # fmt: skip
-    _copy(v_codes, v_scales, V, first, tile, 0, slot, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
-          BLOCK_N, BLOCK_SIZE, EIGHT)  # fmt: skip
-    _copy(v_codes, v_scales, V, second, tile, 1, slot, length, of_v, v_b, v_t, WORDS, WIDE, LINE,
-          BLOCK_N, BLOCK_SIZE, EIGHT)  # fmt: skip
+    _copy(
+        k_codes,
+        k_scales,
+        K,
+        first,
+        tile,
+        0,
+        slot,
+        length,
+        of_k,
+        k_b,
+        k_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        EIGHT,
+    )
+    _copy(
+        k_codes,
+        k_scales,
+        K,
+        second,
+        tile,
+        1,
+        slot,
+        length,
+        of_k,
+        k_b,
+        k_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        EIGHT,
+    )
+    _copy(
+        v_codes,
+        v_scales,
+        V,
+        first,
+        tile,
+        0,
+        slot,
+        length,
+        of_v,
+        v_b,
+        v_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        EIGHT,
+    )
+    _copy(
+        v_codes,
+        v_scales,
+        V,
+        second,
+        tile,
+        1,
+        slot,
+        length,
+        of_v,
+        v_b,
+        v_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        EIGHT,
+    )
 
 
 @gluon.jit
