@@ -13,7 +13,6 @@ import torch
 from index_step import IndexStep
 from polyattn import Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
-from polyattn.families.attention import reference as attention_reference
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.workload import AttentionWorkload, token_error
 from polyattn.families.mla.workload import LatentWorkload
@@ -23,7 +22,6 @@ from polyattn.families.sparse import reference as sparse_reference
 from polyattn.families.sparse.workload import SparseWorkload
 from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
-from polyattn.spec.decompose import absorbed
 from polyattn.workload.base import Workload, workload
 from polyattn.workload.clock import Clock
 from polyattn.workload.compare import output_error
@@ -116,14 +114,7 @@ def error_of(work: Any, call: Call) -> float:
     _run(work, call)
     row = work.batch.starts[index + 1] - 1
     if isinstance(work, LatentWorkload):
-        spec, params = absorbed(work.spec), work.layer.params
-        read = attention_reference.read_cache(spec, work.cache, work.batch, index, params)
-        query = work.query[row : row + 1].cpu().double()
-        if work.choice is not None:
-            chosen = work.choice[row].flatten()
-            read = tuple(part[chosen[chosen >= 0].cpu()] for part in read)
-        expected, _ = attention_reference.attend(spec, query, *read, params)
-        return output_error(work.out[row : row + 1], expected)
+        return work.token_error(index)
     if isinstance(work, SparseWorkload):
         one = slice(row, row + 1)
         last = Batch.from_lens([1], [work.batch.lens[index]], device=work.device)

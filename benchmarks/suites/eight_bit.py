@@ -25,21 +25,29 @@ def caches(name: str) -> list[Contender]:
     return [*(Other(f"{name} {c}", name, {"kv_cache_dtype": c}) for c in CACHES), f"{name}"]
 
 
-SHORTER = Bar(0.75, "TRITON_ATTN e4m3")
-"""What four bits are to be beside eight."""
+NEAR = {"nvfp4": 1.56, "int4": 1.56, "fp8_e4m3": 1.03}
+"""What decodes over these caches are to take of a copy that moves as many bytes: 110 and 128 us of
+64 x 4096 on an H200, whose memory moves 4.3 TB/s."""
+SMALL_BLOCKS = LLAMA.replace(block_size=16)
 
 
-def four_bits(name: str, lens: list[int], bar: Bar = SHORTER) -> Row:
-    """Rows of four bits beside e4m3 and bf16: fewer bytes are to be less time."""
-    by = [
-        *(
-            Other(f"TRITON_ATTN {c}", "TRITON_ATTN", {"kv_cache_dtype": c})
-            for c in ("nvfp4", "int4")
-        ),
-        *of("TRITON_ATTN", "e4m3", E4M3),
-    ]
-    spec = LLAMA.replace(block_size=16)
-    return Row(f"four bits: {name}", spec, [(1, n) for n in lens], {"cuda": by}, bar, part="attend")
+def of_format(name: str, label: str = "", **changes: object) -> Other:
+    return Other(f"TRITON_ATTN {name}{label}", "TRITON_ATTN", {"kv_cache_dtype": name, **changes})
+
+
+def decode_of(name: str, step: str, lens: list[int], bar: Bar) -> Row:
+    """A decode beside e4m3's, bf16's and a copy that moves its bytes."""
+    by = [of_format(name), *(of_format(n) for n in ("fp8_e4m3", "auto") if n != name)]
+    return Row(f"formats: {name}, {step}", SMALL_BLOCKS, [(1, n) for n in lens], {"cuda": by}, bar,
+               ["machine.copy"], "attend")  # fmt: skip
+
+
+def prefill_of(name: str, tokens: int, before: int = 0) -> Row:
+    """A prompt over a narrow cache beside the portable kernel, which makes no 16-bit copies."""
+    by = [of_format(name), of_format(name, ", portable", logit_soft_cap=1e4)]
+    after = f" after {before}" if before else ""
+    return Row(f"formats: {name}, prompt of {tokens}{after}", SMALL_BLOCKS, [(tokens, before + tokens)],
+               {"cuda": by}, Bar(1.05, f"TRITON_ATTN {name}, portable"), part="attend")  # fmt: skip
 
 
 def prefill(size: int, tokens: int) -> Row:
@@ -74,9 +82,12 @@ ROWS = [
           {"cuda": [*caches("TRITON_ATTN"), *of("FLASHINFER", "fp8_e4m3", E4M3)],
            "cpu": caches("NATIVE_ATTN")}, part="attend")
       for n, m in ((1, 8192), (16, 4096), (64, 4096))),
-    four_bits("64 x 4096", [4096] * 64, Bar(110.0, "us")),
-    four_bits("1 x 128k", [128 * K]),
-    four_bits("64 of 1 to 8k", [128 * (i + 1) - i for i in range(64)]),
+    *(decode_of(n, "64 x 4096", [4096] * 64, Bar(most, "machine.copy")) for n, most in NEAR.items()),
+    *(decode_of(n, "1 x 128k", [128 * K], Bar(0.75, "TRITON_ATTN fp8_e4m3")) for n in ("nvfp4", "int4")),
+    decode_of("nvfp4", "64 of 1 to 8k", [128 * (i + 1) - i for i in range(64)],
+              Bar(0.75, "TRITON_ATTN fp8_e4m3")),
+    *(prefill_of(n, tokens) for n in ("nvfp4", "mxfp4") for tokens in (256, 512, K, 2 * K, 4 * K, 8 * K)),
+    *(prefill_of(n, 256, 4 * K) for n in ("nvfp4", "mxfp4")),
     Row("CPU: decode 8 x 2048, e4m3", LLAMA, "8q1s2k", {"cpu": of("NATIVE_ATTN", "e4m3", E4M3)},
         Bar(1.0, "NATIVE_ATTN bf16")),
     Row("CPU: decode 8 x 2048, int8", LLAMA, "8q1s2k",

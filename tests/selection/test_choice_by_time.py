@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import H100, backend
-from polyattn import Attention, Batch, Device, LayerGroup, LayerSpec, select, settings
+from polyattn import Attention, Batch, Device, LatentSpec, LayerGroup, LayerSpec, select, settings
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.plugin import declare, hookimpl
@@ -24,6 +24,7 @@ from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_
 from polyattn.selection.step_choice import ALL, StepChoice
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 from polyattn.tools.cli.models import bundled
+from polyattn.workload.base import workload
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
@@ -246,6 +247,32 @@ def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
     assert captured.calls[0].name == "TORCH_SDPA"
     assert group.plan(long).calls[0].name == "HPU_ATTN"
     assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
+
+
+LATENT = LayerSpec(
+    kind="mla", num_heads=4, num_kv_heads=4, head_size=32, v_head_size=32, block_size=16,
+    latent=LatentSpec(rank=64, rope_head_size=16), dtype="float32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cached", ["auto", "int8_rows"])
+def test_decodes_over_latents_go_to_the_fastest_too(table: Any, cached: str) -> None:
+    spec = LATENT.replace(kv_cache_dtype=cached)
+    usual = select(spec, "cpu").decision.decode
+    names = [usual, next(n for n in ("TORCH_MLA", "NATIVE_MLA") if n != usual)]
+    table([model(names[0], "decode", launch=1, byte=1e-3), model(names[1], "decode", launch=200)])
+    group, ran = LayerGroup(select(spec, "cpu")), []
+    for lens in ([5, 9], [4000, 30]):
+        step = workload(group, [(1, n) for n in lens], checks=False)
+        ran.append(step.plan.calls[0].name)
+        step.check()
+    assert ran == names
+    # Prompts are attended to without the cache, and what a graph has captured goes on running.
+    workload(group, [(40, 40)], checks=False).check()
+    short, long = (workload(group, [(1, n)], checks=False).batch for n in (5, 4000))
+    captured = group.plan(short)
+    assert group.plan(long).calls[0].name == names[1]
+    assert group.plan(long, reuse=captured).calls[0].name == names[0]
 
 
 def test_bits_that_must_not_depend_on_the_batch_have_one_backend(table: Any) -> None:

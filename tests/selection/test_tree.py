@@ -20,7 +20,7 @@ from fakes import (
 )
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
-from polyattn.registry.capabilities import check
+from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo
 from polyattn.settings import Settings, parse_overrides
@@ -146,6 +146,28 @@ def test_shared_cache(
     walked = dict(decision.kernel_block_sizes)
     sizes = (walked[pair[0].name], walked[pair[1].name])
     assert (decision.cache.layout, decision.cache.block_size, sizes) == expect
+
+
+def test_rows_of_bytes_lie_as_the_decode_prefers() -> None:
+    by_head = backend(
+        "BY_HEAD", layouts=("NHD", "HND"), rows_layout="HND",
+        kv_cache_dtypes=frozenset({"auto", "int4"}),
+    )  # fmt: skip
+    prefill = backend(
+        "P", 90, phases=frozenset({"prefill"}), kv_cache_dtypes=frozenset({"auto", "int4"}),
+    )  # fmt: skip
+    rows = LLAMA.replace(kv_cache_dtype="int4")
+    for spec, among, layout in (
+        (rows, (by_head,), "HND"),
+        (LLAMA, (by_head,), "NHD"),
+        (rows, (by_head, prefill), "NHD"),  # which the prefill has not
+    ):
+        cache = choose(*among, spec=spec).cache
+        assert cache is not None and cache.layout == layout
+    asked = choose(by_head, spec=rows, settings=Settings(layout="NHD")).cache
+    assert asked is not None and asked.layout == "NHD"
+    with pytest.raises(ValueError, match=r"rows_layout='HND' is not among layouts \(NHD\)"):
+        Capabilities(platforms={"cpu": ()}, rows_layout="HND")
 
 
 def test_a_pair_without_a_common_layout_is_refused_with_the_reason() -> None:

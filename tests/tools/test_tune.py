@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from polyattn import Batch, Device, LayerGroup, LayerSpec, Role, select
+from polyattn import Batch, Device, LatentSpec, LayerGroup, LayerSpec, Role, select
 from polyattn.errors import SettingsError
 from polyattn.registry.discovery import discover
 from polyattn.selection.prediction import Predictor, StepShape, shape_of_step
@@ -25,7 +25,7 @@ from polyattn.tools.tune import tuning
 from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, predict
 from polyattn.tools.tune.measuring import Measured, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
-from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, layers, samples
+from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, counts_of, layers, samples
 from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
 from polyattn.workload.clock import Clock
 from test_cli import polyattn
@@ -295,7 +295,7 @@ def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
         def __call__(self, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
             return layer(query * 1.1, *rest, **named)
 
-    measured.layers["TORCH_SDPA"] = Wrong()  # type: ignore[assignment]
+    measured.layers["TORCH_SDPA"] = Wrong()
     measured._checked.clear()
     (said,) = dict(measured.times(steps[0], ["TORCH_SDPA"])).values()
     assert "wrong" in str(said)
@@ -386,3 +386,19 @@ def test_bench_draws_lengths(tmp_path: Path) -> None:
     assert rows[0]["batch"] == "6q1s64 one-long" and rows[0]["error"] < 0.02
     code, _, errors = here(*command, "--spec", spec, "--lengths", "one-lnog")
     assert code == 2 and "one-long" in errors
+
+
+@pytest.mark.parametrize("cached", ["auto", "fp8_e4m3", "int8_rows"])
+def test_latents_are_measured_absorbed(cached: str) -> None:
+    spec = LayerSpec(
+        kind="mla", num_heads=4, num_kv_heads=4, head_size=32, v_head_size=32, block_size=16,
+        latent=LatentSpec(rank=64, rope_head_size=16), dtype="float32", kv_cache_dtype=cached,
+    )  # fmt: skip
+    selection = select(spec, "cpu")
+    assert {s.kind for s in samples(SIZE, 5, TRACE, counts_of(spec))} == {"decode", "short"}
+    measured = Measured(selection, Clock(torch.device("cpu")), Size(2000, 10_000, 2000, 4))
+    names = {"NATIVE_MLA", "TORCH_MLA"}
+    assert set(measured.layers) >= names
+    step = StepSample("decode", "", (1, 1), (300, 7))
+    times = dict(measured.times(step, names))
+    assert all(isinstance(us, float) and us > 0 for us in times.values()), times

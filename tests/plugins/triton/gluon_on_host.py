@@ -611,7 +611,8 @@ class Language:
             "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
             "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
             "warpgroup_mma_wait": self.wgmma_wait,
-            "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box), "k_units_layout": nothing,
+            "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box),
+            "units_layout": nothing, "words_layout": nothing,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy_async, wait_group=self.wait_group,
                 commit_group=lambda: self.machine.groups.append([]),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 Bits = Any
 """uint32, one register of many lanes."""
@@ -38,10 +39,15 @@ def prmt(a: Bits, b: Bits, which: Bits) -> Bits:
     held = np.stack([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1).reshape(
         -1, 8
     )
-    wanted = int(which.flat[0])
-    assert not wanted & 0x8888  # a sign's copies
-    places = [wanted >> 4 * at & 7 for at in range(4)]
-    return np.ascontiguousarray(held[:, places]).view(np.uint32).reshape(-1)
+    assert not (which & 0x8888).any()  # a sign's copies
+    places = np.stack([which >> np.uint32(4 * at) & 7 for at in range(4)], -1)
+    return np.ascontiguousarray(np.take_along_axis(held, places, 1)).view(np.uint32).reshape(-1)
+
+
+def of_e4m3(x: Bits) -> Bits:
+    """The two numbers of a register's low half."""
+    numbers = torch.from_numpy(x.astype(np.uint16)).view(torch.float8_e4m3fn).half()
+    return numbers.numpy().view(np.uint32).reshape(-1)
 
 
 def rounded(high: Bits, low: Bits, kind: str) -> Bits:
@@ -66,6 +72,7 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "mul.rn.f16x2": lambda a, b: packed(halves(a) * halves(b)),
     "fma.rn.f16x2": lambda a, b, c: packed(halves(a) * halves(b) + halves(c)),
     "cvt.rn.bf16x2.f32": lambda high, low: rounded(high, low, "bf16x2"),
+    "cvt.rn.f16x2.e4m3x2": of_e4m3,
     "cvt.rn.f16x2.f32": lambda high, low: rounded(high, low, "f16x2"),
     "setp.lt.s32": lambda a, b: (a.view(np.int32) < b.view(np.int32)).astype(np.uint32),
     "selp.f32": lambda a, b, p: np.where(p != 0, a, b),
@@ -88,6 +95,9 @@ def run_ptx(asm: str, results: int, given: Sequence[Bits]) -> list[Bits]:
             name, _, rest = said.strip().partition(" ")
             if not name or name == ".reg":
                 continue
-            to, *operands = (x.strip() for x in rest.split(","))
-            held[to] = INSTRUCTIONS[name](*map(operand, operands))
+            *to, last = (x.strip() for x in rest.split(","))
+            if name == "mov.b32" and len(to) == 2:  # into two of 16 bits
+                held[to[0]], held[to[1]] = operand(last) & 0xFFFF, operand(last) >> 16
+                continue
+            held[to[0]] = INSTRUCTIONS[name](*map(operand, [*to[1:], last]))
     return [held[f"${at}"] for at in range(results)]

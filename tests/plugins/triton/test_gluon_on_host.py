@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -152,6 +153,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, name: str, order: tuple[int, .
 
 DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "decode": ({}, [40, 33, 64, 47], 1),
+    "decode, by head": ({"block_size": 32}, [40, 33], 1),
     "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
     # A sequence ends where a program does: it isn't cut.
     "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [64, 32, 128], 4),
@@ -159,13 +161,20 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["int4", "nvfp4"])
-@pytest.mark.parametrize("name", mostly_slow(DECODES, "decode"))
-def test_packed_decode(name: str, form: str) -> None:
+PACKED = [(form, name) for form in ("int4", "nvfp4") for name in DECODES]
+PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [pytest.param(*c, marks=() if c[1] == "decode" else pytest.mark.slow) for c in PACKED],
+)
+def test_packed_decode(form: str, name: str) -> None:
     changes, lens, sms = DECODES[name]
     spec = PLAIN.replace(head_size=128, kv_cache_dtype=form, **changes)
-    way, kernels = run(spec, [1] * len(lens), lens, sms=sms)
-    assert kernels == ["packed_kernel"] + ["merge_kernel"] * (name != "decode")
+    layout = "HND" if name.endswith("head") else "NHD"
+    way, kernels = run(spec, [1] * len(lens), lens, spec.block_size or 16, layout, sms=sms)
+    assert kernels == ["packed_kernel"] + ["merge_kernel"] * (not name.startswith("decode"))
     assert way == name.partition(",")[0]
 
 
@@ -279,26 +288,54 @@ def latent(
     each_written_once(launches, out, lse)
 
 
+def registers_of(*pairs: Any) -> list[Any]:
+    """Return the registers that hold two numbers of 16 bits each."""
+    return [np.ascontiguousarray(x).view(np.uint32).reshape(-1) for x in pairs]
+
+
+UNITS = np.arange(1 << 16, dtype=np.uint16)
+
+
 def test_every_unit_of_four_bits() -> None:
     """Each of 65,536 units, beside each of 7 others and by some scales: the four numbers, in order."""
-    units = np.arange(1 << 16, dtype=np.uint16)
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    nibble = [units >> 4 * at & 15 for at in range(4)]
+    nibble = [UNITS >> 4 * at & 15 for at in range(4)]
     integers = [x.astype(np.float64) - 8 for x in nibble]
     floats = [np.where(x & 8, -1, 1) * e2m1[x & 7] * 2.0**-14 for x in nibble]
-    assert isinstance(packed.INTEGERS.value, str)
-    for asm, numbers, first in (
-        (packed.INTEGERS.value, integers, 1.0),
-        (packed.E2M1.value, floats, 16384.0),
-    ):
-        for turn, scale in ((0, 1.0), (1, 0.5), (256, -3.0), (4097, 0.25), (32768, 2.0)):
-            pair = np.stack([units, np.roll(units, turn)], -1)
-            scales = np.array([first * scale, first], np.float16)
-            registers = [
-                np.ascontiguousarray(x).view(np.uint32).reshape(-1)
-                for x in (pair, np.broadcast_to(scales, pair.shape))
-            ]
-            for bits, wanted in zip(run_ptx(asm, 4, registers), numbers, strict=True):
+    # Bytes of e4m3: 1, 0.5, the largest, the smallest, zero.
+    some = {0x38: 1.0, 0x30: 0.5, 0x7E: 448.0, 0x01: 2.0**-9, 0x00: 0.0, 0xB8: -1.0}
+    for turn in (0, 1, 256, 4097, 32768):
+        pair = np.stack([UNITS, np.roll(UNITS, turn)], -1)
+
+        def right(
+            asm: Any, numbers: list[Any], scales: Any, *others: Any, turn: int = turn
+        ) -> None:
+            registers = registers_of(pair, *(np.broadcast_to(x, pair.shape) for x in others))  # noqa: B023
+            for bits, wanted in zip(run_ptx(asm.value, 4, registers), numbers, strict=True):
                 found = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
                 assert (found[:, 0] == wanted * scales[0]).all()
                 assert (found[:, 1] == np.roll(wanted, turn) * scales[1]).all()
+
+        for scales in ((1.0, 1.0), (-3.0, 0.25)):
+            right(packed.INTEGERS, integers, scales, np.array(scales, np.float16))
+        for (low, first), (high, second) in pairwise(some.items()):
+            groups = np.uint16(low | high << 8)
+            # A row's two units are of one group; of two rows each has its own.
+            for scale, which in ((first, 0x1010), (second, 0x3232)):
+                right(packed.E2M1_BESIDE, floats, (scale, scale), groups, np.uint16(which))
+            each = np.array([groups, 0x3830], np.uint16)
+            right(packed.E2M1_BELOW, floats, (first, 0.5), each, np.uint16(0x5410))
+            right(packed.E2M1_BELOW, floats, (second, 1.0), each, np.uint16(0x7632))
+
+
+def test_every_unit_of_e4m3() -> None:
+    """Of two units each operand has one's two numbers, or both's first ones and both's second ones."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    numbers = torch.from_numpy(pair.view(np.uint8)).view(torch.float8_e4m3fn).half().numpy()
+    for asm, places in (
+        (packed.BESIDE, ((0, 1), (2, 3))),
+        (packed.BELOW, ((0, 2), (1, 3))),
+    ):
+        for bits, mine in zip(run_ptx(asm.value, 2, registers_of(pair)), places, strict=True):
+            found = bits.view(np.float16).reshape(-1, 2)
+            assert np.array_equal(found, numbers[:, list(mine)], equal_nan=True)

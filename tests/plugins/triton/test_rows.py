@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,20 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_pa
     from test_triton import programs_on_one
     from triton_ahead import compile_packed
 
-    for way in ("decode", "many", "listed"):
-        kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way)
+    for way, layout in product(("decode", "many", "listed"), ("NHD", "HND")):
+        kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way, layout=layout)
         assert programs_on_one(kernel, tmp_path, 160) == FEW_ON_ONE * PLACES
+
+
+@pytest.mark.slow
+def test_a_multiprocessor_holds_four_programs_over_e4m3(tmp_path: Path) -> None:
+    from polyattn_triton.variants import MANY_ON_ONE
+    from test_triton import programs_on_one
+    from triton_ahead import compile_packed
+
+    kernel = compile_packed(SPEC.replace(kv_cache_dtype="fp8_e4m3"), "decode")
+    assert programs_on_one(kernel, tmp_path, 160) >= MANY_ON_ONE
+    assert kernel.metadata.shared * MANY_ON_ONE <= 227 << 10
 
 
 @pytest.mark.slow

@@ -87,10 +87,14 @@ WHICH: list[tuple[dict[str, Any], list[int], list[int], bool]] = [
         [8192],
         False,
     ),  # a code times its scale is no 16-bit number
-    ({"kv_cache_dtype": "nvfp4"}, [512], [512], False),  # too short
+    ({"kv_cache_dtype": "nvfp4"}, [512], [512], True),
+    ({"kv_cache_dtype": "nvfp4"}, [128], [128], False),  # too short
+    ({"kv_cache_dtype": "nvfp4"}, [64], [4096], True),  # rows of bytes take longer to read
     ({"qkv_dtype": "fp8_e4m3"}, [2048] * 8, [2048] * 8, True),
     ({"head_size": 256}, [1024], [4096], True),
-    ({}, [512], [512], False),  # too short
+    ({}, [512], [512], True),
+    ({}, [128], [128], False),  # too short
+    ({}, [64], [4096], False),
     ({}, [64] * 16, [8192] * 16, False),  # few queries for each key
     ({}, [2048], [131_072], False),  # more than `MOST_BYTES`
     ({"head_size": 64}, [2048] * 8, [2048] * 8, False),  # slower by token

@@ -15,7 +15,7 @@ from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.functions.row_writers import writer
 from polyattn_triton.functions.rows import NO_ROWS, Rows, by_hand
 from polyattn_triton.hopper.packed import packed_kernel
-from polyattn_triton.hopper.packing import OPTIONS, PACKED, packed_config, packed_constants
+from polyattn_triton.hopper.packing import packed_config, packed_constants, packed_options
 from polyattn_triton.hopper.widening import copy_constants
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.four_bit_store import four_bit_constants, write_four_kernel
@@ -215,13 +215,16 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     )
 
 
-def compile_packed(spec: LayerSpec, way: str, block_size: int = 16) -> Any:
+def compile_packed(spec: LayerSpec, way: str, block_size: int = 16, layout: str = "NHD") -> Any:
     """Compile the decode over packed rows for Hopper, as `TRITON_ATTN` runs it."""
-    form = format_of(spec, Device("cuda", "sm_90"), "NHD", block_size)
-    assert packed_config(spec, form, "sm_90", None) == PACKED
-    constants = packed_constants(spec, form, way, spec.needs_lse, part_rows(spec, PACKED, False))
-    pointers = {"Q": ELEMENT[spec.dtype], "OUT": ELEMENT[spec.dtype], "K": "u8", "V": "u8"}
-    return compile_kernel(packed_kernel, pointers, constants, "sm_90", OPTIONS)
+    form = format_of(spec, Device("cuda", "sm_90"), layout, block_size)
+    config = packed_config(spec, form, "sm_90", None)
+    assert config is not None
+    rows = part_rows(spec, config, False)
+    constants = packed_constants(spec, form, config, way, spec.needs_lse, rows)
+    cached = CACHE.get(spec.kv_cache_dtype, "u8")
+    pointers = {"Q": ELEMENT[spec.dtype], "OUT": ELEMENT[spec.dtype], "K": cached, "V": cached}
+    return compile_kernel(packed_kernel, pointers, constants, "sm_90", packed_options(config))
 
 
 def compile_widening(spec: LayerSpec, block_size: int) -> Any:

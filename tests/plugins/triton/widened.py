@@ -162,7 +162,7 @@ def check(name: str) -> None:
     layout, changes = CASES[name]
     spec = SPEC.replace(**changes)
     params = LayerParams(k_scale=0.01, v_scale=0.5)
-    widening.LEAST, widening.ROWS_A_KEY = -(1 << 60), 0
+    widening.LEAST, widening.ROWS_A_KEY, widening.OF_ROWS = -(1 << 60), 0, 0
     for step, (queries, lens) in STEPS.items():
         batch, cache = paged(spec, form_of(spec, layout), queries, lens)
         made = widening.widening(spec, batch, TILE)

@@ -247,6 +247,7 @@ class Capabilities:
         block_sizes: tokens of a cache's block.
         preferred_block_size: if neither the layer nor another backend asks for one.
         layouts: of a cache, the preferred one first.
+        rows_layout: the preferred one of a cache of rows of bytes, where that is another; `""`: none.
         phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,
             `"merge"` or `"index"` alone.
         cached: True: it attends over a cache; False: to keys that a call passes whole.
@@ -303,6 +304,7 @@ class Capabilities:
     block_sizes: Sizes = ANY_SIZE
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
+    rows_layout: str = ""
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
@@ -387,6 +389,8 @@ class Capabilities:
              "features: 'sink_tokens' needs 'sliding_window'"),
             (not self.features & {"causal", "non_causal"},
              "features: needs 'causal', 'non_causal' or both"),
+            (self.rows_layout and self.rows_layout not in self.layouts,
+             f"rows_layout={self.rows_layout!r} is not among layouts ({', '.join(self.layouts)})"),
             (self.preferred_block_size not in self.block_sizes,
              f"preferred_block_size={self.preferred_block_size} is not among block_sizes "
              f"({self.block_sizes})"),

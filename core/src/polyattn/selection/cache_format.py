@@ -147,6 +147,8 @@ def share_cache(
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
+    if spec.in_rows and second.rows_layout in common:
+        common.sort(key=lambda name: name != second.rows_layout)
     if layout is None:  # only the engine chooses a contiguous cache
         common = [name for name in common if name != "contiguous"]
     else:

@@ -33,7 +33,7 @@ from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
-from polyattn_triton.hopper.packing import WORD, packed_constants, packed_site
+from polyattn_triton.hopper.packing import packed_constants, packed_site, word_bytes
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, compiling_only, load
@@ -338,7 +338,7 @@ class TritonAttention(AlikeAttention):
         none, inputs = self._none, self._inputs(plan, params)
         strides = query.stride(), *cache.strides[:2], out.stride()
         dtypes = query.dtype, cache.key.dtype
-        packed = plan.config == self.packed and min(cache.alignment) >= WORD
+        packed = plan.config == self.packed and min(cache.alignment) >= word_bytes(cache.format)
         site = self._decode_site(
             plan, strides, dtypes, lse is not None, inputs, cache.alignment, packed
         )
@@ -374,8 +374,9 @@ class TritonAttention(AlikeAttention):
         site = self._sites.get(which)
         if site is None and packed:
             assert self.cache is not None
-            constants = packed_constants(self.spec, self.cache, plan.way, lse, plan.rows)
-            site = self._sites[which] = packed_site(strides, constants)
+            config = plan.config
+            constants = packed_constants(self.spec, self.cache, config, plan.way, lse, plan.rows)
+            site = self._sites[which] = packed_site(strides, constants, config)
         if site is None:
             _, of_key, of_value, _ = strides
             assert self.cache is not None

@@ -105,6 +105,8 @@ TRITON_ATTN = declared(
         v_head_sizes=multiples(8, low=32, high=256),
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
+        # A head's rows fill no whole lines of memory: by token, its program loads others' bytes too.
+        rows_layout="HND",
         decode_query_lens=16,
         shared_prefix=True,
         padding_rows=True,

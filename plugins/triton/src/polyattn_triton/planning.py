@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import hopper_prefill
-from polyattn_triton.hopper.packing import PLACES, packed_config
+from polyattn_triton.hopper.packing import PLACES, packed_bytes, packed_config
 from polyattn_triton.launch import (
     Kept,
     Merge,
@@ -96,10 +96,12 @@ class PlannedAttention(AttentionBackend):
         self.num_sms = multiprocessors(self.torch_device)
         self.generated = Generated.of(spec)
         self.packed = packed_config(spec, cache, arch, self.generated)
-        if self.packed is not None:
+        # Over rows of bytes it serves all decodes; over e4m3, those that fill the chip uncut.
+        self.in_rows = self.packed is not None and spec.in_rows
+        if self.packed is not None and self.in_rows:
             self.decode_config = self.few_config = self.packed
         # A decode's programs are planned by the places of usual ones.
-        self.places = self.num_sms * (PLACES if self.packed else 1)
+        self.places = self.num_sms * (PLACES if self.in_rows else 1)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows, self.tallest_few = RATES, MOST_FEW_ROWS, TALLEST_FEW
@@ -112,7 +114,7 @@ class PlannedAttention(AttentionBackend):
         self.chip = Chip(self.places, spec.num_kv_heads)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
-        self.by_one = 0 if self.packed else most_merged_by_one(spec, arch)
+        self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
         self.quantized = storage_dtype(spec.stored_dtype).itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self.lister = Lister.of(spec, self.torch_device)
@@ -220,6 +222,8 @@ class PlannedAttention(AttentionBackend):
         count, heads = plan.batch.num_seqs, self.spec.num_kv_heads
         if count * heads * splits > FEW_ON_ONE * self.places:
             plan.config = self.decode_config
+            if self.packed is not None and splits == 1:
+                plan.config = self.packed
         plan.grid = (count, heads, splits)
         plan.way, plan.splits = "split" if splits > 1 else "decode", splits
         if splits > max(1, self.by_one):
@@ -234,7 +238,7 @@ class PlannedAttention(AttentionBackend):
         longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program in a place gains, but for small ones.
-        each = self.places * (2 if self.packed else 1) // programs
+        each = self.places * (2 if self.in_rows else 1) // programs
         wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
         most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
         keys = -(-longest // self.few_config.block_n)
@@ -369,9 +373,10 @@ class PlannedAttention(AttentionBackend):
         programs = self._residents.get(key)
         if programs is None:
             most = self.on_one or on_one(self.spec, plan.config, plan.way)
-            if plan.config == self.packed:
-                most = FEW_ON_ONE * PLACES
             needed = shared_bytes(self.spec, plan.config, plan.way)
+            if plan.config == self.packed and self.cache is not None:
+                most = FEW_ON_ONE * PLACES
+                needed = packed_bytes(self.cache, plan.config)
             programs = self._residents[key] = fitting(self.torch_device, needed, most)
         return programs
 

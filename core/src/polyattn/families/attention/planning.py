@@ -5,7 +5,7 @@ A part runs on the chosen backend, or where times were measured, on the fastest 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,6 +31,7 @@ from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import Store, claimed_rotation
+from polyattn.selection.prediction import LONGEST_SHORT
 from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
@@ -56,7 +57,8 @@ class Chooser:
     a model for the kind of step; what no model speaks of stays with the pair.
     """
 
-    def __init__(self, group: LayerGroup):
+    def __init__(self, group: LayerGroup, phases: Sequence[str] = ("prefill", "decode")):
+        """Load what competes for these phases; the others' parts are somebody else's."""
         selection = group.selection
         # Planned by bounds, decodes are a call of their own, and lengths predict no time.
         self.bounded = group.spec.length_bounds
@@ -65,8 +67,8 @@ class Chooser:
         self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
         self.chosen: dict[str, Candidate] = {}
         candidates = dict(selection.candidates)
-        for phase, members in self.phases.items():
-            info = selection.backend(phase)
+        for phase in phases:
+            members, info = self.phases[phase], selection.backend(phase)
             if info is None:
                 continue
             # Keys that are given whole are the chosen one's at every step.
@@ -106,14 +108,23 @@ class Chooser:
             self._by_time = StepChoice(self.group.spec, self.models, infos, chosen)
         return self._by_time
 
+    def decode(self, batch: Batch) -> Candidate:
+        """Return what runs rows of one token, or of as few as the selection's decode serves."""
+        by_time, usual = self.by_time if self.models else None, self.chosen["decode"]
+        if by_time is None or self.bounded or batch.max_query_len > LONGEST_SHORT:
+            return usual
+        if batch.all_decode:
+            return self.phases["decode"][by_time.decode(batch.host_lens, batch.max_seq_len)]
+        (call,) = by_time.calls(batch.host_query_lens, batch.host_lens)
+        return self.phases["decode"][call.name]
+
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return which backend runs which part of a step over a cache."""
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            name = by_time.decode(batch.host_lens, batch.max_seq_len)
-            return [("decode", self.phases["decode"][name].info, Part(batch, None))]
+            return [("decode", self.decode(batch).info, Part(batch, None))]
         calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:

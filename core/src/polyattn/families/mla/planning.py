@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.mla.absorption import absorb, expand_rows, project
 from polyattn.runtime.backend import (
@@ -127,13 +128,15 @@ class Planner(StepPlanner):
         decode, prefill = selection.backend("decode"), selection.backend("prefill")
         assert decode is not None and prefill is not None
         self.names = {"decode": decode.name, "prefill": prefill.name}
-        base: type[Any] = SparseBackend if self.sparse else AttentionBackend
-        self.decode: Any = group.backend("decode", base, cache=group.kernel_format(decode))
+        self.chooser: Chooser | None = None
+        if not self.sparse:
+            self.chooser = Chooser(group, ("decode",))
         self.longest_decode = decode.capabilities.decode_query_lens
         if self.sparse:
-            self.sparse_prefill = group.backend(
-                "prefill", SparseBackend, cache=group.kernel_format(prefill)
-            )
+            self.over_chosen = {
+                phase: group.backend(phase, SparseBackend, cache=group.kernel_format(info))
+                for phase, info in (("decode", decode), ("prefill", prefill))
+            }
         self.store = group.backend("store", StoreBackend, cache=group.cache_format)
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
@@ -169,9 +172,16 @@ class Planner(StepPlanner):
         return LatentStep(self.group, batch, before, ops)
 
     def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:
-        backend = self.decode if phase == "decode" else self.sparse_prefill
-        cache = None if self.sparse else self.group.cache_format  # chosen rows lie in no blocks
-        return planned_call(cache, phase, self.names[phase], backend, part, earlier)
+        if self.chooser is None:  # chosen rows lie in no blocks
+            backend = self.over_chosen[phase]
+            return planned_call(None, phase, self.names[phase], backend, part, earlier)
+        if earlier is not None:  # what a graph has captured goes on running
+            return planned_call(
+                self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
+            )
+        fastest = self.chooser.decode(part.batch)
+        name = fastest.info.name
+        return planned_call(self.group.cache_format, phase, name, fastest.backend, part)
 
     def _expanded(self, part: Part) -> Expanded:
         """List the pieces: each query's own new tokens, then the context in pieces that fit."""

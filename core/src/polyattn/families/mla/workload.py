@@ -166,20 +166,24 @@ class LatentWorkload(ChoosingWorkload):
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now."""
         form, table = self.group.cache_format, self.batch.block_table
-        assert form is not None and table is not None and self.layer.weights is not None
+        assert form is not None and table is not None
         rows = slice(self.batch.starts[index + 1] - 1, self.batch.starts[index + 1])
         alone = Batch.from_lens(
             [1], [self.batch.lens[index]], table[index : index + 1], form.block_size
         )
-        expected, _ = reference.forward(
-            self.spec,
-            self.query[rows],
-            self.cache,
-            alone,
-            self.layer.weights,
-            self.layer.params,
-            None if self.choice is None else self.choice[rows],
-        )
+        choice = None if self.choice is None else self.choice[rows]
+        if self.layer.weights is None:
+            spec, params, query = absorbed(self.spec), self.layer.params, self.query[rows]
+            key, value = attention_reference.read_cache(spec, self.cache, alone, 0, params)
+            if choice is not None:
+                chosen = choice[choice >= 0].cpu()
+                key, value = key[chosen], value[chosen]
+            expected, _ = attention_reference.attend(spec, query.cpu().double(), key, value, params)
+        else:
+            expected, _ = reference.forward(
+                self.spec, self.query[rows], self.cache, alone, self.layer.weights,
+                self.layer.params, choice,
+            )  # fmt: skip
         return output_error(self.out[rows], expected)
 
 

@@ -29,6 +29,7 @@ from polyattn.tools.tune.shapes import layers
 from polyattn.tools.tune.tuning import SEED, Tuning, facts_of, left_out, points_path
 
 LONGEST = 7 * 24 * 3600
+MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 
 
 def show(
@@ -114,11 +115,12 @@ def _layers(
         mine = [
             unrotated(spec)
             for spec in specs
-            if spec.kind is AttentionKind.ATTENTION and spec.cached and spec.role is Role.DECODER
+            if spec.kind in MEASURED and spec.cached and spec.role is Role.DECODER
         ]
         if not mine:
             raise SettingsError(
-                f"{source}: has no attention layer with a cache to measure; `polyattn bench` times MLA"
+                f"{source}: has no layer of kind {' or '.join(MEASURED)} with a cache to measure; "
+                "`polyattn bench` times the others"
             )
         measured |= dict.fromkeys(mine)
     return list(measured)

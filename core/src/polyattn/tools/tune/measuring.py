@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, describe
-from polyattn.families.attention.layer import Attention
-from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.row_format import row_widths
+from polyattn.spec.timing import units
 from polyattn.tools.tune.shapes import Size, StepSample
+from polyattn.workload.base import family_of, workload
 from polyattn.workload.clock import Clock
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import fill
@@ -42,9 +42,8 @@ def pool_bytes(device: Device) -> int:
 
 def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:
     """Return how large a layer's steps may get on a device, its cache of `pool` bytes."""
-    held = row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
-    token = spec.num_kv_heads * sum(held)
-    keys = min(MOST_KEYS, int(pool // token))
+    _, _, bytes_a_key, *_ = units(spec)
+    keys = min(MOST_KEYS, int(pool // bytes_a_key))
     pairs = PAIRS["gpu" if device.is_accelerator else "cpu"] // spec.num_heads
     return Size(keys, pairs, min(LONGEST, keys))
 
@@ -56,24 +55,28 @@ class Measured:
         self, selection: Selection, clock: Clock, size: Size, leave_out: Collection[str] = ()
     ):
         self.selection, self.spec, self.clock = selection, selection.spec, clock
-        self.layers: dict[str, Attention] = {}
+        self.layers: dict[str, Any] = {}
+        device = clock.device
+        self._dice = Dice(random.SystemRandom().randrange(2**31), device, fast=True)
+        # Of latents what is absorbed takes as long with each backend: the caller does it.
+        how = {} if self.spec.latent is None else {"weights": False}
         self.cannot: dict[str, str] = {}
         for name in attending(selection):
             if name in leave_out:
                 continue
             try:
                 group = LayerGroup(selection.alone(name))
-                self.layers[name] = Attention(group, checks=False)
+                self.layers[name] = family_of(self.spec).layer_of(
+                    group, self._dice, checks=False, **how
+                )
             except PolyattnError as error:
                 self.cannot[name] = str(error)
-        device = clock.device
         form = selection.cache_format
         assert form is not None
         self.size = form.block_size
         # Each row may leave its last block nearly empty.
         self.cache = KVCache.allocate(form, size.keys // self.size + 2 * size.rows, device)
         fill(self.cache)
-        self._dice = Dice(random.SystemRandom().randrange(2**31), device, fast=True)
         self._checked: set[tuple[str, str]] = set()
 
     def times(
@@ -100,13 +103,14 @@ class Measured:
             except Exception as error:  # whatever a vendor's library raises is a reason
                 yield name, describe(error)
 
-    def step(self, sample: StepSample) -> AttentionWorkload:
+    def step(self, sample: StepSample) -> Any:
         """Return a step that lies anywhere in the cache, of the first layer."""
         layer = next(iter(self.layers.values()))
         lengths = list(zip(sample.queries, sample.lens, strict=True))
-        return AttentionWorkload(layer, lengths, self._dice, full=self.cache, spare=0)
+        where = {"full": self.cache} | ({} if self.spec.latent is not None else {"spare": 0})
+        return workload(layer, lengths, self._dice, step=where)
 
-    def us(self, step: AttentionWorkload) -> float:
+    def us(self, step: Any) -> float:
         """Return a layer's microseconds for a step.
 
         The new tokens are given, as engines give them: storing costs the same with every backend.
@@ -114,7 +118,7 @@ class Measured:
         assert step.plan
         return self.clock.us(step.call)
 
-    def _check(self, name: str, kind: str, step: AttentionWorkload) -> None:
+    def _check(self, name: str, kind: str, step: Any) -> None:
         """Compare one token of the first step of each kind with the float64 reference."""
         if (name, kind) in self._checked:
             return
@@ -127,5 +131,7 @@ class Measured:
 def attending(selection: Selection) -> list[str]:
     """Return all that may attend for a layer over the selected cache, the best first."""
     candidates = dict(selection.candidates)
-    infos = [*candidates.get("decode", ()), *candidates.get("prefill", ())]
+    infos = [*candidates.get("decode", ())]
+    if selection.spec.latent is None:  # of latents, prompts are attended to without the cache
+        infos += candidates.get("prefill", ())
     return list(dict.fromkeys(info.name for info in infos))

@@ -33,6 +33,13 @@ class StepSample:
 
 COUNTS = {"decode": 48, "short": 20, "prefill": 20, "chunked": 20, "mixed": 20}
 """Steps of each kind for one layer: what fits six coefficients with a rest to judge them by."""
+ABSORBED = ("decode", "short")
+"""Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
+
+
+def counts_of(spec: LayerSpec) -> dict[str, int]:
+    """Return the steps of each kind that a layer's backends are measured at."""
+    return {k: n for k, n in COUNTS.items() if spec.latent is None or k in ABSORBED}
 
 
 def samples(

@@ -22,7 +22,7 @@ from polyattn.tools.lengths import Lengths
 from polyattn.tools.tune.fitting import LEAST_POINTS
 from polyattn.tools.tune.measuring import Measured, attending, pool_bytes, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
-from polyattn.tools.tune.shapes import Size, StepSample, samples
+from polyattn.tools.tune.shapes import Size, StepSample, counts_of, samples
 from polyattn.tools.tune.tables import packages_of, versions_of
 from polyattn.workload.clock import Clock
 
@@ -82,7 +82,11 @@ class Tuning:
             selection = self._selection(spec)
             if selection is not None:
                 size = size_for(spec, self.device, room)
-                work[spec] = selection, size, list(samples(size, self.seed, self.traces))
+                work[spec] = (
+                    selection,
+                    size,
+                    list(samples(size, self.seed, self.traces, counts_of(spec))),
+                )
         rounds = max((len(steps) for _, _, steps in work.values()), default=0)
         ready: dict[LayerSpec, Measured] = {}
         for index in range(rounds):

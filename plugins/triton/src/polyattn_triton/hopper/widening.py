@@ -30,14 +30,16 @@ ROWS = {"nvfp4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}
 power of two of bfloat16's range, are a number of theirs."""
 MOST_BYTES = 256 << 20
 """Of a call's copies: 65,536 tokens of eight heads of 128. Above, the portable kernel reads the cache."""
-ROWS_A_KEY = 256
-"""Rows (query token, head of group) that must see a copied key for its copy to pay.
+ROWS_A_KEY, OF_ROWS = 256, 192
+"""Rows (query token, head of group) that must see a copied key for its copy to pay; and of rows of bytes,
+which the portable kernel takes longer to read.
 
-On an H200 (`benchmarks/h200_fp8.py --only widened` at commit 103dcad, heads of 128) a key and its value
-were copied in 0.21 to 0.30 ns, and over e4m3 the portable kernel took 1.2 ps longer for each row and key:
-alike at 175 to 250."""
-LEAST = 1 << 30
-"""Rows x keys x head size that must be left to gain, about 10 us of time: a launch more takes some."""
+On an H100, 32/8 heads of 128, by copies and directly (us): 64 new tokens after 4,032, e4m3 36.1 and 32.2,
+nvfp4 36.9 and 41.4; 128 after 8,064, e4m3 61.8 and 81.5, nvfp4 62.9 and 115.9."""
+LEAST = 1 << 26
+"""Rows x keys x head size that must be left to gain. On an H100 (us) a prompt of 256 is alike over e4m3
+(21.2 and 21.7) and nearly so over nvfp4 (21.8 and 23.0); of 512 copies are faster (25.7 and 32.4, 26.5
+and 34.8)."""
 ELEMENTS = 8192
 """Of a program's copies of keys."""
 ALIGNED = 4
@@ -110,7 +112,7 @@ def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
 
     `spec`: the layer as this step has it. `block_n`: keys of a tile, which is read whole where a window
     begins in it. Copies pay where each key is seen by `ROWS_A_KEY` rows in the mean, and by so many more
-    that a launch pays too: prompts from about a thousand tokens, chunks from some hundred.
+    that a launch pays too: prompts from 256 tokens on, chunks from some hundred.
     """
     if batch.block_table is None:
         return None
@@ -127,7 +129,8 @@ def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
     # Queries of 8 bits are copied too, half as many bytes as a key and its value.
     if spec.qkv_dtype != "auto":
         moved += batch.num_tokens * spec.gqa_ratio // 2
-    gained = seen(spec, queries, lens) * spec.gqa_ratio - ROWS_A_KEY * moved
+    each = OF_ROWS if set(spec.stored_dtype.split("/")) <= set(ROWS) else ROWS_A_KEY
+    gained = seen(spec, queries, lens) * spec.gqa_ratio - each * moved
     if gained * spec.num_kv_heads * spec.head_size < LEAST:
         return None
     if batch.lens == batch.query_lens:
