@@ -170,7 +170,9 @@ def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> 
     cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 3)
     assert cache.format.rows is not None
     read = []
-    for stored, new, format in zip((cache.key, cache.value), (key, value), cache.format.rows, strict=True):
+    for stored, new, format in zip(
+        (cache.key, cache.value), (key, value), cache.format.rows, strict=True
+    ):
         stored.copy_(quantize(new, torch.uint8, 1.0, format).view(stored.shape))
         read.append(decoded(stored.flatten(0, 1), format, 80).double())
     scores = torch.einsum("hgd,nhd->hgn", query.double().view(2, 4, 80), read[0]) * spec.scale
