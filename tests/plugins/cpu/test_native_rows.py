@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from polyattn import Batch, KVCache, LayerSpec, RowFormat, row_formats
 from polyattn.families.attention import reference
-from polyattn.kernel import Device, Frame, LayerParams, encoded, quantize, sizes_of
+from polyattn.kernel import Device, Frame, LayerParams, decoded, encoded, quantize, sizes_of
 from polyattn.runtime.cache.bits import codebook, half, single_at, written
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
@@ -148,6 +149,43 @@ def test_rows_are_read_as_decoded(
             backend.run(backend.plan(batch), frame)
             assert output_error(frame.out, wanted) <= tolerance.output, isa
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
+
+
+@pytest.mark.parametrize("hard", ["sink", "outliers", "NaN"])
+def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> None:
+    """Beside float64: a sink whose value is small, outliers, and NaN in one head's values."""
+    spec = LayerSpec(
+        num_heads=8, num_kv_heads=2, head_size=80, dtype="bfloat16", kv_cache_dtype="int8_rows"
+    )
+    chance = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 96, 2, 80, generator=chance)
+    query = torch.randn(1, 8, 80, generator=chance)
+    if hard == "sink":
+        key[0], value[0] = 3 * query.view(2, 4, 80).mean(1), value[0] * 1e-3
+    if hard == "outliers":
+        query[..., 7], key[..., 9] = query[..., 7] * 50, key[..., 9] * 30
+    if hard == "NaN":
+        value[5, 1, 3] = math.nan
+    query = query.bfloat16()
+    cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 3)
+    assert cache.format.rows is not None
+    read = []
+    for stored, new, format in zip(
+        (cache.key, cache.value), (key, value), cache.format.rows, strict=True
+    ):
+        stored.copy_(quantize(new, torch.uint8, 1.0, format).view(stored.shape))
+        read.append(decoded(stored.flatten(0, 1), format, 80).double())
+    scores = torch.einsum("hgd,nhd->hgn", query.double().view(2, 4, 80), read[0]) * spec.scale
+    wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), read[1]).view(1, 8, 80)
+    batch = Batch.from_lens([1], [96], torch.arange(3).int().view(1, 3), 32)
+    for isa in ISAS:
+        backend, out = NativeAttention(spec, cache.format, CPU), torch.empty_like(query)
+        backend.by = isa
+        backend.run(backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None))
+        assert torch.equal(out.isnan(), wanted.isnan()), isa
+        exact, found = wanted[:, :4], out[:, :4].double()
+        rounding = (exact.bfloat16().double() - exact).norm()
+        assert (found - exact).norm() <= 1.1 * rounding, isa
 
 
 def test_all_formats_are_claimed_but_those_without_steps() -> None:

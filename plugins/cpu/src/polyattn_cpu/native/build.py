@@ -35,7 +35,7 @@ COMMON = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
+_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 _SVE, _SVE_BITS = "-march=armv8.2-a+sve", "-msve-vector-bits=256"
 BASES = {
     "amx": "avx512",

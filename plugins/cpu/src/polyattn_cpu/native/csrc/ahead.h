@@ -52,18 +52,17 @@ struct Ahead {
   void operator()(int cycles) { ask(due_over(cycles)); }
   void all() { ask(INT32_MAX); }
   // Lines [at, end) that the caller asks for itself, beside products that take so many cycles and have
-  // room for `room` lines. What is due beyond those is asked for now, or is due to the next call.
+  // room for `room` lines. What is due beyond those is asked for now.
   struct Lines {
     const char *at, *end;
   };
-  Lines take(int cycles, int room, bool later = false) {
+  Lines take(int cycles, int room) {
     const int due = due_over(cycles);
     const int lines = pa_min(pa_min(due, room), (int)((end - at + 63) / 64));
     const Lines taken = {at, at + 64 * lines};
     at += 64 * lines;
     if (lines && at >= end) turn();
-    if (later) credit += (int64_t)(due - lines) << 32;
-    else if (lines < due) ask(due - lines);
+    if (lines < due) ask(due - lines);
     return taken;
   }
 

@@ -36,7 +36,8 @@ bool has(const char *name) {
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!std::strcmp(name, "avx2")) return avx2;
   if (!std::strcmp(name, "avx512")) return avx512;
-  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+              __builtin_cpu_supports("avx512vnni");
   if (!std::strcmp(name, "avx512_bf16")) return bf16;
 #if defined(__linux__)
   if (!std::strcmp(name, "amx")) {

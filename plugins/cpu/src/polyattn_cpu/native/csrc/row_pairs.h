@@ -17,35 +17,35 @@ struct PairTable {
 
 template <int SCALE>
 constexpr int CODE_GROUPS = SCALE == PA_E4M3S ? 8 : 4;  // of W words
-
-// The scales of W words' groups, from the `word`th on, of `count` rows: of each four groups [row][group].
 template <int SCALE>
-PA_NOINLINE void pair_scales(const pa_row_format &f, const Codes &of, int count, int word, float *by, float *least) {
-  constexpr int GROUPS = CODE_GROUPS<SCALE>, BYTES = SCALE == PA_STEPS ? 4 : SCALE == PA_HALVES ? 2 : 1;
-  const int first = word / (W / GROUPS), some = pa_min(GROUPS, f.size / f.group - first);
-  const int64_t at = of.offset + f.size / 2 + first * BYTES;
-  for (int t = 0; t < count; t++, by += 4, least += 4) {
-    const char *from = of.rows[t] + at;
-    if constexpr (SCALE == PA_STEPS) {
-      const __m256 pairs = _mm256_cvtph_ps(_mm_maskz_loadu_epi32((__mmask8)((1 << some) - 1), from));
-      const __m256 each = _mm256_permutevar8x32_ps(pairs, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
-      _mm_storeu_ps(by, _mm256_castps256_ps128(each));
-      _mm_storeu_ps(least, _mm256_extractf128_ps(each, 1));
-      continue;
-    }
-    const __m128i bytes = _mm_cvtsi64_si128((long long)some_bytes(from, BYTES * some));
-    if constexpr (SCALE == PA_HALVES) {
-      _mm_storeu_ps(by, _mm_cvtph_ps(bytes));
-    } else {
-      _mm_storeu_si128((__m128i *)by, _mm_cvtepu8_epi32(bytes));
-      if (GROUPS == 8) _mm_storeu_si128((__m128i *)(by + of.ld), _mm_cvtepu8_epi32(_mm_srli_si128(bytes, 4)));
-    }
+constexpr int SCALE_BYTES = SCALE == PA_STEPS ? 4 : SCALE == PA_HALVES ? 2 : 1;  // of a group
+
+// Scales of e4m3, bytes of 16 lanes: as float16 their 256th part, NaN too.
+PA_INLINE vf e4m3_scales(__m128i bytes) {
+  vf x[2];
+  const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+  halves_apart(Apart<e4m3>::half(upper), _mm256_setzero_si256(), x);
+  return x[0] * splat(256.0f);
+}
+PA_INLINE vf halves_of(__m512i words) { return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
+
+// A row's scales, and least numbers, of W words' groups, again and again: [ROWS][group].
+template <int SCALE>
+PA_INLINE GroupScales spread_scales(const char *from, int groups) {
+  constexpr int BYTES = SCALE_BYTES<SCALE>, GROUPS = CODE_GROUPS<SCALE>;
+  if constexpr (SCALE == PA_STEPS) {
+    const __m128i some = groups >= GROUPS ? _mm_loadu_si128((const __m128i *)from)
+                                          : _mm_maskz_loadu_epi32((__mmask8)((1 << groups) - 1), from);
+    const __m512i both = _mm512_broadcast_i32x4(some);
+    return {halves_of(both), halves_of(_mm512_srli_epi32(both, 16))};
   }
-  if constexpr (BYTES == 1) {
-    by -= 4 * count;
-    for (int plane = 0; plane < GROUPS / 4; plane++, by += of.ld) {
-      for (int i = 0; i < 4 * count; i += W) write(by + i, byte_scales<SCALE>(read<vu>(by + i)));
-    }
+  const uint64_t some = some_bytes(from, BYTES * pa_min(groups, GROUPS));
+  if constexpr (SCALE == PA_HALVES) {
+    return {(vf)_mm512_cvtph_ps(_mm256_set1_epi64x((long long)some)), vf{}};
+  } else if constexpr (SCALE == PA_E4M3S) {
+    return {e4m3_scales(_mm_set1_epi64x((long long)some)), vf{}};
+  } else {
+    return {byte_scales<SCALE>((vu)_mm512_cvtepu8_epi32(_mm_set1_epi32((int)some))), vf{}};
   }
 }
 
@@ -65,23 +65,99 @@ PA_INLINE void turn_by_quarters(vf *v) {
   v[0] = (vf)_mm512_shuffle_f32x4(even, even2, 0x88), v[1] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0x88);
   v[2] = (vf)_mm512_shuffle_f32x4(even, even2, 0xdd), v[3] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
 }
-// W words of W rows, a vector of each word: lane 4 i + m is row 4 m + i's.
-PA_INLINE void turned_words(const Codes &of, int first, int word, vf *to) {
-  vf quarter[4][4];
+// 16 bytes, or `some` and zeros, of each of four rows beside one another.
+template <bool WHOLE>
+PA_INLINE __m512i four_rows(const char *a, const char *b, const char *c, const char *d, int some) {
+  auto one = [=](const char *from) __attribute__((always_inline)) {
+    if (WHOLE) return _mm_loadu_si128((const __m128i *)from);
+    return _mm_maskz_loadu_epi8((__mmask16)((1 << some) - 1), from);
+  };
+  __m512i x = _mm512_broadcast_i32x4(one(a));
+  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, one(b));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, one(c));
+  return _mm512_mask_broadcast_i32x4(x, 0xf000, one(d));
+}
+// The same of W rows as four vectors of words, a lane each row's.
+template <bool WHOLE>
+PA_INLINE void turned_words(const char *const *rows, int64_t at, int some, vf *to) {
   PA_UNROLLED
   for (int i = 0; i < 4; i++) {
-    PA_UNROLLED
-    for (int m = 0; m < 4; m++) {
-      quarter[i][m] = (vf)code_words(of.rows[first + 4 * m + i] + of.offset + 4 * word, of.words - word);
-    }
-    turn_quarters(quarter[i]);
+    // Each is loaded where it is used: there are no registers for sixteen.
+    auto row = [=](int t) __attribute__((always_inline)) { return *(const char *const volatile *)(rows + t) + at; };
+    to[i] = (vf)four_rows<WHOLE>(row(i), row(4 + i), row(8 + i), row(12 + i), some);
   }
-  PA_UNROLLED
-  for (int m = 0; m < 4; m++) {
-    vf each[4] = {quarter[0][m], quarter[1][m], quarter[2][m], quarter[3][m]};
-    turn_by_quarters(each);
+  turn_quarters(to);
+}
+// A float of each of W rows.
+PA_INLINE vf one_of_each(const char *const *rows, int64_t at) {
+  auto four = [=](int i) __attribute__((always_inline)) {
+    return _mm_setr_ps(read<float>(rows[i] + at), read<float>(rows[i + 1] + at), read<float>(rows[i + 2] + at),
+                       read<float>(rows[i + 3] + at));
+  };
+  const __m256 low = _mm256_set_m128(four(4), four(0)), high = _mm256_set_m128(four(12), four(8));
+  return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+// W rows' scales, and least numbers, of W words' groups: a vector of each group.
+template <int SCALE>
+PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf *by, vf *least) {
+  constexpr int BYTES = SCALE_BYTES<SCALE>, GROUPS = CODE_GROUPS<SCALE>;
+  const int some = BYTES * pa_min(groups, GROUPS);
+  if constexpr (SCALE == PA_STEPS) {
+    vf both[4];
+    if (groups >= GROUPS) {
+      turned_words<true>(rows, at, 16, both);
+    } else {
+      for (int i = 0; i < 4; i++) both[i] = vf{};
+      for (int i = 0; i < W; i++) {
+        for (int g = 0; g < groups; g++) both[g][i] = read<float>(rows[i] + at + BYTES * g);
+      }
+    }
     PA_UNROLLED
-    for (int i = 0; i < 4; i++) to[4 * i + m] = each[i];
+    for (int g = 0; g < 4; g++) {
+      by[g] = halves_of((__m512i)both[g]);
+      least[g] = halves_of(_mm512_srli_epi32((__m512i)both[g], 16));
+    }
+    return;
+  }
+  if constexpr (SCALE == PA_POWERS) {
+    vf each;
+    if (groups >= GROUPS) {
+      each = one_of_each(rows, at);
+    } else {
+      uint32_t words[W];
+      for (int i = 0; i < W; i++) words[i] = (uint32_t)some_bytes(rows[i] + at, some);
+      each = read<vf>(words);
+    }
+    PA_UNROLLED
+    for (int g = 0; g < GROUPS; g++) by[g] = byte_scales<SCALE>((vu)each >> 8 * g & 0xffu);
+    return;
+  }
+  __m256i four[4];  // rows i, 4 + i, 8 + i, 12 + i
+  PA_UNROLLED
+  for (int i = 0; i < 4; i++) {
+    auto one = [&](int m) __attribute__((always_inline)) {
+      const char *from = rows[4 * m + i] + at;
+      return some == 8 ? _mm_loadl_epi64((const __m128i *)from) : _mm_cvtsi64_si128((long long)some_bytes(from, some));
+    };
+    four[i] = _mm256_broadcastq_epi64(one(0));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 2, one(1));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 4, one(2));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 8, one(3));
+  }
+  if constexpr (SCALE == PA_HALVES) {
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) by[i] = (vf)_mm512_cvtph_ps(four[i]);
+    turn_quarters(by);
+  } else {
+    PA_UNROLLED
+    for (int part = 0; part < 2; part++) {
+      PA_UNROLLED
+      for (int i = 0; i < 4; i++) {
+        const __m256i some_of = part ? _mm256_srli_epi64(four[i], 32) : four[i];
+        by[4 * part + i] = e4m3_scales(_mm256_cvtepi64_epi32(some_of));
+      }
+      turn_quarters(by + 4 * part);
+    }
   }
 }
 
@@ -90,62 +166,18 @@ PA_INLINE void add_one_pair(vf &acc, __m512i x, const float *pair) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*pair));
 }
 
-// Scores of W keys, from the `first` on, with ROWS rows: a key's are `lds` on. `sums_of`: a row's of each group.
-template <int SCALE, int ROWS, class Asks>
-PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, int first, const float *q, int ldq,
-                             const float *sums_of, int ldsum, float *s, int lds, Asks asks) {
-  constexpr int GROUPS = CODE_GROUPS<SCALE>, WORDS = W / GROUPS, CHAINS = ROWS > 4 ? 1 : 2;
-  vf acc[ROWS < 4 ? 4 : ROWS];
-  PA_UNROLLED
-  for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
-  const float *by = of.by + 4 * first, *least = of.least + 4 * first;
-  for (int word = 0; word < of.words; word += W, q += PairTable::EACH * W, sums_of += GROUPS) {
-    vf turned[W], scale[4], low[4];
-    turned_words(of, first, word, turned);
-    for (int g = 0; g < GROUPS && word + g * WORDS < of.words; g++) {
-      if (g % 4 == 0) {
-        for (int m = 0; m < 4; m++) scale[m] = loadf(by + m * W);
-        turn_quarters(scale);
-        by += of.ld;
-        if (SCALE == PA_STEPS) {
-          for (int m = 0; m < 4; m++) low[m] = loadf(least + m * W);
-          turn_quarters(low);
-          least += of.ld;
-        }
-      }
-      vf part[CHAINS][ROWS];
-      PA_UNROLLED
-      for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
-      Asks::template keys<1>(asks, 0);
-      PA_UNROLLED
-      for (int w = 0; w < WORDS; w++) {
-        Asks::template keys<1>(asks, 0);
-        const float *row = q + g * WORDS + w;
-        PA_UNROLLED
-        for (int j = 0; j < PairTable::EACH; j++) {
-          __m512i x = table((__m512i)turned[g * WORDS + w], j);
-          PA_UNROLLED
-          for (int r = 0; r < ROWS; r++) {
-            vf &to = part[j % CHAINS][r];
-            add_one_pair(to, x, row + (int64_t)r * ldq + j * W);
-          }
-        }
-      }
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * scale[g % 4];
-        if (SCALE == PA_STEPS) acc[r] += low[g % 4] * splat(sums_of[(int64_t)r * ldsum + g]);
-      }
-    }
-  }
+// Scores of W keys, a vector of each row, to their places: a key's are `lds` on.
+template <int ROWS>
+PA_INLINE void put_turned(vf *acc, float *s, int lds) {
   PA_UNROLLED
   for (int r = 0; r < ROWS; r += 4) {
     turn_quarters(acc + r);
     PA_UNROLLED
     for (int m = 0; m < 4; m++) {
+      PA_UNROLLED
       for (int i = 0; i < 4; i++) {
-        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[r + m], i);
-        float *to = s + (int64_t)(first + 4 * m + i) * lds + r;
+        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[r + i], m);
+        float *to = s + (int64_t)(4 * m + i) * lds + r;
         if (ROWS == 1) _mm_store_ss(to, each);
         else if (ROWS == 2) _mm_storel_pi((__m64 *)to, each);
         else _mm_storeu_ps(to, each);
@@ -154,50 +186,91 @@ PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, int first,
   }
 }
 
-// Of each two keys of a tile their weights times W words' scales in pairs, [row][group], and their words in
-// pairs, the lower halves and the upper ones: lane GROUPS i + g is word i of group g. Least numbers are added.
+// Scores of W keys with ROWS rows: a key's are `lds` on. `sums_of`: a row's of each group.
+template <int SCALE, int ROWS, class Asks>
+PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, const float *q,
+                             const float *sums_of, int ldsum, float *s, int lds, Asks asks) {
+  constexpr int GROUPS = CODE_GROUPS<SCALE>, WORDS = W / GROUPS, CHAINS = ROWS > 4 ? 1 : 2;
+  vf acc[ROWS < 4 ? 4 : ROWS], by[GROUPS], least[GROUPS];
+  PA_UNROLLED
+  for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+  vf turned[4];
+  auto read = [&](int word, vf *to) __attribute__((always_inline)) {
+    if (word + 4 <= of.words) turned_words<true>(keys, of.offset + 4 * word, 16, to);
+    else turned_words<false>(keys, of.offset + 4 * word, 4 * (of.words - word), to);
+  };
+  read(0, turned);
+  for (int word = 0; word < of.words; word += 4) {
+    const int first = word / WORDS, group = word % W / WORDS, parts = pa_min(4, of.words - word) / WORDS;
+    if (word % W == 0) {
+      turned_scales<SCALE>(keys, of.scales + SCALE_BYTES<SCALE> * first, of.groups - first, by, least);
+    }
+    vf next[4];  // beside products: loads of as many rows take long
+    if (word + 4 < of.words) read(word + 4, next);
+    const float *row = q + word * PairTable::EACH * ROWS;
+    PA_UNROLLED
+    for (int g = 0; g < 4 / WORDS; g++) {
+      if (WORDS < 4 && g >= parts) break;
+      vf part[CHAINS][ROWS];
+      PA_UNROLLED
+      for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
+      Asks::template keys<2>(asks, 0);
+      PA_UNROLLED
+      for (int w = 0; w < WORDS; w++) {
+        Asks::template keys<1>(asks, 0);
+        PA_UNROLLED
+        for (int j = 0; j < PairTable::EACH; j++) {
+          __m512i x = table((__m512i)turned[g * WORDS + w], j);
+          PA_UNROLLED
+          for (int r = 0; r < ROWS; r++) {
+            add_one_pair(part[j % CHAINS][r], x, row + ((g * WORDS + w) * PairTable::EACH + j) * ROWS + r);
+          }
+        }
+      }
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * by[group + g];
+        if (SCALE == PA_STEPS) acc[r] += least[group + g] * splat(sums_of[(int64_t)r * ldsum + first + g]);
+      }
+    }
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) turned[i] = next[i];
+  }
+  put_turned<ROWS>(acc, s, lds);
+}
+
+// The weights of each two keys of a tile times W words' scales, in pairs, [row][group]. Least numbers are added.
 template <int SCALE, int ROWS>
-PA_NOINLINE void code_pairs(const Codes &of, int count, int word, const float *p, int ldp, uint32_t *weights,
-                            __m512i *codes, float *o, int ldo) {
+PA_NOINLINE void code_weights(const Codes &of, int count, int word, const float *p, int ldp, uint32_t *weights,
+                              float *o, int ldo) {
   constexpr int GROUPS = CODE_GROUPS<SCALE>, IN = W / GROUPS, VECTORS = (ROWS + IN - 1) / IN;
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i row = _mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2);
-  const __m512i group = _mm512_and_epi32(lane, _mm512_set1_epi32(GROUPS - 1));
-  const __m512i at = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 1 : 2), row);
-  auto spread = [](const float *from, int ld) __attribute__((always_inline)) {
-    const __m512 low = _mm512_broadcast_f32x4(_mm_loadu_ps(from));
-    if (GROUPS == 4) return (vf)low;
-    return (vf)_mm512_mask_broadcast_f32x4(low, 0xf0f0, _mm_loadu_ps(from + ld));
-  };
-  const int64_t blocks = word / W * (GROUPS / 4) * of.ld, bytes = of.offset + 4 * word;
-  const float *by = of.by + blocks, *least = of.least + blocks;
+  const int first = word / (W / GROUPS);
+  const int64_t at = of.scales + SCALE_BYTES<SCALE> * first;
   vf low[VECTORS];
   for (int v = 0; v < VECTORS; v++) low[v] = vf{};
-  for (int t = 0; t < count; t += 2, by += 8, least += 8) {
+  for (int t = 0; t < count; t += 2) {
     const bool both = t + 1 < count;
     const int second = both ? t + 1 : t;
-    const vf a = spread(by, of.ld), b = both ? spread(by + 4, of.ld) : vf{};
+    const GroupScales a = spread_scales<SCALE>(of.rows[t] + at, of.groups - first);
+    GroupScales b = spread_scales<SCALE>(of.rows[second] + at, of.groups - first);
+    if (!both) b = {vf{}, vf{}};
     PA_UNROLLED
     for (int v = 0; v < VECTORS; v++, weights += W) {
       auto of_rows = [&](int key) __attribute__((always_inline)) {
         return (vf)_mm512_permutexvar_ps(row, _mm512_loadu_ps(p + (int64_t)key * ldp + v * IN));
       };
       const vf x = of_rows(t), y = of_rows(second);
-      write(weights, bf16_pairs(x * a, y * b));
-      if (SCALE == PA_STEPS) low[v] += x * spread(least, of.ld) + y * (both ? spread(least + 4, of.ld) : vf{});
+      write(weights, bf16_pairs(x * a.by, y * b.by));
+      if (SCALE == PA_STEPS) low[v] += x * a.least + y * b.least;
     }
-    auto turned = [&](int key) __attribute__((always_inline)) {
-      return _mm512_permutexvar_epi32(at, (__m512i)code_words(of.rows[key] + bytes, of.words - word));
-    };
-    const __m512i x = turned(t), y = turned(second);
-    *codes++ = _mm512_mask_blend_epi16(0xaaaaaaaau, x, _mm512_slli_epi32(y, 16));
-    *codes++ = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y);
   }
   if (SCALE != PA_STEPS) return;
   float each[VECTORS * W];
   for (int v = 0; v < VECTORS; v++) write(each + v * W, low[v]);
   for (int r = 0; r < ROWS; r++) {
-    const vf sum = spread(each + r * GROUPS, 4);
+    const vf sum = (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(each + r * GROUPS));
     for (int j = 0; j < WORD_CODES; j++) {
       float *to = o + (int64_t)r * ldo + word * WORD_CODES + j * W;
       write(to, loadf(to) + sum);
@@ -205,11 +278,18 @@ PA_NOINLINE void code_pairs(const Codes &of, int count, int word, const float *p
   }
 }
 
-// o[row] += `weights` times codes [j, j + C) of each of W words, of which pairs are `codes`.
+// o[row] += `weights` times codes [j, j + C) of each of W words, from `word` on: two keys' in pairs. Lane
+// GROUPS i + g is word i of group g.
 template <int GROUPS, int ROWS, int C, class Asks>
-PA_NOINLINE void add_code_pairs(const PairTable &table, const __m512i *codes, int count, const uint32_t *weights,
+PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int count, int word, const uint32_t *weights,
                                 float *o, int ldo, int j, Asks asks) {
   constexpr int VECTORS = (ROWS * GROUPS + W - 1) / W, HALF = WORD_CODES / 2;
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i group = _mm512_and_epi32(lane, _mm512_set1_epi32(GROUPS - 1));
+  const __m512i at = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 1 : 2),
+                                     _mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2));
+  const __m512i shift = _mm512_set1_epi32(j < HALF ? 0 : 16), other = _mm512_set1_epi32(j < HALF ? 16 : 0);
+  const __m512i within = _mm512_set1_epi16(j % HALF * 4);
   vf acc[ROWS][C];
   o += j * W;
   PA_UNROLLED
@@ -217,17 +297,22 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const __m512i *codes, in
     PA_UNROLLED
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
-  codes += j / HALF;
-  for (int t = 0; t < count; t += 2, codes += 2, weights += VECTORS * W) {
+  for (int t = 0; t < count; t += 2, weights += VECTORS * W) {
     Asks::template values<64>(asks, t);
-    if (t % 16 == 0) Asks::template values<64>(asks, t);
-    const __m512i two = j % HALF ? _mm512_srli_epi16(*codes, 4 * C) : *codes;
+    if (t % 4 == 0) Asks::template values<64>(asks, t);
+    auto words = [&](int key) __attribute__((always_inline)) {
+      const char *from = of.rows[key] + of.offset + 4 * word;
+      return _mm512_permutexvar_epi32(at, (__m512i)code_words(from, of.words - word));
+    };
+    const __m512i x = _mm512_srlv_epi32(words(t), shift), y = _mm512_sllv_epi32(words(t + 1 < count ? t + 1 : t), other);
+    __m512i two = _mm512_mask_blend_epi16(0xaaaaaaaau, x, y);
+    if (C < HALF) two = _mm512_srlv_epi16(two, within);
     __m512i weight[ROWS];
     PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
-      const uint32_t *at = weights + r * GROUPS;
-      weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)at))
-                              : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)at));
+      const uint32_t *from = weights + r * GROUPS;
+      weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)from))
+                              : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
     }
     PA_UNROLLED
     for (int c = 0; c < C; c++) {
@@ -258,6 +343,16 @@ PA_ONCE void to_halves(float *x, int size) {
     for (int i = 0; i < 4; i++) write(x + d / 2 + i * W, word[i]);
   }
 }
+// ROWS such queries as one: [word][j][row].
+template <int ROWS>
+PA_ONCE void rows_together(float *q, int ldq, int size, float *room) {
+  const int pairs = pa_round_up(size, WORD_CODES * W) / 2;
+  for (int i = 0; i < pairs; i++) {
+    const int word = i / (PairTable::EACH * W) * W + i % W, j = i / W % PairTable::EACH;
+    for (int r = 0; r < ROWS; r++) room[(word * PairTable::EACH + j) * ROWS + r] = q[(int64_t)r * ldq + i];
+  }
+  __builtin_memcpy(q, room, sizeof(float) * ROWS * pairs);
+}
 // Sums back in their order, whose lanes are as code_pairs says.
 template <int GROUPS>
 PA_ONCE void sums_in_order(float *x, int size) {
@@ -275,6 +370,189 @@ PA_ONCE void sums_in_order(float *x, int size) {
         write(each, code[j + m]);
         for (int i = 0; i < 4; i++) __builtin_memcpy(x + (4 * i + m) * WORD_CODES + j, each + 4 * i, 16);
       }
+    }
+  }
+}
+
+// Products of int8 by vpdpbusd, four elements of a word at once, exact in 32 bits. What they meet, queries and
+// weights, are integers of 16 bits, as an upper and a lower byte; so what is stored is taken as 128 more.
+constexpr int QUAD_MOST = 127 * 256 + 127;  // whose upper byte, as the lower one is signed, is 127
+constexpr float QUAD_LEAST = 0x1p-110f;     // whose reciprocal, times that, is finite
+
+PA_INLINE __m512i stored_quads(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
+PA_INLINE __m512i add_quads(__m512i acc, __m512i stored, __m512i by) { return _mm512_dpbusd_epi32(acc, stored, by); }
+// Of sums by upper and by lower bytes.
+PA_INLINE vf quad_sums(__m512i high, __m512i low) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}
+
+// ROWS queries as one, [word][byte][row], in their place; their units, and what to add to their sums.
+template <int ROWS>
+PA_ONCE void to_quads(float *q, int ldq, int size, float *unit, int32_t *more, int step, float *room) {
+  const int words = pa_round_up(size, 16) / 4;
+  uint32_t *to = (uint32_t *)room;
+  for (int r = 0; r < ROWS; r++) {
+    const float *row = q + (int64_t)r * ldq;
+    __m512i of = _mm512_setzero_si512();  // magnitudes; of NaN the most
+    for (int i = 0; i < size; i += W) {  // beyond them are zeros
+      of = _mm512_max_epi32(of, _mm512_and_si512(_mm512_loadu_si512(row + i), _mm512_set1_epi32(0x7fffffff)));
+    }
+    const int32_t bits = _mm512_reduce_max_epi32(of);
+    const bool finite = bits < 0x7f800000;
+    float most;
+    __builtin_memcpy(&most, &bits, 4);
+    const float by = finite && most > QUAD_LEAST ? QUAD_MOST / most : 0.0f;
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < size; i += W) {
+      const __mmask16 some = (__mmask16)(size - i >= W ? 0xffff : (1 << (size - i)) - 1);
+      const __m512i x = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(some, _mm512_loadu_ps(row + i), _mm512_set1_ps(by)));
+      sum = _mm512_add_epi32(sum, x);
+      const __m128i low = _mm512_cvtepi32_epi8(x);
+      const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8));
+      uint32_t each[2][4];
+      _mm_storeu_si128((__m128i *)each[0], high);
+      _mm_storeu_si128((__m128i *)each[1], low);
+      for (int w = 0; w < 8; w++) to[((i / 4 + w / 2) * 2 + w % 2) * ROWS + r] = by != 0 ? each[w % 2][w / 2] : 0;
+    }
+    unit[(int64_t)r * step] = finite ? most / QUAD_MOST : NAN;
+    more[(int64_t)r * step] = by != 0 ? -128 * _mm512_reduce_add_epi32(sum) : 0;
+  }
+  __builtin_memcpy(q, to, (int64_t)words * 2 * ROWS * 4);
+}
+
+// Scores of W keys with ROWS rows: a key's are `lds` on.
+template <int ROWS, class Asks>
+PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
+                             const uint32_t *q, const float *unit, const int32_t *more, int step, float *s, int lds,
+                             Asks asks) {
+  constexpr int CHAINS = ROWS > 2 ? 1 : 2;
+  __m512i high[CHAINS][ROWS], low[CHAINS][ROWS];
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int i = 0; i < CHAINS; i++) high[i][r] = low[i][r] = _mm512_setzero_si512();
+    low[0][r] = _mm512_set1_epi32(more[(int64_t)r * step]);
+  }
+  vf turned[4];
+  auto read = [&](int d, vf *to) __attribute__((always_inline)) {
+    if (d + 16 <= size) turned_words<true>(keys, offset + d, 16, to);
+    else turned_words<false>(keys, offset + d, size - d, to);
+  };
+  read(0, turned);
+  for (int d = 0; d < size; d += 16) {
+    vf next[4];  // beside products: loads of as many rows take long
+    read(d + 16 < size ? d + 16 : d, next);
+    Asks::template keys<1>(asks, d);
+    PA_UNROLLED
+    for (int w = 0; w < 4; w++, q += 2 * ROWS) {
+      Asks::template keys<1>(asks, d);
+      const __m512i x = stored_quads((__m512i)turned[w]);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        high[w % CHAINS][r] = add_quads(high[w % CHAINS][r], x, _mm512_set1_epi32((int)q[r]));
+      }
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) {
+        low[w % CHAINS][r] = add_quads(low[w % CHAINS][r], x, _mm512_set1_epi32((int)q[ROWS + r]));
+      }
+    }
+    PA_UNROLLED
+    for (int w = 0; w < 4; w++) turned[w] = next[w];
+  }
+  vf by, acc[ROWS < 4 ? 4 : ROWS];
+  by = one_of_each(keys, offset + size);
+  PA_UNROLLED
+  for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    if (CHAINS == 2) {
+      high[0][r] = _mm512_add_epi32(high[0][r], high[CHAINS - 1][r]);
+      low[0][r] = _mm512_add_epi32(low[0][r], low[CHAINS - 1][r]);
+    }
+    acc[r] = quad_sums(high[0][r], low[0][r]) * (by * splat(unit[(int64_t)r * step]));
+  }
+  put_turned<ROWS>(acc, s, lds);
+}
+
+// W rows' weights of a tile, times their values' scales `by`, W from one key to the next, as bytes of integers:
+// of each four keys, 0 2 1 3, the upper ones, then the lower ones, `ld` on. `unit` is of one; `more` is what to
+// add to the sums.
+PA_NOINLINE void quad_weights(float *p, int ldp, int count, const float *by, __m512i of_lane, uint32_t *weights,
+                              int ld, float *unit, int32_t *more) {
+  const __m512i positive = _mm512_set1_epi32(0x7fffffff);
+  __m512i most = _mm512_setzero_si512(), sum = _mm512_setzero_si512();
+  for (int t = 0; t < count; t++, by += W) {
+    const vf x = loadf(p + (int64_t)t * ldp) * (vf)_mm512_permutexvar_ps(of_lane, _mm512_loadu_ps(by));
+    write(p + (int64_t)t * ldp, x);
+    most = _mm512_max_epi32(most, _mm512_and_si512((__m512i)x, positive));  // of NaN the most
+  }
+  const vf largest = (vf)most;
+  const vf scale = largest > splat(QUAD_LEAST) ? splat((float)QUAD_MOST) / largest : vf{};
+  write(unit, largest * splat(1.0f / QUAD_MOST));
+  for (int t = 0; t < count; t += 4, weights += 2 * ld) {
+    __m512i each[4];
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) {
+      const vf x = t + i < count ? loadf(p + (int64_t)(t + i) * ldp) : vf{};
+      each[i] = _mm512_cvtps_epi32((__m512)(x * scale));
+      sum = _mm512_add_epi32(sum, each[i]);
+    }
+    const __m512i half = _mm512_set1_epi16(128), upper = _mm512_set1_epi16((short)0xff00);
+    const __m512i a = _mm512_mask_blend_epi16(0xaaaaaaaau, each[0], _mm512_slli_epi32(each[1], 16));
+    const __m512i b = _mm512_mask_blend_epi16(0xaaaaaaaau, each[2], _mm512_slli_epi32(each[3], 16));
+    const __m512i c = _mm512_add_epi16(a, half), d = _mm512_add_epi16(b, half);
+    // Bits of the second where `upper` has them, else of the first.
+    _mm512_storeu_si512(weights, _mm512_ternarylogic_epi32(upper, d, _mm512_srli_epi16(c, 8), 0xca));
+    _mm512_storeu_si512(weights + ld, _mm512_ternarylogic_epi32(upper, _mm512_slli_epi16(b, 8), a, 0xca));
+  }
+  _mm512_storeu_si512(more, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), sum), 7));
+}
+
+// o[row][0 .. C * W) += weights of `count` keys times their values, four keys at a time. `some` < 16: the
+// last elements.
+template <int ROWS, int C, class Asks>
+PA_NOINLINE void add_value_quads(const char *const *values, int64_t offset, int count, const uint32_t *weights, int ld,
+                                 const float *unit, const int32_t *more, float *o, int ldo, int some, Asks asks) {
+  __m512i high[ROWS][C], low[ROWS][C];
+  PA_UNROLLED
+  for (int i = 0; i < ROWS * C; i++) {
+    high[i / C][i % C] = _mm512_setzero_si512();
+    low[i / C][i % C] = _mm512_set1_epi32(more[i / C]);
+  }
+  alignas(64) static constexpr uint8_t TURNS[64] = {
+      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
+      37, 53, 6, 22, 38, 54, 7, 23, 39, 55, 8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58,
+      11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  const __m512i turn = _mm512_load_si512(TURNS);
+  for (int t = 0; t < count; t += 4, weights += 2 * ld) {
+    Asks::template values<64 * (ROWS < 4 ? C + 1 : 1)>(asks, t);
+    const char *row[4];
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) row[i] = values[pa_min(t + i, count - 1)] + offset;
+    __m512i x[C];
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      x[c] = C > 1 || some >= 16 ? four_rows<true>(row[0] + c * W, row[2] + c * W, row[1] + c * W, row[3] + c * W, 16)
+                                 : four_rows<false>(row[0], row[2], row[1], row[3], some);
+      x[c] = stored_quads(_mm512_permutexvar_epi8(turn, x[c]));
+    }
+    PA_UNROLLED
+    for (int r = 0; r < ROWS; r++) {
+      if (ROWS >= 4 && r && r * (C + 1) / ROWS > (r - 1) * (C + 1) / ROWS) Asks::template values<64>(asks, t);
+      const __m512i by_high = _mm512_set1_epi32((int)weights[r]), by_low = _mm512_set1_epi32((int)weights[ld + r]);
+      PA_UNROLLED
+      for (int c = 0; c < C; c++) {
+        high[r][c] = add_quads(high[r][c], x[c], by_high);
+        low[r][c] = add_quads(low[r][c], x[c], by_low);
+      }
+    }
+  }
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      float *to = o + (int64_t)r * ldo + c * W;
+      write(to, loadf(to) + quad_sums(high[r][c], low[r][c]) * splat(unit[r]));
     }
   }
 }

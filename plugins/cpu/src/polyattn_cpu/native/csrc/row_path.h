@@ -72,6 +72,8 @@ struct Codes {
   int64_t offset;
   const float *by, *least;
   int words, ld;  // of a row; floats from one row's scales to the next one's
+  int64_t scales;  // where a row's lie
+  int groups;
 };
 
 // Dot products of W / ROWS keys with ROWS rows that lie as the table says. `sums`: those of each word's elements.
@@ -167,7 +169,7 @@ PA_ONCE int64_t row_scratch(const pa_layer &layer) {
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * code_width(k) + row_registers(k) +
                          row_registers(v);
-  return 4 * floats + 8 * (ROW_TILE + W) + 4 * ROW_TILE / 2 * PART_ROWS * W + 4 * ROW_TILE * W + Walk::scratch(layer, ROW_TILE + W) + 11 * 64;
+  return 4 * floats + 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 13 * 64;
 }
 
 template <int ROWS>
@@ -180,14 +182,13 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #endif
   static constexpr int KEYS = W / ROWS, SCORED = PAIRS ? W : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
-      Base::used, Base::arena, Base::source, Base::key_base, Base::value_base, Base::ldq, Base::run;
+      Base::used, Base::arena, Base::source, Base::pairs, Base::key_base, Base::value_base, Base::ldq, Base::run;
 
   const pa_row_format &key, &value;
   const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds what is stored
   uint32_t *weights;
-  char *words;
-  float *by, *least, *row_scales, *floats, *q_sums;
-  int32_t *registers;
+  float *by, *least, *row_scales, *floats, *q_sums, *units;
+  int32_t *registers, *more;
   const char **unpacked;
   int sum_width;
   Walk walk;
@@ -204,12 +205,13 @@ struct RowDecode : Decode<float, ROWS, 1> {
     by = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
     least = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
     row_scales = arena.template take<float>(ROW_TILE + W);
+    units = arena.template take<float>(is.lanes);
+    more = arena.template take<int32_t>(is.lanes);
     floats = arena.template take<float>((int64_t)(ROW_TILE + W) * pa_max(row_width(key), row_width(value)));
     q_sums = arena.template take<float>((int64_t)used * sum_width);
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
     weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
-    words = arena.template take<char>(4 * ROW_TILE * W);
   }
   static bool in_pairs(const pa_row_format &f) {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
@@ -219,22 +221,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
   PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
                             int elements) {
     const int width = code_width(f);
-    Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width};
+    Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width,
+                offset + f.size / 2, f.size / f.group};
     if (f.form == PA_CODES) {
-#if defined(PA_PAIR_DOTS)
-      if (in_pairs(f)) {
-        of.ld = 4 * (ROW_TILE + W);
-        by_scale(f, [&](auto scale) {
-          float *to = by, *low = least;
-          for (int word = 0; word < of.words; word += W) {
-            pair_scales<scale()>(f, of, count, word, to, low);
-            to += of.ld * CODE_GROUPS<scale()> / 4;
-            low += of.ld;
-          }
-        });
-        return of;
-      }
-#endif
+      if (in_pairs(f)) return of;
       switch (f.scale) {
         case PA_HALVES: scales<PA_HALVES>(f, of, count); break;
         case PA_STEPS: scales<PA_STEPS>(f, of, count); break;
@@ -295,7 +285,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       if (key_pairs) {
         switch (key.form) {
           case PA_CODES: to_halves(row, size); break;
-          case PA_ROWS_INT8: to_keys<int8_t>(row, size); break;
+          case PA_ROWS_INT8: break;
           default: to_keys<e4m3>(row, size);
         }
         continue;
@@ -307,6 +297,13 @@ struct RowDecode : Decode<float, ROWS, 1> {
         apart(row, size / 64 * 64);
       }
     }
+#if defined(PA_PAIR_DOTS)
+    for (int lane = 0; key_pairs && lane < used; lane += ROWS) {
+      float *row = q + (int64_t)lane * ldq, *sum = q_sums + (int64_t)lane * sum_width;
+      if (key.form == PA_CODES) rows_together<ROWS>(row, ldq, size, floats);
+      if (key.form == PA_ROWS_INT8) to_quads<ROWS>(row, ldq, size, sum, (int32_t *)sum + 1, sum_width, floats);
+    }
+#endif
   }
 
   // A tile's scores times its rows' scales; its weights likewise.
@@ -330,8 +327,8 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
-  // Products ask for so many lines at most; what is due beyond those, the next ones do.
-  Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room, true)}; }
+  // Products ask for so many lines at most; more than are due, so that none are left at a run's end.
+  Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room)}; }
   // All heads of some keys, then the next ones: in the order of their addresses.
   template <class T>
   void byte_scores(const char *const *k, int count) {
@@ -348,14 +345,59 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
     }
   }
+  void byte_quad_scores(const char *const *k, int count) {
+    for (int t = 0; t < count; t += W) {
+      for (int h = 0; h < heads; h++) {
+        for (int part = 0; part < is.parts; part++) {
+          const int lane = (h * is.parts + part) * ROWS;
+          const float *sum = q_sums + (int64_t)lane * sum_width;
+          quad_scores<ROWS>(k + t, key_base + h * source.key_head, size, (const uint32_t *)(q + (int64_t)lane * ldq), sum,
+                            (const int32_t *)sum + 1, sum_width, s + (int64_t)t * is.lanes + lane, is.lanes,
+                            ask(W, size / 16 * 5));
+        }
+      }
+    }
+  }
+  void add_byte_quads(const char *const *v, int count) {
+    constexpr int C = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;
+    const int per_head = is.parts * ROWS;
+    for (int lane = 0; lane < used; lane += W) {
+      const int first = lane / per_head, some = pa_min(heads - first, pa_max(1, W / per_head));
+      int32_t of_lane[W];
+      for (int i = 0; i < W; i++) of_lane[i] = pa_min((lane + i) / per_head - first, some - 1);
+      float *to = by;
+      for (int t = 0; t < count; t++, to += W) {
+        const char *row = v[t] + value_base + first * source.value_head + value.size;
+        for (int h = 0; h < some; h++, row += source.value_head) to[h] = read<float>(row);
+      }
+      quad_weights(s + lane, is.lanes, count, by, _mm512_loadu_si512(of_lane), pairs + lane, is.lanes, units + lane, more + lane);
+    }
+    for (int lane = 0; lane < used; lane += ROWS) {
+      const int64_t offset = value_base + lane / per_head * source.value_head;
+      for (int c = 0, step; c < v_size; c += step) {
+        const int vectors = c + C * W <= v_size ? C : 1;
+        step = vectors * W;
+        const Far asks = ask(count * pa_min(step, v_size - c) / v_size, (count + 3) / 4 * (vectors + 1));
+        float *to = o + (int64_t)lane * is.ldo + c;
+        if (vectors == C) {
+          add_value_quads<ROWS, C>(v, offset + c, count, pairs + lane, is.lanes, units + lane, more + lane, to, is.ldo,
+                                   v_size - c, asks);
+        } else {
+          add_value_quads<ROWS, 1>(v, offset + c, count, pairs + lane, is.lanes, units + lane, more + lane, to, is.ldo,
+                                   v_size - c, asks);
+        }
+      }
+    }
+  }
   void code_pair_scores(int h, int count, const Codes &of) {
     const PairTable table((const float *)key.table);
     by_scale(key, [&](auto scale) {
       for (int t = 0; t < count; t += W) {
         for (int part = 0; part < is.parts; part++) {
           const int lane = (h * is.parts + part) * ROWS;
-          code_scores<scale(), ROWS>(of, table, t, q + (int64_t)lane * ldq, ldq, q_sums + (int64_t)lane * sum_width,
-                                     sum_width, s + lane, is.lanes, ask(W, of.words + of.words / 4));
+          code_scores<scale(), ROWS>(of, table, of.rows + t, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width,
+                                     sum_width, s + (int64_t)t * is.lanes + lane, is.lanes,
+                                     ask(W, of.words + of.words / 2));
         }
       }
     });
@@ -363,7 +405,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #endif
   void scores(const char *const *k, int count) {
 #if defined(PA_PAIR_DOTS)
-    if (key_pairs && key.form == PA_ROWS_INT8) return byte_scores<int8_t>(k, count);
+    if (key_pairs && key.form == PA_ROWS_INT8) return byte_quad_scores(k, count);
     if (key_pairs && key.form == PA_ROWS_E4M3) return byte_scores<e4m3>(k, count);
 #endif
     for (int h = 0; h < heads; h++) {
@@ -459,15 +501,14 @@ struct RowDecode : Decode<float, ROWS, 1> {
   void add_head_pairs(int h, const Codes &of, int count) {
     constexpr int C = ROWS > 4 ? 2 : 4;
     const PairTable table((const float *)value.table);
-    __m512i *pairs = (__m512i *)words;
     for (int part = 0; part < is.parts; part++) {
       const int lane = (h * is.parts + part) * ROWS;
       float *to = o + (int64_t)lane * is.ldo;
       for (int word = 0; word < of.words; word += W) {
-        code_pairs<SCALE, ROWS>(of, count, word, s + lane, is.lanes, weights, pairs, to, is.ldo);
+        code_weights<SCALE, ROWS>(of, count, word, s + lane, is.lanes, weights, to, is.ldo);
         for (int j = 0; j < WORD_CODES; j += C) {
-          add_code_pairs<CODE_GROUPS<SCALE>, ROWS, C>(table, pairs, count, weights, to + word * WORD_CODES, is.ldo, j,
-                                                      ask(count * C / WORD_CODES, (count + 1) / 2 + (count + 15) / 16));
+          add_code_pairs<CODE_GROUPS<SCALE>, ROWS, C>(table, of, count, word, weights, to + word * WORD_CODES, is.ldo, j,
+                                                      ask(count * C / WORD_CODES, (count + 1) / 2 + (count + 3) / 4));
         }
       }
     }
@@ -504,7 +545,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #endif
   void add(const char *const *v, int count) {
 #if defined(PA_PAIR_DOTS)
-    if (value_pairs && value.form == PA_ROWS_INT8) return add_byte_pairs<int8_t>(v, count);
+    if (value_pairs && value.form == PA_ROWS_INT8) return add_byte_quads(v, count);
     if (value_pairs && value.form == PA_ROWS_E4M3) return add_byte_pairs<e4m3>(v, count);
 #endif
     for (int h = 0; h < heads; h++) {
@@ -536,7 +577,8 @@ struct RowDecode : Decode<float, ROWS, 1> {
     if (value_pairs && value.form == PA_CODES) {
       return by_scale(value, [&](auto scale) { sums_in_order<CODE_GROUPS<scale()>>(sums, v_size); });
     }
-    if (value_pairs) return pairs_together<int8_t>(sums, v_size, value_vectors<Base::C, true>(v_size / W));
+    if (value_pairs && value.form == PA_ROWS_INT8) return;
+    if (value_pairs) return pairs_together<e4m3>(sums, v_size, value_vectors<Base::C, true>(v_size / W));
 #endif
     switch (value.form) {
       case PA_CODES: return by_code(sums, v_size, true);
