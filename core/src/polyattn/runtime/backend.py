@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.cache.kv_cache import KVCache
     from polyattn.runtime.reads import Reads
     from polyattn.runtime.step.batch import Batch
+    from polyattn.runtime.step.chosen_pages import ChosenPages
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
@@ -160,6 +161,18 @@ class AttentionBackend(Backend, ABC):
                 rotated first.
 
         """
+
+    def page(self, chosen: ChosenPages) -> bool:
+        """Write the block table and the lengths of a sparse layer's choice, without waiting.
+
+        Returns False where the backend has no kernel for that: torch's operators write them then, in three
+        dozen launches.
+
+        Args:
+            chosen: the choice, and where its pages go.
+
+        """
+        return False
 
     def reads(self, plan: Plan, batch: Batch) -> Reads | None:
         """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
