@@ -52,6 +52,7 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
 )
 def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool) -> None:
     from polyattn_triton.index import (
+        PART,
         SELECT_WARPS,
         scores_constants,
         scores_options,
@@ -63,14 +64,14 @@ def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool)
     room = 99 if arch.startswith("sm_") else 64  # KiB; sm_86's and sm_89's is less than sm_90's
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
-    longs = dict.fromkeys(("SEQS", "ENDS", "VISIBLE", "BUDGETS", "TAILS"), "i64")
+    ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
     scores = compile_kernel(
-        index_scores_kernel, longs | {"Q": "bf16", "KEYS": keys, "TABLE": "i32"},
+        index_scores_kernel, ints | {"Q": "bf16", "KEYS": keys},
         scores_constants(layer_for(spec, "bfloat16"), 64, decode), arch, scores_options(arch),
     )  # fmt: skip
     select = compile_kernel(
-        index_select_kernel, longs | {"HELD": "u8", "IDS": "i32", "OUT": "i32"},
-        select_constants(spec, decode, not decode), arch, {"num_warps": SELECT_WARPS},
+        index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
+        select_constants(spec, PART, decode, decode, not decode), arch, {"num_warps": SELECT_WARPS},
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10
