@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,12 +168,11 @@ class Planner(StepPlanner):
         self.kind: type[Piece] = Piece if self.spec.latent is None else RowsPiece
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
-        together = 1 if self.kind is RowsPiece else self.spec.num_kv_heads  # KV heads of a row
-        as_nhd = form.layout == "NHD" and "NHD" in info.capabilities.layouts
-        if together > 1 and not as_nhd:
-            # Pages of one head have no layout, so any backend reads them.
-            self.spec = self.spec.replace(num_heads=self.spec.gqa_ratio, num_kv_heads=1)
-            together = 1
+        together = self._together(info.capabilities.layouts)
+        if together > 1:
+            self.spec = self.spec.replace(
+                num_heads=group.spec.num_heads, num_kv_heads=group.spec.num_kv_heads
+            )
         self.form = CacheFormat(
             block_size=self.page_size,
             num_kv_heads=together,
@@ -197,6 +197,18 @@ class Planner(StepPlanner):
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most
+
+    def _together(self, layouts: Sequence[str]) -> int:
+        """Return how many KV heads a row reads: all, of one choice, where tokens' heads lie together.
+
+        Pages of one head have no layout, so any backend reads them; `layouts`: those that this one reads.
+        An accelerator has more rows to fill it.
+        """
+        spec, form = self.group.spec, self.group.cache_format
+        assert spec.sparse is not None and form is not None
+        apart = spec.sparse.scope != "all" or self.kind is RowsPiece or self.group.device.is_accelerator
+        as_nhd = form.layout == "NHD" and "NHD" in layouts
+        return spec.num_kv_heads if as_nhd and not apart else 1
 
     def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
         """Plan one step. Raises `BatchError`."""
