@@ -53,25 +53,27 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
 def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool) -> None:
     from polyattn_triton.index import (
         PART,
-        SELECT_WARPS,
         scores_constants,
         scores_options,
         select_constants,
+        select_options,
     )
     from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
+    from polyattn_triton.launch import launches_early
     from triton_ahead import compile_kernel
 
     room = 99 if arch.startswith("sm_") else 64  # KiB; sm_86's and sm_89's is less than sm_90's
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
+    early = launches_early(arch)
     ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
     scores = compile_kernel(
         index_scores_kernel, ints | {"Q": "bf16", "KEYS": keys},
-        scores_constants(layer_for(spec, "bfloat16"), 64, decode), arch, scores_options(arch),
+        scores_constants(layer_for(spec, "bfloat16"), 64, decode, early), arch, scores_options(arch),
     )  # fmt: skip
     select = compile_kernel(
         index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
-        select_constants(spec, PART, decode, decode, not decode), arch, {"num_warps": SELECT_WARPS},
+        select_constants(spec, PART, decode, decode, not decode, early), arch, select_options(early),
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10

@@ -8,6 +8,8 @@ import torch
 import triton
 from polyattn.kernel import (
     Batch,
+    CacheFormat,
+    Device,
     IndexBackend,
     IndexerSpec,
     IndexFrame,
@@ -19,19 +21,19 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.launch import Launcher, launches_early, power
 
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
 """Candidates that a program ranks, all in registers."""
 FEW = 2048
-"""And one that is compiled for few of them."""
-TILE = 128
-"""Entries that a program scores at a time."""
-TILES = 8
+"""And one that is compiled for few of them; it lists so many at a time."""
+TILE, LARGEST_TILE = 64, 128
+"""Entries that a program scores at a time; a page of the keys most often has as many."""
+TILES = 16
 """Tiles of a program that scores."""
-COLUMNS = 128
+COLUMNS = 256
 """Heads of tokens for which a program of a prompt scores a tile of entries."""
 WARPS, STAGES, SELECT_WARPS = 4, 3, 8
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank."""
@@ -45,26 +47,38 @@ def scores_options(arch: str) -> dict[str, Any]:
     return {"num_warps": WARPS, "num_stages": STAGES if arch.startswith("sm_") else 1}
 
 
-def scores_constants(spec: LayerSpec, page_size: int, decode: bool) -> tuple[Any, ...]:
-    """Return `index_scores_kernel`'s constants, in its order."""
+def scores_constants(
+    spec: LayerSpec, page_size: int, decode: bool, early: bool
+) -> tuple[Any, ...]:
+    """Return `index_scores_kernel`'s constants, in its order. `early`: as `launches_early`."""
     indexer = spec.indexer
     assert indexer is not None
     heads = power(indexer.num_heads)
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
-        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, COLUMNS // heads), TILE,
+        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, COLUMNS // heads), tile_of(indexer),
         TILES, indexer.activation == "relu", indexer.fold == "weighted", indexer.fold == "none",
-        indexer.cache_dtype == "fp8_scaled", pooled(indexer),
+        indexer.cache_dtype == "fp8_scaled", pooled(indexer), early,
     )  # fmt: skip
+
+
+def select_options(early: bool) -> dict[str, Any]:
+    """Return `index_select_kernel`'s launch options."""
+    return {"num_warps": SELECT_WARPS} | ({"launch_pdl": True} if early else {})
+
+
+def tile_of(indexer: IndexerSpec) -> int:
+    """Return how many entries a program scores at a time: whole candidates, where they aren't large."""
+    return indexer.pool if LARGEST_TILE % indexer.pool == 0 and indexer.pool > TILE else TILE
 
 
 def pooled(indexer: IndexerSpec) -> int:
     """Return of how many entries the best score is written: of a candidate's, where a tile has them."""
-    return 1 if TILE % indexer.pool or indexer.within else indexer.pool
+    return 1 if tile_of(indexer) % indexer.pool or indexer.within else indexer.pool
 
 
 def select_constants(
-    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool
+    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool, early: bool
 ) -> tuple[Any, ...]:
     """Return `index_select_kernel`'s constants, in its order.
 
@@ -75,8 +89,9 @@ def select_constants(
     block = max(16, min(PART, FEW if candidates * pool <= FEW else PART) // pool)
     return (
         indexer.choices, indexer.forced_first, indexer.forced_last, indexer.tokens_per_entry,
-        pooled(indexer), left, pool, indexer.within or 0, block, candidates <= block, listed,
-        isinstance(indexer.budget, float), indexer.tail and last, decode,
+        pooled(indexer), left, pool, indexer.within or 0, block, max(16, min(block, FEW // pool)),
+        candidates <= block, listed, isinstance(indexer.budget, float), indexer.tail and last, decode,
+        early,
     )  # fmt: skip
 
 
@@ -85,6 +100,10 @@ class TritonIndex(IndexBackend):
 
     name: ClassVar[str] = "TRITON_INDEX"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.early = launches_early(device.arch)
+
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         spec, batch = self.spec.indexer, plan.batch
         assert spec is not None
@@ -92,7 +111,7 @@ class TritonIndex(IndexBackend):
         if not batch.num_tokens or not (entries or spec.tail):
             frame.out.fill_(-1)
             return
-        width = -(-max(entries, 1) // pooled(spec))  # of a row of scores
+        width = -(-max(entries, 1) // (16 * pooled(spec))) * 16  # of a row of scores, whole vectors
         most = max(1, SCORES // (4 * width * spec.choices))
         for start in range(0, batch.num_tokens, most):
             self._piece(frame, batch, slice(start, min(start + most, batch.num_tokens)), width)
@@ -110,11 +129,11 @@ class TritonIndex(IndexBackend):
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
-        constants = scores_constants(self.spec, size, batch.all_decode)
+        constants = scores_constants(self.spec, size, batch.all_decode, self.early)
         starts, lens = batch.query_start_loc, batch.seq_lens
-        entries = width * pooled(spec)
+        entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
         _score(
-            (-(-entries // (TILE * TILES)), -(-tokens // constants[7]), 1),
+            (-(-entries // (constants[8] * TILES)), -(-tokens // constants[7]), 1),
             (query, keys, scales, weights, table, starts, lens, scores),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
@@ -149,8 +168,8 @@ class TritonIndex(IndexBackend):
                 held_steps,
                 (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width, each,
                  parts),
-                select_constants(spec, each, batch.all_decode, listed, last),
-                {"num_warps": SELECT_WARPS},
+                select_constants(spec, each, batch.all_decode, listed, last, self.early),
+                select_options(self.early),
             )  # fmt: skip
             if last:
                 return

@@ -25,7 +25,7 @@ def index_scores_kernel(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
-    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr,
+    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
 
@@ -33,7 +33,10 @@ def index_scores_kernel(
     activation and the sum over heads. Grid: (runs of TILES, tiles of TOKENS); `first`: the step's token
     that the tensors begin with.
     """
+    if EARLY:  # let what ranks be scheduled while this runs (Hopper's dependent launch)
+        tl.extra.cuda.gdc_launch_dependents()
     N: tl.constexpr = TOKENS * BLOCK_H
+    IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
     dd = tl.arange(0, BLOCK_D)
     nn = tl.arange(0, N)
     head = nn % BLOCK_H
@@ -79,22 +82,39 @@ def index_scores_kernel(
         # And of each column of the products.
         reach = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
         BLOCKS = TABLE + (tl.full([], 0, tl.int64) + seq) * table_s
-        block = tl.load(BLOCKS + (begin + ee) // PAGE_SIZE, mask=begin + ee < end, other=0)
+        # The next tile's blocks are loaded a step ahead: keys that wait for a load of their own step
+        # are not put in flight early (Triton 3.6).
+        if IN_PAGE:
+            block = tl.load(BLOCKS + begin // PAGE_SIZE, mask=begin < end, other=0)
+        else:
+            block = tl.load(BLOCKS + (begin + ee) // PAGE_SIZE, mask=begin + ee < end, other=0)
         for start in range(begin, end, ENTRIES):
             e = start + ee
-            at = block.to(tl.int64)
-            # The next tile's blocks, a step ahead: keys that wait for a load of their own step are
-            # not put in flight early (Triton 3.6).
-            later = e + ENTRIES
-            block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
-            inside = (e < end)[:, None]
-            if D < BLOCK_D:
-                inside = inside & (dd < D)[None, :]
-            row = at * page + (e % PAGE_SIZE) * D
-            keys = tl.load(KEYS + row[:, None] + dd[None, :], mask=inside, other=0.0)
+            page_at = block.to(tl.int64)
             by = tl.full([ENTRIES], 1.0, tl.float32) * scale
-            if SCALED:
-                by *= tl.load(SCALES + at * scale_page + e % PAGE_SIZE, mask=e < end, other=0.0)
+            if IN_PAGE:  # one address and short offsets; what lies behind the end is no entry's score
+                later = start + ENTRIES
+                block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
+                ROWS = KEYS + page_at * page + (start % PAGE_SIZE) * D
+                if D == BLOCK_D:
+                    keys = tl.load(ROWS + (ee[:, None] * D + dd[None, :]))
+                else:
+                    keys = tl.load(
+                        ROWS + (ee[:, None] * D + dd[None, :]), mask=(dd < D)[None, :], other=0.0
+                    )
+                if SCALED:
+                    by *= tl.load(SCALES + page_at * scale_page + start % PAGE_SIZE + ee)
+            else:
+                later = e + ENTRIES
+                block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
+                inside = (e < end)[:, None]
+                if D < BLOCK_D:
+                    inside = inside & (dd < D)[None, :]
+                row = page_at * page + (e % PAGE_SIZE) * D
+                keys = tl.load(KEYS + row[:, None] + dd[None, :], mask=inside, other=0.0)
+                if SCALED:
+                    places = page_at * scale_page + e % PAGE_SIZE
+                    by *= tl.load(SCALES + places, mask=e < end, other=0.0)
             s = tl.dot(keys.to(q.dtype), q, input_precision="ieee")
             if RELU:
                 s = tl.maximum(s, 0.0)
@@ -126,11 +146,13 @@ def _ranked(
     """Return BLOCK candidates and their ranks, uint32 whose order is the scores'; 0 for none."""
     c = start + tl.arange(0, BLOCK)
     ok = c < high
+    there_too = c < tl.cdiv(high, 16) * 16  # scores have room for whole vectors
     if LISTED:
         c = tl.load(IDS + c, mask=ok, other=-1)
         ok = c >= 0
+        there_too = ok
     if BLOCK_POOL == 1 and WITHIN == 0:
-        s = tl.load(SCORES + c, mask=ok, other=float("-inf"))
+        s = tl.load(SCORES + c, mask=there_too, other=float("-inf"))
         s = tl.where(s == s, s, float("-inf"))
     else:
         e = c[:, None] * POOL + tl.arange(0, BLOCK_POOL)[None, :]
@@ -171,13 +193,14 @@ def index_select_kernel(
     held_t, held_c, first, seqs, budget, ids_n, out_n, width, each, parts,
     CHOICES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, M: tl.constexpr,
     POOLED: tl.constexpr, POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr,
-    BLOCK: tl.constexpr, ONCE: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr,
-    TAIL: tl.constexpr, DECODE: tl.constexpr,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, ONCE: tl.constexpr, LISTED: tl.constexpr,
+    SHARES: tl.constexpr, TAIL: tl.constexpr, DECODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
 
     Grid: (tokens * choices, parts), of `each` candidates. LISTED: these are among `ids_n` ids of an
-    earlier pass. POOLED: entries of a score; POOL: scores of a candidate. ONCE: a part is one BLOCK.
+    earlier pass. POOLED: entries of a score; POOL: scores of a candidate. ONCE: a part is one BLOCK, all
+    of it in registers. LIST: candidates that are listed at a time: the loop keeps the code small.
     SHARES: BUDGETS has each token's budget.
     """
     row = tl.program_id(0)
@@ -186,6 +209,7 @@ def index_select_kernel(
     _, tokens = _seen(STARTS, LENS, first + token, seqs, DECODE)
     seen = tl.cdiv(tokens // M, POOLED)
     there = tl.cdiv(seen, POOL)
+    width = tl.multiple_of(width, 16)
     SCORES += row.to(tl.int64) * width
     HELD += token.to(tl.int64) * held_t + (row % CHOICES) * held_c
     OUT += (row.to(tl.int64) * parts + part) * out_n
@@ -195,18 +219,25 @@ def index_select_kernel(
     left = budget
     if SHARES:
         left = tl.load(BUDGETS + token).to(tl.int32)
-    c, rank = _ranked(
-        SCORES, HELD, IDS, low, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN, BLOCK,
-        LISTED,
-    )  # fmt: skip
-    least = tl.full([], 0, tl.uint32)  # the largest rank that `left` candidates reach, from its top bit on
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # the scores, or the ids, are complete from here on
+    # The least rank that is chosen lies in [least, top), which is halved; `count` candidates reach least,
+    # `above` reach top. Most often it is within a factor of 16 of the best score.
+    least = tl.full([], 0, tl.int64)
+    top = tl.full([], 1 << 32, tl.int64)
+    if ONCE:
+        _, rank = _ranked(
+            SCORES, HELD, IDS, low, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN, BLOCK,
+            LISTED,
+        )  # fmt: skip
+        top = tl.max(rank, 0).to(tl.int64) + 1
+    wanted = tl.full([], 1, tl.int64)
     count = left + 1
     above = 0
-    bit = tl.full([], 31, tl.int32)
-    while (bit >= 0) & (count != left):
-        wanted = least | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+    while (top - least > 1) & (count > left):
         if ONCE:
-            reach = tl.sum((rank >= wanted).to(tl.int32), 0)
+            reach = tl.sum((rank >= wanted.to(tl.uint32)).to(tl.int32), 0)
         else:
             reach = 0
             for start in range(low, high, BLOCK):
@@ -214,27 +245,28 @@ def index_select_kernel(
                     SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL,
                     WITHIN, BLOCK, LISTED,
                 )  # fmt: skip
-                reach += tl.sum((some >= wanted).to(tl.int32), 0)
-        if reach >= left:
+                reach += tl.sum((some >= wanted.to(tl.uint32)).to(tl.int32), 0)
+        first_try = least == 0
+        if (reach >= left) | (wanted == 1):
             least = wanted
             count = reach
         else:
-            above = reach  # of the rank above the least, when all bits are known
-        bit -= 1
+            top = wanted
+            above = reach
+        wanted = (least + top) // 2
+        if first_try & (least == 1):
+            wanted = tl.maximum(wanted, top - (1 << 25))
     most = left - above  # of the least rank
-    if count == left:
+    if count <= left:
         most = left
     over = 0
     equal = 0
-    if ONCE:
-        over, equal = _list(OUT, c, rank, least, most, over, equal)
-    else:
-        for start in range(low, high, BLOCK):
-            c, rank = _ranked(
-                SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
-                BLOCK, LISTED,
-            )  # fmt: skip
-            over, equal = _list(OUT, c, rank, least, most, over, equal)
+    for start in range(low, high, LIST):
+        c, some = _ranked(
+            SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
+            LIST, LISTED,
+        )  # fmt: skip
+        over, equal = _list(OUT, c, some, least.to(tl.uint32), most, over, equal)
     total = over + tl.minimum(equal, most)
     if TAIL:
         if tokens % M > 0:
