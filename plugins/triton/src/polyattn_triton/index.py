@@ -33,8 +33,9 @@ TILE, LARGEST_TILE = 64, 128
 """Entries that a program scores at a time; a page of the keys most often has as many."""
 TILES = 16
 """Tiles of a program that scores."""
-COLUMNS = 256
-"""Heads of tokens for which a program of a prompt scores a tile of entries."""
+COLUMNS, HOPPER_COLUMNS = 128, 256
+"""Heads of tokens for which a program of a prompt scores a tile of entries; their queries stay in shared
+memory, of which Hopper has twice as much."""
 WARPS, STAGES, SELECT_WARPS = 4, 3, 8
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank."""
 
@@ -42,21 +43,22 @@ _score = Launcher(index_scores_kernel)
 _select = Launcher(index_select_kernel)
 
 
-def scores_options(arch: str) -> dict[str, Any]:
+def scores_options(spec: LayerSpec, arch: str) -> dict[str, Any]:
     """Return `index_scores_kernel`'s launch options: AMD's shared memory holds one tile of keys."""
-    return {"num_warps": WARPS, "num_stages": STAGES if arch.startswith("sm_") else 1}
+    assert spec.indexer is not None
+    stages = STAGES if tile_of(spec.indexer) == TILE else STAGES - 1
+    return {"num_warps": WARPS, "num_stages": stages if arch.startswith("sm_") else 1}
 
 
-def scores_constants(
-    spec: LayerSpec, page_size: int, decode: bool, early: bool
-) -> tuple[Any, ...]:
-    """Return `index_scores_kernel`'s constants, in its order. `early`: as `launches_early`."""
+def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -> tuple[Any, ...]:
+    """Return `index_scores_kernel`'s constants, in its order."""
     indexer = spec.indexer
     assert indexer is not None
-    heads = power(indexer.num_heads)
+    heads, early = power(indexer.num_heads), launches_early(arch)
+    columns = HOPPER_COLUMNS if early else COLUMNS
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
-        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, COLUMNS // heads), tile_of(indexer),
+        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads), tile_of(indexer),
         TILES, indexer.activation == "relu", indexer.fold == "weighted", indexer.fold == "none",
         indexer.cache_dtype == "fp8_scaled", pooled(indexer), early,
     )  # fmt: skip
@@ -129,7 +131,7 @@ class TritonIndex(IndexBackend):
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
-        constants = scores_constants(self.spec, size, batch.all_decode, self.early)
+        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch)
         starts, lens = batch.query_start_loc, batch.seq_lens
         entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
         _score(
@@ -140,7 +142,7 @@ class TritonIndex(IndexBackend):
              keys.stride(0), keys.stride(0) // 4),
             (table.stride(0), width, rows.start, tokens, batch.num_seqs),
             constants,
-            scores_options(self.device.arch),
+            scores_options(self.spec, self.device.arch),
         )  # fmt: skip
         held, held_steps = scores, (0, 0)
         if spec.within is not None:
@@ -166,8 +168,8 @@ class TritonIndex(IndexBackend):
                 (scores, starts, lens, budgets, held, ids, into),
                 (),
                 held_steps,
-                (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width, each,
-                 parts),
+                (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width // 16,
+                 -(-each // 16), parts),
                 select_constants(spec, each, batch.all_decode, listed, last, self.early),
                 select_options(self.early),
             )  # fmt: skip

@@ -146,7 +146,7 @@ def _ranked(
     """Return BLOCK candidates and their ranks, uint32 whose order is the scores'; 0 for none."""
     c = start + tl.arange(0, BLOCK)
     ok = c < high
-    there_too = c < tl.cdiv(high, 16) * 16  # scores have room for whole vectors
+    there_too = c < (high + 15) // 16 * 16  # scores have room for whole vectors
     if LISTED:
         c = tl.load(IDS + c, mask=ok, other=-1)
         ok = c >= 0
@@ -198,7 +198,7 @@ def index_select_kernel(
 ):  # fmt: skip
     """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
 
-    Grid: (tokens * choices, parts), of `each` candidates. LISTED: these are among `ids_n` ids of an
+    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED: these are among `ids_n` ids of an
     earlier pass. POOLED: entries of a score; POOL: scores of a candidate. ONCE: a part is one BLOCK, all
     of it in registers. LIST: candidates that are listed at a time: the loop keeps the code small.
     SHARES: BUDGETS has each token's budget.
@@ -209,11 +209,11 @@ def index_select_kernel(
     _, tokens = _seen(STARTS, LENS, first + token, seqs, DECODE)
     seen = tl.cdiv(tokens // M, POOLED)
     there = tl.cdiv(seen, POOL)
-    width = tl.multiple_of(width, 16)
-    SCORES += row.to(tl.int64) * width
+    SCORES += row.to(tl.int64) * width * 16
     HELD += token.to(tl.int64) * held_t + (row % CHOICES) * held_c
     OUT += (row.to(tl.int64) * parts + part) * out_n
     IDS += row.to(tl.int64) * ids_n
+    each *= 16  # so the compiler knows that it, and a row, are whole vectors
     low = part * each
     high = tl.minimum(low + each, ids_n if LISTED else there)
     left = budget
