@@ -234,6 +234,21 @@ class SparseBackend(Backend, ABC):
 
     """
 
+    def place(
+        self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
+    ) -> Tensor | None:
+        """Return the cache rows that a choice names, without waiting, or None: torch's operators do it then.
+
+        Args:
+            spec: the layer whose choice it is.
+            choice: int32 (tokens, 1, K), of the batch's tokens from `first` on.
+            batch: the step.
+            block_size: entries of a block of the batch's table.
+            first: a token.
+
+        """
+        return None
+
     @abstractmethod
     def run(self, plan: Any, frame: Frame) -> None:
         """Attend each token to the cache rows `frame.choice` alone.

@@ -18,7 +18,7 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import (
     ChosenPages,
     pages_of,
-    places_of,
+    placed,
     token_places,
     visible_entries,
 )
@@ -120,7 +120,9 @@ class RowsPiece(Piece):
         assert cache is not None and choice is not None and self.call is not None
         assert isinstance(self.rows, slice)
         spec = self.planner.group.spec
-        places = places_of(spec, choice, self.batch, cache.block_size, self.rows)
+        backend = self.planner.backend
+        assert isinstance(backend, SparseBackend)
+        places = placed(backend, spec, choice, self.batch, cache.block_size, self.rows.start)
         return self.called(self.call, frame, cache, places)
 
 

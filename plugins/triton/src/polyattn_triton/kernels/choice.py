@@ -80,3 +80,28 @@ def chosen_pages_kernel(
         page = block.to(tl.int64) * by_block + entries % BLOCK_SIZE // SIZE * by_run
         page = tl.where(counts > 0, page, 0) + head
         tl.store(OUT + place * (GROUP // SIZE) + at // SIZE, page.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_s", "first", "seqs", "budget", "width"])
+def chosen_places_kernel(
+    IDS, TABLE, STARTS, LENS, OUT, table_s, first, seqs, budget, width,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """Write the places in the cache of a token's chosen entries, -1 for what it doesn't see.
+
+    Grid: (tokens, blocks of entries). `budget`: a token's ids, of GROUP entries each.
+    """
+    token = tl.program_id(0)
+    seq, position, length = place_of(STARTS, LENS, first + token, seqs, DECODE)
+    if CAUSAL:
+        length = tl.minimum(length, position + 1)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < budget * GROUP
+    ids = tl.load(IDS + token.to(tl.int64) * budget + k // GROUP, mask=inside, other=-1)
+    entries = ids.to(tl.int64) * GROUP + k % GROUP
+    seen = (ids >= 0) & (entries < tl.maximum(length, 0) // M)
+    column = tl.minimum(entries // BLOCK_SIZE, width - 1)
+    block = tl.load(TABLE + seq.to(tl.int64) * table_s + column, mask=seen, other=0)
+    places = tl.where(seen, block * BLOCK_SIZE + (entries % BLOCK_SIZE).to(tl.int32), -1)
+    tl.store(OUT + token.to(tl.int64) * budget * GROUP + k, places, mask=inside)
