@@ -52,7 +52,12 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
         pytest.param("gfx942", MSA, True, marks=pytest.mark.slow),
     ],
     ids=[
-        "DSA decode", "DSA prompt", "MSA decode", "bf16, Ampere", "MSA, Ampere", "MSA prompt, AMD",
+        "DSA decode",
+        "DSA prompt",
+        "MSA decode",
+        "bf16, Ampere",
+        "MSA, Ampere",
+        "MSA prompt, AMD",
         "MSA decode, AMD",
     ],
 )

@@ -165,8 +165,8 @@ class AttentionBackend(Backend, ABC):
     def page(self, chosen: ChosenPages) -> bool:
         """Write the block table and the lengths of a sparse layer's choice, without waiting.
 
-        Returns False where the backend has no kernel for that: torch's operators write them then, in three
-        dozen launches.
+        Returns False where the backend has no kernel for that: torch's operators write them then, in
+        three dozen launches.
 
         Args:
             chosen: the choice, and where its pages go.
@@ -237,7 +237,9 @@ class SparseBackend(Backend, ABC):
     def place(
         self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
     ) -> Tensor | None:
-        """Return the cache rows that a choice names, without waiting, or None: torch's operators do it then.
+        """Return the cache rows that a choice names, or None: torch's operators find them then.
+
+        Never waits for the device.
 
         Args:
             spec: the layer whose choice it is.

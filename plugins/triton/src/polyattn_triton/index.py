@@ -58,9 +58,9 @@ def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -
     columns = HOPPER_COLUMNS if early else COLUMNS
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
-        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads), tile_of(indexer),
-        TILES, indexer.activation == "relu", indexer.fold == "weighted", indexer.fold == "none",
-        indexer.cache_dtype == "fp8_scaled", pooled(indexer), early,
+        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
+        tile_of(indexer), TILES, indexer.activation == "relu", indexer.fold == "weighted",
+        indexer.fold == "none", indexer.cache_dtype == "fp8_scaled", pooled(indexer), early,
     )  # fmt: skip
 
 

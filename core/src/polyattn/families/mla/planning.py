@@ -50,9 +50,7 @@ class ChosenRows(Op):
 
     def run(self, frame: Frame) -> None:
         assert frame.choice is not None
-        frame.choice = placed(
-            self.backend, self.spec, frame.choice, self.batch, self.block_size
-        )
+        frame.choice = placed(self.backend, self.spec, frame.choice, self.batch, self.block_size)
 
 
 class Absorbed(Op):

@@ -208,7 +208,9 @@ class Planner(StepPlanner):
         """
         spec, form = self.group.spec, self.group.cache_format
         assert spec.sparse is not None and form is not None
-        apart = spec.sparse.scope != "all" or self.kind is RowsPiece or self.group.device.is_accelerator
+        apart = (
+            spec.sparse.scope != "all" or self.kind is RowsPiece or self.group.device.is_accelerator
+        )
         as_nhd = form.layout == "NHD" and "NHD" in layouts
         return spec.num_kv_heads if as_nhd and not apart else 1
 

@@ -139,9 +139,14 @@ def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
 
 
 def placed(
-    backend: SparseBackend, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int = 0
+    backend: SparseBackend,
+    spec: LayerSpec,
+    choice: Tensor,
+    batch: Batch,
+    block_size: int,
+    first: int = 0,
 ) -> Tensor:
-    """Return `places_of` of a choice of the tokens from `first` on, by the backend's kernel or by torch."""
+    """Return `places_of` a choice of the tokens from `first` on, by the backend's kernel or by torch."""
     places = backend.place(spec, choice, batch, block_size, first)
     if places is None:
         rows = slice(first, first + len(choice))

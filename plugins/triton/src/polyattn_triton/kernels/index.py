@@ -92,7 +92,9 @@ def index_scores_kernel(
             e = start + ee
             page_at = block.to(tl.int64)
             by = tl.full([ENTRIES], 1.0, tl.float32) * scale
-            if IN_PAGE:  # one address and short offsets; what lies behind the end is no entry's score
+            if (
+                IN_PAGE
+            ):  # one address and short offsets; what lies behind the end is no entry's score
                 later = start + ENTRIES
                 block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
                 ROWS = KEYS + page_at * page + (start % PAGE_SIZE) * D
@@ -176,7 +178,9 @@ def _list(OUT, c, rank, least, most, over, equal):
     `over`, `equal`: how many candidates before were above it, and of it. Returns both with these.
     """
     same = (rank == least) & (rank != 0)
-    ones = (rank > least).to(tl.int32) + (same.to(tl.int32) << 16)  # two counts: a block has 2^15 at most
+    ones = (rank > least).to(tl.int32) + (
+        same.to(tl.int32) << 16
+    )  # two counts: a block has 2^15 at most
     sums = tl.cumsum(ones, 0)
     order = equal + (sums >> 16)
     place = over + (sums & 0xFFFF) + tl.minimum(order, most) - 1
@@ -198,10 +202,10 @@ def index_select_kernel(
 ):  # fmt: skip
     """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
 
-    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED: these are among `ids_n` ids of an
-    earlier pass. POOLED: entries of a score; POOL: scores of a candidate. ONCE: a part is one BLOCK, all
-    of it in registers. LIST: candidates that are listed at a time: the loop keeps the code small.
-    SHARES: BUDGETS has each token's budget.
+    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED:
+    the candidates are among `ids_n` ids of an earlier pass. POOLED: entries of a score; POOL: scores of
+    a candidate. ONCE: a part is one BLOCK, all of it in registers. LIST: candidates that are listed at a
+    time: the loop keeps the code small. SHARES: BUDGETS has each token's budget.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -269,9 +273,9 @@ def index_select_kernel(
         over, equal = _list(OUT, c, some, least.to(tl.uint32), most, over, equal)
     total = over + tl.minimum(equal, most)
     if TAIL:
-        if tokens % M > 0:
-            tl.store(OUT + total, tokens // M)
-            total += 1
+        rest = tokens % M > 0
+        tl.store(OUT + total, tokens // M, mask=rest)
+        total += rest.to(tl.int32)
     for start in range(total, out_n, 256):
         rest = start + tl.arange(0, 256)
         tl.store(OUT + rest, -1, mask=rest < out_n)
