@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from polyattn.device import Device
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
@@ -163,13 +164,13 @@ class AttentionBackend(Backend, ABC):
         """
 
     def page(self, chosen: ChosenPages) -> bool:
-        """Write the block table and the lengths of a sparse layer's choice, without waiting.
-
-        Returns False where the backend has no kernel for that: torch's operators write them then, in
-        three dozen launches.
+        """Write the block table and the lengths of a sparse layer's choice. Never waits for the device.
 
         Args:
             chosen: the choice, and where its pages go.
+
+        Returns:
+            False where the backend has no kernel for that: torch's operators do it, in 36 launches.
 
         """
         return False
@@ -236,10 +237,10 @@ class SparseBackend(Backend, ABC):
 
     def place(
         self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
-    ) -> Tensor | None:
-        """Return the cache rows that a choice names, or None: torch's operators find them then.
+    ) -> Tensor:
+        """Return the cache rows that a choice names, int32 (tokens, rows), -1 for none.
 
-        Never waits for the device.
+        Never waits for the device. The default uses torch's operators, in a dozen launches.
 
         Args:
             spec: the layer whose choice it is.
@@ -249,7 +250,7 @@ class SparseBackend(Backend, ABC):
             first: a token.
 
         """
-        return None
+        return places_of(spec, choice, batch, block_size, slice(first, first + len(choice)))
 
     @abstractmethod
     def run(self, plan: Any, frame: Frame) -> None:

@@ -238,11 +238,11 @@ class TritonMLASparse(SparseBackend):
 
     def place(
         self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
-    ) -> Tensor | None:
+    ) -> Tensor:
         sparse, table = spec.sparse, batch.block_table
         assert sparse is not None
         if sparse.physical or table is None or not table.shape[1] or not len(choice):
-            return None
+            return super().place(spec, choice, batch, block_size, first)
         table = table if table.stride(1) == 1 else table.contiguous()
         ids = choice.contiguous()
         count = ids.shape[2] * sparse.granularity

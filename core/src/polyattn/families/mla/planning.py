@@ -28,7 +28,6 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import placed
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
@@ -50,7 +49,7 @@ class ChosenRows(Op):
 
     def run(self, frame: Frame) -> None:
         assert frame.choice is not None
-        frame.choice = placed(self.backend, self.spec, frame.choice, self.batch, self.block_size)
+        frame.choice = self.backend.place(self.spec, frame.choice, self.batch, self.block_size, 0)
 
 
 class Absorbed(Op):

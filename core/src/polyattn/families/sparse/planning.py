@@ -18,7 +18,6 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import (
     ChosenPages,
     pages_of,
-    placed,
     token_places,
     visible_entries,
 )
@@ -122,7 +121,7 @@ class RowsPiece(Piece):
         spec = self.planner.group.spec
         backend = self.planner.backend
         assert isinstance(backend, SparseBackend)
-        places = placed(backend, spec, choice, self.batch, cache.block_size, self.rows.start)
+        places = backend.place(spec, choice, self.batch, cache.block_size, self.rows.start)
         return self.called(self.call, frame, cache, places)
 
 

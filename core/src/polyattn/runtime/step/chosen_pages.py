@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.backend import SparseBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.inputs import check_tensor
 from polyattn.runtime.step.batch import Batch
@@ -136,22 +135,6 @@ def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
     places = cache.num_blocks * cache.block_size
     if sparse.physical and ids.numel() and int(ids.max()) >= places:
         raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")
-
-
-def placed(
-    backend: SparseBackend,
-    spec: LayerSpec,
-    choice: Tensor,
-    batch: Batch,
-    block_size: int,
-    first: int = 0,
-) -> Tensor:
-    """Return `places_of` a choice of the tokens from `first` on, by the backend's kernel or by torch."""
-    places = backend.place(spec, choice, batch, block_size, first)
-    if places is None:
-        rows = slice(first, first + len(choice))
-        places = places_of(spec, choice, batch, block_size, rows)
-    return places
 
 
 def places_of(
