@@ -70,13 +70,12 @@ def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool)
         select_options,
     )
     from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-    from polyattn_triton.launch import launches_early
     from triton_ahead import compile_kernel
 
     room = {"sm_90": 227, "sm_86": 99, "gfx942": 64}[arch]  # KiB
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
-    early, layer = launches_early(arch), layer_for(spec, "bfloat16")
+    layer = layer_for(spec, "bfloat16")
     ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
     scores = compile_kernel(
         index_scores_kernel, ints | {"Q": "bf16", "KEYS": keys},
@@ -84,7 +83,7 @@ def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool)
     )  # fmt: skip
     select = compile_kernel(
         index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
-        select_constants(spec, PART, decode, decode, not decode, early), arch, select_options(early),
+        select_constants(spec, PART, decode, decode, not decode), arch, select_options(PART, decode),
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10

@@ -8,30 +8,29 @@ import torch
 import triton
 from polyattn.kernel import (
     Batch,
-    CacheFormat,
-    Device,
     IndexBackend,
     IndexerSpec,
     IndexFrame,
     LayerSpec,
     Plan,
+    arch_matches,
     token_places,
     visible_entries,
 )
 from torch import Tensor
 
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-from polyattn_triton.launch import Launcher, launches_early, power
+from polyattn_triton.launch import Launcher, multiprocessors, power
 
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
-"""Candidates that a program ranks, all in registers."""
+"""Candidates that a program ranks, all in registers; half as many, where rows are few."""
 FEW = 2048
 """And one that is compiled for few of them; it lists so many at a time."""
 TILE, LARGEST_TILE = 64, 128
 """Entries that a program scores at a time; a page of the keys most often has as many."""
-TILES = 16
+TILES, PROMPT_TILES = 16, 32
 """Tiles of a program that scores."""
 COLUMNS, HOPPER_COLUMNS = 128, 256
 """Heads of tokens for which a program of a prompt scores a tile of entries; their queries stay in shared
@@ -54,19 +53,20 @@ def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -
     """Return `index_scores_kernel`'s constants, in its order."""
     indexer = spec.indexer
     assert indexer is not None
-    heads, early = power(indexer.num_heads), launches_early(arch)
-    columns = HOPPER_COLUMNS if early else COLUMNS
+    heads = power(indexer.num_heads)
+    columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
         indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
-        tile_of(indexer), TILES, indexer.activation == "relu", indexer.fold == "weighted",
-        indexer.fold == "none", indexer.cache_dtype == "fp8_scaled", pooled(indexer), early,
+        tile_of(indexer), TILES if decode else PROMPT_TILES, indexer.activation == "relu",
+        indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled", pooled(indexer),
     )  # fmt: skip
 
 
-def select_options(early: bool) -> dict[str, Any]:
-    """Return `index_select_kernel`'s launch options."""
-    return {"num_warps": SELECT_WARPS} | ({"launch_pdl": True} if early else {})
+def select_options(candidates: int, cut: bool) -> dict[str, Any]:
+    """Return `index_select_kernel`'s launch options; `cut`: a row's candidates are in parts."""
+    wide = cut and candidates > PART // 2
+    return {"num_warps": SELECT_WARPS * (2 if wide else 1)}
 
 
 def tile_of(indexer: IndexerSpec) -> int:
@@ -80,7 +80,7 @@ def pooled(indexer: IndexerSpec) -> int:
 
 
 def select_constants(
-    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool, early: bool
+    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool
 ) -> tuple[Any, ...]:
     """Return `index_select_kernel`'s constants, in its order.
 
@@ -88,12 +88,12 @@ def select_constants(
     """
     left = indexer.pool // pooled(indexer)
     pool = int(triton.next_power_of_2(left))
-    block = max(16, min(PART, FEW if candidates * pool <= FEW else PART) // pool)
+    fitting = (size for size in (FEW, PART // 2) if candidates * pool <= size)
+    block = max(16, min(PART, next(fitting, PART)) // pool)
     return (
         indexer.choices, indexer.forced_first, indexer.forced_last, indexer.tokens_per_entry,
         pooled(indexer), left, pool, indexer.within or 0, block, max(16, min(block, FEW // pool)),
         candidates <= block, listed, isinstance(indexer.budget, float), indexer.tail and last, decode,
-        early,
     )  # fmt: skip
 
 
@@ -101,10 +101,6 @@ class TritonIndex(IndexBackend):
     """Scores in float32. Rows of many candidates are cut, and the best of each part ranked again."""
 
     name: ClassVar[str] = "TRITON_INDEX"
-
-    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
-        super().__init__(spec, cache, device)
-        self.early = launches_early(device.arch)
 
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         spec, batch = self.spec.indexer, plan.batch
@@ -135,7 +131,7 @@ class TritonIndex(IndexBackend):
         starts, lens = batch.query_start_loc, batch.seq_lens
         entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
         _score(
-            (-(-entries // (constants[8] * TILES)), -(-tokens // constants[7]), 1),
+            (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
             (query, keys, scales, weights, table, starts, lens, scores),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
@@ -155,11 +151,13 @@ class TritonIndex(IndexBackend):
             there = -(-visible_entries(spec.tokens_per_entry, positions, ends) // spec.pool)
             budgets = torch.ceil(there.double() * spec.budget - 1e-9).int()
         count, left = out.shape[2] - spec.tail, -(-entries // spec.pool)
-        listed, ids = False, out
+        listed, ids, part = False, out, PART
+        if -(-left // PART) * len(scores) < multiprocessors(out.device):
+            part = PART // 2
         while True:
-            parts = -(-left // PART)
+            parts = -(-left // part)
             last = parts == 1 or 2 * parts * count > left  # else the parts' best are ranked again
-            parts, each = (1, left) if last else (parts, PART)
+            parts, each = (1, left) if last else (parts, part)
             into = out
             if not last:
                 into = torch.empty(len(scores), parts * count, dtype=torch.int32, device=out.device)
@@ -170,8 +168,8 @@ class TritonIndex(IndexBackend):
                 held_steps,
                 (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width // 16,
                  -(-each // 16), parts),
-                select_constants(spec, each, batch.all_decode, listed, last, self.early),
-                select_options(self.early),
+                select_constants(spec, each, batch.all_decode, listed, last),
+                select_options(each, parts > 1 or listed),
             )  # fmt: skip
             if last:
                 return

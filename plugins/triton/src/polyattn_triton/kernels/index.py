@@ -25,7 +25,7 @@ def index_scores_kernel(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
-    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr, EARLY: tl.constexpr,
+    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
 
@@ -33,8 +33,6 @@ def index_scores_kernel(
     activation and the sum over heads. Grid: (runs of TILES, tiles of TOKENS); `first`: the step's token
     that the tensors begin with.
     """
-    if EARLY:  # let what ranks be scheduled while this runs (Hopper's dependent launch)
-        tl.extra.cuda.gdc_launch_dependents()
     N: tl.constexpr = TOKENS * BLOCK_H
     IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
     dd = tl.arange(0, BLOCK_D)
@@ -198,7 +196,7 @@ def index_select_kernel(
     CHOICES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, M: tl.constexpr,
     POOLED: tl.constexpr, POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr,
     BLOCK: tl.constexpr, LIST: tl.constexpr, ONCE: tl.constexpr, LISTED: tl.constexpr,
-    SHARES: tl.constexpr, TAIL: tl.constexpr, DECODE: tl.constexpr, EARLY: tl.constexpr,
+    SHARES: tl.constexpr, TAIL: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
 
@@ -223,9 +221,6 @@ def index_select_kernel(
     left = budget
     if SHARES:
         left = tl.load(BUDGETS + token).to(tl.int32)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # the scores, or the ids, are complete from here on
     # The least rank that is chosen lies in [least, top), which is halved; `count` candidates reach least,
     # `above` reach top. Most often it is within a factor of 16 of the best score.
     least = tl.full([], 0, tl.int64)
