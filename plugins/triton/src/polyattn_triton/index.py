@@ -59,7 +59,8 @@ def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
         indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
         tile_of(indexer), TILES if decode else PROMPT_TILES, indexer.activation == "relu",
-        indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled", pooled(indexer),
+        indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
+        pooled(indexer),
     )  # fmt: skip
 
 
