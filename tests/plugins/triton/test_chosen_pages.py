@@ -1,4 +1,4 @@
-"""TRITON_ATTN's own naming of chosen pages: beside torch's, interpreted, and machine code."""
+"""Triton's own naming of chosen pages and rows: beside torch's, interpreted, and machine code."""
 
 from __future__ import annotations
 
@@ -53,25 +53,60 @@ for sparse, bounds in (
         workload(LayerGroup(select(spec, "cpu", backend="TRITON_ATTN")), step, 5).check()
 print(rows)
 """
+ROWS = """
+from polyattn import LayerGroup, LayerSpec, SparseSpec, select
+from polyattn.runtime.step.chosen_pages import places_of
+from polyattn.workload.base import workload
+from polyattn_triton.mla import TritonMLASparse
+
+own, named = TritonMLASparse.place, 0
+
+
+def beside_torch(self, spec, choice, batch, size, first):
+    global named
+    places = own(self, spec, choice, batch, size, first)
+    assert places.equal(places_of(spec, choice, batch, size, slice(first, first + len(choice))))
+    named += int((places >= 0).sum())
+    return places
+
+
+TritonMLASparse.place = beside_torch
+for sparse in (
+    SparseSpec(budget=20, value_in_key=True),
+    SparseSpec(budget=6, tokens_per_entry=4, value_in_key=True),
+    SparseSpec(budget=3, granularity=4, value_in_key=True),
+    SparseSpec(budget=9, physical=True, value_in_key=True),
+):
+    spec = LayerSpec(
+        kind="sparse", num_heads=4, num_kv_heads=1, head_size=32, dtype="float32", sparse=sparse
+    )
+    for step in ([(1, 40), (1, 7)], [(5, 40), (3, 7), (1, 129)]):
+        workload(LayerGroup(select(spec, "cpu", backend="TRITON_MLA_SPARSE")), step, 5).check()
+print(named)
+"""
 
 
 @pytest.mark.slow
-def test_pages_are_those_that_torch_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cases", "least"), [(CASES, 60), (ROWS, 150)], ids=["pages", "rows"])
+def test_what_is_named_is_what_torch_names(cases: str, least: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(CASES)
-    assert int(interpreted(script)) >= 60
+    script.write_text(cases)
+    assert int(interpreted(script)) >= least
 
 
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_90", "gfx942")]
 )
 def test_it_compiles_to_machine_code(arch: str) -> None:
-    from polyattn_triton.kernels.choice import chosen_pages_kernel
+    from polyattn_triton.kernels.choice import chosen_pages_kernel, chosen_places_kernel
     from triton_ahead import compile_kernel
 
     kinds = dict.fromkeys(("IDS", "TABLE", "STARTS", "LENS", "OUT", "OUT_LENS"), "i32")
     constants = (4, 4, 16, 128, 1, 128, 128, True, False, True)
-    kernel = compile_kernel(
+    pages = compile_kernel(
         chosen_pages_kernel, kinds | {"HEADS": "i64"}, constants, arch, {"num_warps": 1}
     )
-    assert len(kernel.asm["cubin" if arch == "sm_90" else "hsaco"]) > 500
+    constants = (512, 1, 4, 64, True, True)
+    places = compile_kernel(chosen_places_kernel, kinds, constants, arch, {"num_warps": 4})
+    for kernel in (pages, places):
+        assert len(kernel.asm["cubin" if arch == "sm_90" else "hsaco"]) > 500
