@@ -282,10 +282,12 @@ class Visit:
             rate = len(runs) * size / best["sparse"]
             rows = len(runs) * size / min(took for key, took in best.items() if "rows" in key)
             width = spec.head_size + spec.v_head_size
-            of_mm = 2 * seqs * spec.num_heads * part.most * width / products * best["mm"] / best["sparse"]
+            done = 2 * seqs * spec.num_heads * part.most * width
+            of_mm = done / best["sparse"] / (products / best["mm"])
             share = rate * best["read"] / amount
             self.row(f"sparse {name} {layout}", share, "of read", 0.6,
-                     ms=best["sparse"] * 1e3, of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share, run_bytes=size, rows_of_read=rows * best["read"] / amount,
+                     ms=best["sparse"] * 1e3, of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share,
+                     run_bytes=size, rows_of_read=rows * best["read"] / amount,
                      of_rows=rate / rows)  # fmt: skip
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
