@@ -239,7 +239,10 @@ class Visit:
                      gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
 
     def sparse(self) -> None:
-        """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen."""
+        """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.
+
+        `of_mm`: its products beside torch's matrix product; `bar_of_mm`: those that the bar takes.
+        """
         from dataclasses import replace
 
         from polyattn import Batch, LayerGroup, SparseAttention, select
@@ -268,16 +271,23 @@ class Visit:
 
             call()
             runs, size = self._runs(step, cache)
-            limit, amount = self.limits()["read"]
-            calls: Calls = {"sparse": call, "read": limit}
+            bounds = self.limits()
+            limit, amount = bounds["read"]
+            multiply, products = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+            calls: Calls = {"sparse": call, "read": limit, "mm": multiply}
             calls |= {
                 f"rows {n}": partial(self.native._read, runs, size, n, 0) for n in (0, 4096, 16384)
             }
             best = least(calls, self.seconds, time.thread_time)
             rate = len(runs) * size / best["sparse"]
             rows = len(runs) * size / min(took for key, took in best.items() if "rows" in key)
-            self.row(f"sparse {name} {layout}", rate * best["read"] / amount, "of read", 0.6,
-                     ms=best["sparse"] * 1e3, run_bytes=size, rows_of_read=rows * best["read"] / amount,
+            width = spec.head_size + spec.v_head_size
+            done = 2 * seqs * spec.num_heads * part.most * width
+            of_mm = done / best["sparse"] / (products / best["mm"])
+            share = rate * best["read"] / amount
+            self.row(f"sparse {name} {layout}", share, "of read", 0.6,
+                     ms=best["sparse"] * 1e3, of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share,
+                     run_bytes=size, rows_of_read=rows * best["read"] / amount,
                      of_rows=rate / rows)  # fmt: skip
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:

@@ -52,7 +52,12 @@ from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, Recur
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import over_chosen_pages, token_places, visible_entries
+from polyattn.runtime.step.chosen_pages import (
+    ChosenPages,
+    over_chosen_pages,
+    token_places,
+    visible_entries,
+)
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.step.uniform_rows import UniformRows
@@ -84,6 +89,7 @@ __all__ = [
     "BatchError",
     "BlockSparseMask",
     "CacheFormat",
+    "ChosenPages",
     "CustomMask",
     "Device",
     "Frame",

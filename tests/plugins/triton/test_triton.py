@@ -334,12 +334,12 @@ def test_splits_fill_the_multiprocessors_evenly() -> None:
 
 UNITS = """
 import torch, triton, triton.language as tl
-from polyattn_triton.kernels.decode import _power_below
+from polyattn_triton.kernels.decode import power_below
 
 @triton.jit
 def kernel(X, OUT, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(OUT + at, _power_below(tl.load(X + at)))
+    tl.store(OUT + at, power_below(tl.load(X + at)))
 
 x = torch.tensor([0.0, 1.0, 1.5, 3.9, 4.0, 0.3, 7e5, 3e38])
 out = torch.full_like(x, torch.nan)

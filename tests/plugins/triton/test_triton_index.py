@@ -27,6 +27,7 @@ for name, index.PART in steps.items():
 print("chosen")
 """
 DSA = IndexerSpec(num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled")
+BF16 = IndexerSpec(num_heads=64, head_size=128, budget=2048)
 MSA = IndexerSpec(
     num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1
 )
@@ -45,32 +46,44 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
         pytest.param("sm_90", DSA, True, marks=pytest.mark.slow),
         pytest.param("sm_90", DSA, False, marks=pytest.mark.slow),
         pytest.param("sm_90", MSA, True, marks=pytest.mark.slow),
+        pytest.param("sm_86", BF16, False, marks=pytest.mark.slow),
+        pytest.param("sm_86", MSA, True, marks=pytest.mark.slow),
         pytest.param("gfx942", MSA, False, marks=pytest.mark.slow),
         pytest.param("gfx942", MSA, True, marks=pytest.mark.slow),
     ],
-    ids=["DSA decode", "DSA prompt", "MSA decode", "MSA prompt", "MSA decode, AMD"],
+    ids=[
+        "DSA decode",
+        "DSA prompt",
+        "MSA decode",
+        "bf16, Ampere",
+        "MSA, Ampere",
+        "MSA prompt, AMD",
+        "MSA decode, AMD",
+    ],
 )
 def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool) -> None:
     from polyattn_triton.index import (
-        SELECT_WARPS,
+        PART,
         scores_constants,
         scores_options,
         select_constants,
+        select_options,
     )
     from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
     from triton_ahead import compile_kernel
 
-    room = 99 if arch.startswith("sm_") else 64  # KiB; sm_86's and sm_89's is less than sm_90's
+    room = {"sm_90": 227, "sm_86": 99, "gfx942": 64}[arch]  # KiB
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
-    longs = dict.fromkeys(("SEQS", "ENDS", "VISIBLE", "BUDGETS", "TAILS"), "i64")
+    layer = layer_for(spec, "bfloat16")
+    ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
     scores = compile_kernel(
-        index_scores_kernel, longs | {"Q": "bf16", "KEYS": keys, "TABLE": "i32"},
-        scores_constants(layer_for(spec, "bfloat16"), 64, decode), arch, scores_options(arch),
+        index_scores_kernel, ints | {"Q": "bf16", "KEYS": keys},
+        scores_constants(layer, 64, decode, arch), arch, scores_options(layer, arch),
     )  # fmt: skip
     select = compile_kernel(
-        index_select_kernel, longs | {"HELD": "u8", "IDS": "i32", "OUT": "i32"},
-        select_constants(spec, decode, not decode), arch, {"num_warps": SELECT_WARPS},
+        index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
+        select_constants(spec, PART, decode, decode, not decode), arch, select_options(PART, decode),
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10

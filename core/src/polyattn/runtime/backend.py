@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from polyattn.device import Device
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.cache.kv_cache import KVCache
     from polyattn.runtime.reads import Reads
     from polyattn.runtime.step.batch import Batch
+    from polyattn.runtime.step.chosen_pages import ChosenPages
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
     """Query, key and value as attention takes them; None for what lies in the cache alone."""
@@ -161,6 +163,18 @@ class AttentionBackend(Backend, ABC):
 
         """
 
+    def page(self, chosen: ChosenPages) -> bool:
+        """Write the block table and the lengths of a sparse layer's choice. Never waits for the device.
+
+        Args:
+            chosen: the choice, and where its pages go.
+
+        Returns:
+            False where the backend has no kernel for that: torch's operators do it, in 36 launches.
+
+        """
+        return False
+
     def reads(self, plan: Plan, batch: Batch) -> Reads | None:
         """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
 
@@ -220,6 +234,23 @@ class SparseBackend(Backend, ABC):
         ...         frame.out.zero_()  # a kernel's launch, over frame.choice
 
     """
+
+    def place(
+        self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
+    ) -> Tensor:
+        """Return the cache rows that a choice names, int32 (tokens, rows), -1 for none.
+
+        Never waits for the device. The default uses torch's operators, in a dozen launches.
+
+        Args:
+            spec: the layer whose choice it is.
+            choice: int32 (tokens, 1, K), of the batch's tokens from `first` on.
+            batch: the step.
+            block_size: entries of a block of the batch's table.
+            first: a token.
+
+        """
+        return places_of(spec, choice, batch, block_size, slice(first, first + len(choice)))
 
     @abstractmethod
     def run(self, plan: Any, frame: Frame) -> None:

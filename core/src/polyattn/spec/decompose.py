@@ -163,20 +163,18 @@ def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:
 def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
     """Return the attention layer that a sparse layer runs as.
 
-    It is a decode of each token and KV head over pages of its own; where the host knows their number,
-    and all heads have one choice, of each token. A page is the consecutive entries that an id names.
-    `bounded`: only the device knows their number. Sinks are added afterwards, because the rows of a call
-    don't share them.
+    It is a decode of each token and KV head over pages of its own. A page is the consecutive entries that
+    an id names. `bounded`: only the device knows their number. Sinks are added afterwards, because the
+    rows of a call don't share them.
     """
     sparse = spec.sparse
     assert sparse is not None
     heads = 1 if sparse.scope == "head" else spec.gqa_ratio
-    kv_heads = spec.num_kv_heads if sparse.scope == "all" and not bounded else 1
     return spec.replace(
         kind=AttentionKind.ATTENTION,
         causal=True,
-        num_heads=heads * kv_heads,
-        num_kv_heads=kv_heads,
+        num_heads=heads,
+        num_kv_heads=1,
         block_size=sparse_blocks(spec)[1],
         kv_source=None,
         rope=None,

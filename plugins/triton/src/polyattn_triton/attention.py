@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import triton
 from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
     Batch,
     CacheFormat,
+    ChosenPages,
     Device,
     Frame,
     KVCache,
@@ -34,9 +36,10 @@ from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.hopper.packing import packed_constants, packed_site, word_bytes
+from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, compiling_only, load
+from polyattn_triton.launch import Launcher, Site, compiling_only, load
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -49,6 +52,21 @@ Strides = tuple[int, ...]
 
 UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
+FEW_IDS = 64
+"""Ids of a choice up to which one warp names their pages."""
+
+_pages = Launcher(chosen_pages_kernel)
+
+
+def pages_constants(chosen: ChosenPages) -> tuple[Any, ...]:
+    """Return `chosen_pages_kernel`'s constants, in its order."""
+    sparse, ids = chosen.spec.sparse, chosen.choice
+    assert sparse is not None
+    return (
+        len(chosen.heads), ids.shape[1], int(triton.next_power_of_2(ids.shape[2])),
+        sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size,
+        chosen.spec.causal, sparse.physical, chosen.batch.all_decode,
+    )  # fmt: skip
 
 
 class TritonAttention(AlikeAttention):
@@ -86,6 +104,27 @@ class TritonAttention(AlikeAttention):
                 )
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
+
+    def page(self, chosen: ChosenPages) -> bool:
+        table = chosen.batch.block_table
+        assert table is not None
+        if not table.shape[1]:
+            return False
+        if len(chosen.choice):
+            table = table if table.stride(1) == 1 else table.contiguous()
+            ids, batch = chosen.choice.contiguous(), chosen.batch
+            _pages(
+                (len(ids), len(chosen.heads), 1),
+                (ids, table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table,
+                 chosen.lens),
+                (),
+                chosen.steps,
+                (table.stride(0), chosen.first, batch.num_seqs, ids.shape[2], chosen.table.stride(0),
+                 table.shape[1]),
+                pages_constants(chosen),
+                {"num_warps": 1 if ids.shape[2] <= FEW_IDS else 4},
+            )  # fmt: skip
+        return True
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         if isinstance(plan, PrefixPlan):

@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 import torch
 import triton
 from polyattn.kernel import (
+    Batch,
     IndexBackend,
     IndexerSpec,
     IndexFrame,
     LayerSpec,
     Plan,
+    arch_matches,
     token_places,
     visible_entries,
 )
@@ -23,15 +25,16 @@ from polyattn_triton.launch import Launcher, multiprocessors, power
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
-"""Candidates that a program ranks where a few rows have more."""
-TILE = 128
-"""Entries that a program scores at a time."""
-TILES = 8
-"""Tiles of a program that scores for one token."""
-PROMPT_TOKENS = 8
-"""Tokens of a prompt for which a program scores a tile of entries."""
-CANDIDATES = 2048
-"""Elements of a tile that is ranked."""
+"""Candidates that a program ranks, all in registers; half as many, where rows are few."""
+FEW = 2048
+"""And one that is compiled for few of them; it lists so many at a time."""
+TILE, LARGEST_TILE = 64, 128
+"""Entries that a program scores at a time; a page of the keys most often has as many."""
+TILES, PROMPT_TILES = 16, 32
+"""Tiles of a program that scores."""
+COLUMNS, HOPPER_COLUMNS = 128, 256
+"""Heads of tokens for which a program of a prompt scores a tile of entries; their queries stay in shared
+memory, of which Hopper has twice as much."""
 WARPS, STAGES, SELECT_WARPS = 4, 3, 8
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank."""
 
@@ -39,35 +42,59 @@ _score = Launcher(index_scores_kernel)
 _select = Launcher(index_select_kernel)
 
 
-def scores_options(arch: str) -> dict[str, Any]:
+def scores_options(spec: LayerSpec, arch: str) -> dict[str, Any]:
     """Return `index_scores_kernel`'s launch options: AMD's shared memory holds one tile of keys."""
-    return {"num_warps": WARPS, "num_stages": STAGES if arch.startswith("sm_") else 1}
+    assert spec.indexer is not None
+    stages = STAGES if tile_of(spec.indexer) == TILE else STAGES - 1
+    return {"num_warps": WARPS, "num_stages": stages if arch.startswith("sm_") else 1}
 
 
-def scores_constants(spec: LayerSpec, page_size: int, decode: bool) -> tuple[Any, ...]:
+def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -> tuple[Any, ...]:
     """Return `index_scores_kernel`'s constants, in its order."""
     indexer = spec.indexer
     assert indexer is not None
+    heads = power(indexer.num_heads)
+    columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
     return (
-        indexer.num_heads, power(indexer.num_heads), indexer.head_size, power(indexer.head_size),
-        page_size, *((1, TILE, TILES) if decode else (PROMPT_TOKENS, TILE, 1)),
-        indexer.activation == "relu", indexer.fold == "weighted", indexer.fold == "none",
-        indexer.cache_dtype == "fp8_scaled", pooled(indexer),
+        indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
+        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
+        tile_of(indexer), TILES if decode else PROMPT_TILES, indexer.activation == "relu",
+        indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
+        pooled(indexer),
     )  # fmt: skip
+
+
+def select_options(candidates: int, cut: bool) -> dict[str, Any]:
+    """Return `index_select_kernel`'s launch options; `cut`: a row's candidates are in parts."""
+    wide = cut and candidates > PART // 2
+    return {"num_warps": SELECT_WARPS * (2 if wide else 1)}
+
+
+def tile_of(indexer: IndexerSpec) -> int:
+    """Return how many entries a program scores at a time: whole candidates, where they aren't large."""
+    return indexer.pool if LARGEST_TILE % indexer.pool == 0 and indexer.pool > TILE else TILE
 
 
 def pooled(indexer: IndexerSpec) -> int:
     """Return of how many entries the best score is written: of a candidate's, where a tile has them."""
-    return 1 if TILE % indexer.pool or indexer.within else indexer.pool
+    return 1 if tile_of(indexer) % indexer.pool or indexer.within else indexer.pool
 
 
-def select_constants(indexer: IndexerSpec, listed: bool, last: bool) -> tuple[Any, ...]:
-    """Return `index_select_kernel`'s constants, in its order. `last`: it writes the choice itself."""
+def select_constants(
+    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool
+) -> tuple[Any, ...]:
+    """Return `index_select_kernel`'s constants, in its order.
+
+    `candidates`: of a part. `listed`: they are an earlier pass's. `last`: it writes the choice itself.
+    """
     left = indexer.pool // pooled(indexer)
     pool = int(triton.next_power_of_2(left))
+    fitting = (size for size in (FEW, PART // 2) if candidates * pool <= size)
+    block = max(16, min(PART, next(fitting, PART)) // pool)
     return (
-        indexer.choices, indexer.forced_first, indexer.forced_last, left, pool,
-        indexer.within or 0, max(16, CANDIDATES // pool), listed, indexer.tail and last,
+        indexer.choices, indexer.forced_first, indexer.forced_last, indexer.tokens_per_entry,
+        pooled(indexer), left, pool, indexer.within or 0, block, max(16, min(block, FEW // pool)),
+        candidates <= block, listed, isinstance(indexer.budget, float), indexer.tail and last, decode,
     )  # fmt: skip
 
 
@@ -78,37 +105,20 @@ class TritonIndex(IndexBackend):
 
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         spec, batch = self.spec.indexer, plan.batch
-        assert spec is not None and batch.block_table is not None
-        frame.out.fill_(-1)
+        assert spec is not None
         entries = batch.max_seq_len // spec.tokens_per_entry
         if not batch.num_tokens or not (entries or spec.tail):
+            frame.out.fill_(-1)
             return
-        seqs, positions, lens = token_places(batch)
-        visible = visible_entries(spec.tokens_per_entry, positions, lens)
-        there = -(-visible // spec.pool)
-        budgets, tails = torch.full_like(visible, frame.out.shape[2] - spec.tail), visible
-        if isinstance(spec.budget, float):
-            budgets = torch.ceil(there.double() * spec.budget - 1e-9).long()
-        if spec.tail:
-            seen = torch.minimum(positions + 1, lens).clamp(min=0)
-            rest = seen % spec.tokens_per_entry > 0
-            tails = torch.where(rest, seen // spec.tokens_per_entry, -1)
-        width = max(entries, 1)
+        width = -(-max(entries, 1) // (16 * pooled(spec))) * 16  # of a row of scores, whole vectors
         most = max(1, SCORES // (4 * width * spec.choices))
-        ends = lens.clamp(min=0) // spec.tokens_per_entry
         for start in range(0, batch.num_tokens, most):
-            rows = slice(start, min(start + most, batch.num_tokens))
-            of_tokens = [each[rows] for each in (seqs, ends, visible, budgets, tails)]
-            self._piece(frame, rows, of_tokens, batch.block_table, width, batch.all_decode)
+            self._piece(frame, batch, slice(start, min(start + most, batch.num_tokens)), width)
 
-    def _piece(
-        self, frame: IndexFrame, rows: slice, of_tokens: list[Tensor], table: Tensor, width: int,
-        decode: bool,
-    ) -> None:  # fmt: skip
-        spec, keys = self.spec.indexer, frame.keys
-        assert spec is not None
+    def _piece(self, frame: IndexFrame, batch: Batch, rows: slice, width: int) -> None:
+        spec, keys, table = self.spec.indexer, frame.keys, batch.block_table
+        assert spec is not None and table is not None
         query, out = frame.query[rows], frame.out[rows]
-        seqs, ends, visible, budgets, tails = of_tokens
         weights = query if frame.weights is None else frame.weights[rows]
         query = query if query.stride(2) == 1 else query.contiguous()
         tokens, size, scaled = len(query), keys.shape[1], spec.cache_dtype == "fp8_scaled"
@@ -117,48 +127,54 @@ class TritonIndex(IndexBackend):
             scales = scales.view(torch.float32)[size * spec.head_size // 4 :]
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
-        entries, width = width, -(-width // pooled(spec))  # of a row of scores
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
-        constants = scores_constants(self.spec, size, decode)
+        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch)
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
         _score(
-            (-(-entries // (TILE * constants[7])), -(-tokens // constants[5]), 1),
-            (query, keys, scales, weights, table, seqs, ends, visible, scores),
+            (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
+            (query, keys, scales, weights, table, starts, lens, scores),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
              keys.stride(0), keys.stride(0) // 4),
-            (tokens, width, table.stride(0)),
+            (table.stride(0), width, rows.start, tokens, batch.num_seqs),
             constants,
-            scores_options(self.device.arch),
+            scores_options(self.spec, self.device.arch),
         )  # fmt: skip
-        visible = -(-visible // pooled(spec))
-        held, held_steps = visible, (0, 0)
+        held, held_steps = scores, (0, 0)
         if spec.within is not None:
             assert frame.within is not None
             held = _held(frame.within[rows], -(-entries // spec.within))
             held_steps = (held.stride(0), held.stride(1) if held.shape[1] > 1 else 0)
-        most = -(-entries // spec.pool)
-        count = out.shape[2] - spec.tail
-        parts = -(-most // PART)
-        few = len(scores) < 4 * multiprocessors(query.device)
-        ids, listed = out, False
-        if parts > 1 and few and 2 * parts * count <= most:
-            listed = True
-            ids = torch.full(
-                (len(scores), parts * count), -1, dtype=torch.int32, device=query.device
-            )
-        each = PART if listed else most
-        passes = [(False, parts if listed else 1, ids)] + [(True, 1, out)] * listed
-        for second, programs, into in passes:
+        budgets = starts
+        if isinstance(spec.budget, float):
+            _, positions, ends = (each[rows] for each in token_places(batch))
+            there = -(-visible_entries(spec.tokens_per_entry, positions, ends) // spec.pool)
+            budgets = torch.ceil(there.double() * spec.budget - 1e-9).int()
+        count, left = out.shape[2] - spec.tail, -(-entries // spec.pool)
+        listed, ids, part = False, out, PART
+        if -(-left // PART) * len(scores) < multiprocessors(out.device):
+            part = PART // 2
+        while True:
+            parts = -(-left // part)
+            last = parts == 1 or 2 * parts * count > left  # else the parts' best are ranked again
+            parts, each = (1, left) if last else (parts, part)
+            into = out
+            if not last:
+                into = torch.empty(len(scores), parts * count, dtype=torch.int32, device=out.device)
             _select(
-                (len(scores), programs, 1),
-                (scores, visible, budgets, tails, held, ids, into),
+                (len(scores), parts, 1),
+                (scores, starts, lens, budgets, held, ids, into),
                 (),
                 held_steps,
-                (ids.shape[-1] if second else 0, count if into is not out else out.shape[2],
-                 width, each, programs),
-                select_constants(spec, second, into is out),
-                {"num_warps": SELECT_WARPS},
+                (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width // 16,
+                 -(-each // 16), parts),
+                select_constants(spec, each, batch.all_decode, listed, last),
+                select_options(each, parts > 1 or listed),
             )  # fmt: skip
+            if last:
+                return
+            listed, ids, left = True, into, parts * count
 
 
 def _held(within: Tensor, blocks: int) -> Tensor:

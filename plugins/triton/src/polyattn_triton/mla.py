@@ -25,6 +25,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import MLAConfig, pick_mla
+from polyattn_triton.kernels.choice import chosen_places_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
@@ -43,6 +44,8 @@ from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
 
+PLACES = 512
+"""Entries that a program places."""
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
@@ -51,6 +54,7 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
     mla_hopper_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
+_places = Launcher(chosen_places_kernel)
 _mla_hopper = Launcher(mla_hopper_kernel)
 
 
@@ -231,6 +235,29 @@ class TritonMLASparse(SparseBackend):
         super().__init__(spec, cache, device)
         assert spec.sparse is not None
         self.kernels, self.topk = Kernels(spec, device), spec.sparse.most
+
+    def place(
+        self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
+    ) -> Tensor:
+        sparse, table = spec.sparse, batch.block_table
+        assert sparse is not None
+        if sparse.physical or table is None or not table.shape[1] or not len(choice):
+            return super().place(spec, choice, batch, block_size, first)
+        table = table if table.stride(1) == 1 else table.contiguous()
+        ids = choice.contiguous()
+        count = ids.shape[2] * sparse.granularity
+        out = torch.empty(len(ids), count, dtype=torch.int32, device=ids.device)
+        _places(
+            (len(ids), -(-count // PLACES), 1),
+            (ids, table, batch.query_start_loc, batch.seq_lens, out),
+            (),
+            (),
+            (table.stride(0), first, batch.num_seqs, ids.shape[2], table.shape[1]),
+            (PLACES, sparse.granularity, sparse.tokens_per_entry, block_size, spec.causal,
+             batch.all_decode),
+            {"num_warps": 4},
+        )  # fmt: skip
+        return out
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal each token's rows out with its chosen keys."""

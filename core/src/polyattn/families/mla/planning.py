@@ -29,7 +29,6 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import places_of
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
@@ -46,12 +45,12 @@ APART = 4
 class ChosenRows(Op):
     """A choice as cache rows, int32 (num_tokens, K), -1 for none."""
 
-    def __init__(self, spec: LayerSpec, batch: Batch, block_size: int):
-        self.spec, self.batch, self.block_size = spec, batch, block_size
+    def __init__(self, backend: SparseBackend, spec: LayerSpec, batch: Batch, block_size: int):
+        self.backend, self.spec, self.batch, self.block_size = backend, spec, batch, block_size
 
     def run(self, frame: Frame) -> None:
         assert frame.choice is not None
-        frame.choice = places_of(self.spec, frame.choice, self.batch, self.block_size)
+        frame.choice = self.backend.place(self.spec, frame.choice, self.batch, self.block_size, 0)
 
 
 class Absorbed(Op):
@@ -163,8 +162,11 @@ class Planner(StepPlanner):
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
-        if self.sparse:
-            ops.insert(0, ChosenRows(self.spec, batch, self.group.cache_format.block_size))
+        if self.sparse and ops:
+            (call, *_) = ops[0].calls
+            assert isinstance(call.backend, SparseBackend)
+            size = self.group.cache_format.block_size
+            ops.insert(0, ChosenRows(call.backend, self.spec, batch, size))
         rotation = None
         if self.spec.rope is not None:
             rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import pages_of, places_of, token_places, visible_entries
+from polyattn.runtime.step.chosen_pages import (
+    ChosenPages,
+    pages_of,
+    token_places,
+    visible_entries,
+)
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import questions, sparse_blocks
@@ -54,27 +60,40 @@ class Piece(Op):
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
-        frame.out.copy_(out)
+        if out.data_ptr() != frame.out.data_ptr():
+            frame.out.copy_(out)
         if frame.lse is not None and lse is not None:
             frame.lse.copy_(lse)
 
     def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
         """Return the rows' outputs and, where the layer or its sinks need them, their LSEs."""
         planner, cache, choice = self.planner, frame.cache, frame.choice
-        spec, block_table = planner.group.spec, self.batch.block_table
-        assert cache is not None and choice is not None and block_table is not None
+        spec = planner.group.spec
+        assert cache is not None and choice is not None
         view, steps = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
-        assert spec.sparse is not None and self.table is not None and isinstance(self.rows, slice)
-        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
-        visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
-        pages, lens = pages_of(
-            spec.sparse, planner.heads, choice, visible, seqs, block_table, cache.block_size,
-            planner.page_size, steps,
+        assert self.table is not None and isinstance(self.rows, slice)
+        assert isinstance(planner.backend, AttentionBackend)
+        chosen = ChosenPages(
+            spec, choice, self.batch, self.rows.start, planner.heads, cache.block_size,
+            planner.page_size, steps, self.table, self.lens,
         )  # fmt: skip
-        self.table[:, : pages.shape[1]].copy_(pages)
-        self.lens.copy_(lens)
-        call = self.call or planner.call_of(planner.batch_of(self, lens.tolist()))
+        if not planner.backend.page(chosen):
+            self.page(chosen)
+        call = self.call or planner.call_of(planner.batch_of(self, self.lens.tolist()))
         return self.called(call, frame, view)
+
+    def page(self, chosen: ChosenPages) -> None:
+        """Write the rows' block tables and lengths by torch's operators."""
+        spec, sparse = chosen.spec, chosen.spec.sparse
+        assert sparse is not None and chosen.batch.block_table is not None
+        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
+        visible = visible_entries(sparse.tokens_per_entry, positions, ends, spec.causal)
+        pages, lens = pages_of(
+            sparse, chosen.heads, chosen.choice, visible, seqs, chosen.batch.block_table,
+            chosen.block_size, chosen.page_size, chosen.steps,
+        )  # fmt: skip
+        chosen.table[:, : pages.shape[1]].copy_(pages)
+        chosen.lens.copy_(lens)
 
     def called(
         self, call: Call, frame: Frame, cache: KVCache, places: Tensor | None = None
@@ -82,7 +101,8 @@ class Piece(Op):
         """Run the backend's call for the rows, over a view of the cache."""
         spec, given = self.planner.spec, frame.params
         query = frame.query.reshape(len(self.lens), -1, spec.head_size)
-        out = frame.out.new_empty(*query.shape[:2], spec.v_head_size)
+        shape = (*query.shape[:2], spec.v_head_size)
+        out = frame.out.view(shape) if frame.out.is_contiguous() else frame.out.new_empty(shape)
         lse = None
         if spec.needs_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
@@ -99,7 +119,9 @@ class RowsPiece(Piece):
         assert cache is not None and choice is not None and self.call is not None
         assert isinstance(self.rows, slice)
         spec = self.planner.group.spec
-        places = places_of(spec, choice, self.batch, cache.block_size, self.rows)
+        backend = self.planner.backend
+        assert isinstance(backend, SparseBackend)
+        places = backend.place(spec, choice, self.batch, cache.block_size, self.rows.start)
         return self.called(self.call, frame, cache, places)
 
 
@@ -147,12 +169,11 @@ class Planner(StepPlanner):
         self.kind: type[Piece] = Piece if self.spec.latent is None else RowsPiece
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
         self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
-        together = 1 if self.kind is RowsPiece else self.spec.num_kv_heads  # KV heads of a row
-        as_nhd = form.layout == "NHD" and "NHD" in info.capabilities.layouts
-        if together > 1 and not as_nhd:
-            # Pages of one head have no layout, so any backend reads them.
-            self.spec = self.spec.replace(num_heads=self.spec.gqa_ratio, num_kv_heads=1)
-            together = 1
+        together = self._together(info.capabilities.layouts)
+        if together > 1:
+            self.spec = self.spec.replace(
+                num_heads=group.spec.num_heads, num_kv_heads=group.spec.num_kv_heads
+            )
         self.form = CacheFormat(
             block_size=self.page_size,
             num_kv_heads=together,
@@ -177,6 +198,20 @@ class Planner(StepPlanner):
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most
+
+    def _together(self, layouts: Sequence[str]) -> int:
+        """Return how many KV heads a row reads: all, of one choice, where tokens' heads lie together.
+
+        Pages of one head have no layout, so any backend reads them; `layouts`: those that this one reads.
+        An accelerator has more rows to fill it.
+        """
+        spec, form = self.group.spec, self.group.cache_format
+        assert spec.sparse is not None and form is not None
+        apart = (
+            spec.sparse.scope != "all" or self.kind is RowsPiece or self.group.device.is_accelerator
+        )
+        as_nhd = form.layout == "NHD" and "NHD" in layouts
+        return spec.num_kv_heads if as_nhd and not apart else 1
 
     def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
         """Plan one step. Raises `BatchError`."""

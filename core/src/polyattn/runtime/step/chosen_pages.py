@@ -6,6 +6,8 @@ decode over pages of its own: the chosen ones, complete pages first. Any paged k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -160,6 +162,40 @@ def places_of(
     at = seqs[:, None] * width + (entries // block_size).clamp(max=width - 1)
     places = table.reshape(-1)[at].long() * block_size + entries % block_size
     return places.int().masked_fill_((each < 0) | (entries >= visible[:, None]), -1)
+
+
+class ChosenPages(NamedTuple):
+    """A choice that becomes decodes over pages: what `AttentionBackend.page` reads and writes.
+
+    Attributes:
+        spec: the sparse layer.
+        choice: int32 (tokens, 1 or rows of a token, K), of the batch's tokens from `first` on.
+        batch: the step.
+        first: a token.
+        heads: int64 (rows of a token,), the KV head of each.
+        block_size: entries of a block of the batch's table.
+        page_size: entries of a page.
+        steps: pages between neighbouring blocks, runs and heads, as `KVCache.in_pages_of` says.
+        table: int32 (tokens * rows of a token, pages), written: each row's pages, complete ones first.
+            What lies behind them names any page that there is.
+        lens: int32 (tokens * rows of a token,), written: how many entries each row attends to.
+
+    Examples:
+        >>> ChosenPages._fields[:3]
+        ('spec', 'choice', 'batch')
+
+    """
+
+    spec: LayerSpec
+    choice: Tensor
+    batch: Batch
+    first: int
+    heads: Tensor
+    block_size: int
+    page_size: int
+    steps: tuple[int, int, int]
+    table: Tensor
+    lens: Tensor
 
 
 def pages_of(

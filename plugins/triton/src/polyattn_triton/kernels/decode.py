@@ -39,7 +39,7 @@ from polyattn_triton.kernels.tiles import (
 
 
 @triton.jit
-def _power_below(x):
+def power_below(x):
     """The largest power of two that is no larger than a float32 x; 1 for zero."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power == 0.0, 1.0, power)
@@ -123,7 +123,7 @@ def _attend(
         q = q.to(tl.float32 if SINGLE else tl.float16)  # exact
     row_scale = scale
     if BY_HALF:
-        unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
+        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
         row_scale = scale * unit[:, None]
     q_odd = q

@@ -1,131 +1,140 @@
 """Index keys are scored, and the best candidates chosen: two kernels, whatever the indexer.
 
 A score lies in device memory between them. The second finds the score of the last candidate that is
-chosen by the bits of a number whose order is the scores' order, eight at a time, and lists the ids.
+chosen bit by bit, from a number whose order is the scores' order, and lists the ids.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _index_keys(
-    KEYS, SCALES, TABLE, e, there, page, scale_page, DTYPE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of a sequence's keys, (entries, BLOCK_D), and their scales; TABLE is its row."""
-    dd = tl.arange(0, BLOCK_D)
-    block = tl.load(TABLE + e // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    row = block * page + (e % PAGE_SIZE) * D
-    inside = there[:, None] & (dd < D)[None, :]
-    keys = tl.load(KEYS + row[:, None] + dd[None, :], mask=inside, other=0.0).to(DTYPE)
-    scales = tl.zeros(e.shape, dtype=tl.float32)
-    if SCALED:
-        scales = tl.load(SCALES + block * scale_page + e % PAGE_SIZE, mask=there, other=0.0)
-    return keys, scales
+from polyattn_triton.kernels.choice import place_of
+from polyattn_triton.kernels.decode import power_below
 
 
 @triton.jit
-def _write_scores(
-    OUT, q, weights, keys, scales, scale, token, e, seen, width,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
+def _seen(STARTS, LENS, token, seqs, DECODE: tl.constexpr):
+    """A token's sequence, and how many of its tokens it sees."""
+    seq, position, length = place_of(STARTS, LENS, token, seqs, DECODE)
+    return seq, tl.maximum(tl.minimum(position + 1, length), 0)
+
+
+@triton.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs"])
+def index_scores_kernel(
+    Q, KEYS, SCALES, WEIGHTS, TABLE, STARTS, LENS, OUT, scale,
+    q_t, q_h, w_t, w_h, page, scale_page, table_s, width, first, tokens, seqs,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
     BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of keys for a token, and write each score, or the best of POOL neighbours.
+    """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
 
-    Scales are positive: they may come after the activation and the sum over heads.
+    Writes each score, or the best of POOL neighbours. Scales are positive: they may come after the
+    activation and the sum over heads. Grid: (runs of TILES, tiles of TOKENS); `first`: the step's token
+    that the tensors begin with.
     """
-    hh = tl.arange(0, BLOCK_H)
-    s = tl.dot(keys, q, input_precision="ieee")
-    if SCALED:
-        scale = scales * scale
-    else:
-        scale = tl.zeros(e.shape, dtype=tl.float32) + scale
-    if RELU:
-        s = tl.maximum(s, 0.0)
-    if POOL > 1:
-        c = tl.max(tl.reshape(e, [e.shape[0] // POOL, POOL]), 1) // POOL
-    else:
-        c = e
-    kept = c * POOL < seen
-    if BY_HEAD:
-        s *= scale[:, None]
-        if POOL > 1:
-            s = tl.where((e < seen)[:, None] & (s == s), s, float("-inf"))
-            s = tl.max(tl.reshape(s, [e.shape[0] // POOL, POOL, BLOCK_H]), 1)
-        to = OUT + (token * HEADS + hh[None, :]) * width + c[:, None]
-        tl.store(to, s, mask=(hh < HEADS)[None, :] & kept[:, None])
-    else:
-        if WEIGHTED:
-            s *= weights[None, :]
-        s = tl.sum(s, 1) * scale
-        if POOL > 1:
-            s = tl.where((e < seen) & (s == s), s, float("-inf"))
-            s = tl.max(tl.reshape(s, [e.shape[0] // POOL, POOL]), 1)
-        tl.store(OUT + token * width + c, s, mask=kept)
-
-
-@triton.jit(do_not_specialize=["tokens", "width", "table_s"])
-def index_scores_kernel(
-    Q, KEYS, SCALES, WEIGHTS, TABLE, SEQS, ENDS, VISIBLE, OUT, scale,
-    q_t, q_h, w_t, w_h, page, scale_page, tokens, width, table_s,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, TILES: tl.constexpr,
-    RELU: tl.constexpr, WEIGHTED: tl.constexpr, BY_HEAD: tl.constexpr, SCALED: tl.constexpr,
-    POOL: tl.constexpr,
-):  # fmt: skip
-    """Score some tiles of ENTRIES for a token, or one tile for several tokens, which may share it.
-
-    Grid: (runs of TILES, tiles of TOKENS); one of the two is 1.
-    """
-    first = tl.program_id(0) * ENTRIES * TILES
+    N: tl.constexpr = TOKENS * BLOCK_H
+    IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
     dd = tl.arange(0, BLOCK_D)
-    hh = tl.arange(0, BLOCK_H)
-    inside = (hh < HEADS)[None, :] & (dd < D)[:, None]
-    at = hh[None, :] * q_h + dd[:, None]
-    weights = tl.zeros([BLOCK_H], dtype=tl.float32)
-    if TOKENS == 1:
-        token = tl.program_id(1).to(tl.int64)
-        seen = tl.load(VISIBLE + token).to(tl.int32)
-        TABLE += tl.load(SEQS + token) * table_s
-        q = tl.load(Q + token * q_t + at, mask=inside, other=0.0)
-        if WEIGHTED:
-            weights = tl.load(WEIGHTS + token * w_t + hh * w_h, mask=hh < HEADS, other=0.0)
-            weights = weights.to(tl.float32)
-        for start in range(first, tl.minimum(first + ENTRIES * TILES, seen), ENTRIES):
-            e = start + tl.arange(0, ENTRIES)
-            keys, scales = _index_keys(
-                KEYS, SCALES, TABLE, e, e < seen, page, scale_page, Q.dtype.element_ty, D, BLOCK_D,
-                PAGE_SIZE, SCALED,
-            )  # fmt: skip
-            _write_scores(
-                OUT, q, weights, keys, scales, scale, token, e, seen, width, HEADS, BLOCK_H, RELU,
-                WEIGHTED, BY_HEAD, SCALED, POOL,
-            )  # fmt: skip
-    else:
-        e = first + tl.arange(0, ENTRIES)
-        before = -1
-        keys = tl.zeros([ENTRIES, BLOCK_D], dtype=Q.dtype.element_ty)
-        scales = tl.zeros([ENTRIES], dtype=tl.float32)
-        for i in range(TOKENS):
-            token = tl.program_id(1).to(tl.int64) * TOKENS + i
-            seen = tl.load(VISIBLE + token, mask=token < tokens, other=0).to(tl.int32)
-            if first < seen:
-                seq = tl.load(SEQS + token).to(tl.int32)
-                if seq != before:
-                    before = seq
-                    keys, scales = _index_keys(
-                        KEYS, SCALES, TABLE + seq.to(tl.int64) * table_s, e, e < tl.load(ENDS + token),
-                        page, scale_page, Q.dtype.element_ty, D, BLOCK_D, PAGE_SIZE, SCALED,
-                    )  # fmt: skip
-                q = tl.load(Q + token * q_t + at, mask=inside, other=0.0)
-                if WEIGHTED:
-                    weights = tl.load(WEIGHTS + token * w_t + hh * w_h, mask=hh < HEADS, other=0.0)
-                    weights = weights.to(tl.float32)
-                _write_scores(
-                    OUT, q, weights, keys, scales, scale, token, e, seen, width, HEADS, BLOCK_H, RELU,
-                    WEIGHTED, BY_HEAD, SCALED, POOL,
-                )  # fmt: skip
+    nn = tl.arange(0, N)
+    head = nn % BLOCK_H
+    own = tl.program_id(1) * TOKENS + nn // BLOCK_H
+    named = (head < HEADS) & (own < tokens)
+    q = tl.load(
+        Q + (own.to(tl.int64) * q_t + head * q_h)[None, :] + dd[:, None],
+        mask=named[None, :] & (dd < D)[:, None],
+        other=0.0,
+    )
+    factors = tl.full([N], 1.0, tl.float32)
+    if WEIGHTED:
+        factors = tl.load(WEIGHTS + own.to(tl.int64) * w_t + head * w_h, mask=named, other=0.0)
+        factors = factors.to(tl.float32)
+    # e4m3 becomes float16 in one instruction and bfloat16 in several; see `decode`.
+    BY_HALF: tl.constexpr = KEYS.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    if BY_HALF:
+        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 0))
+        q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
+        factors *= unit
+    # What each token sees, and of which sequence.
+    tt = tl.arange(0, TOKENS)
+    token = tl.program_id(1) * TOKENS + tt
+    there = token < tokens
+    begin = tl.program_id(0) * ENTRIES * TILES
+    low = 0
+    high = 0
+    of_token = tt * 0
+    seen = tt * 0
+    for i in tl.static_range(TOKENS):
+        one = tl.minimum(tl.program_id(1) * TOKENS + i, tokens - 1)
+        seq, count = _seen(STARTS, LENS, first + one, seqs, DECODE)
+        if i == 0:
+            low = seq
+        high = seq
+        of_token = tl.where(tt == i, seq, of_token)
+        seen = tl.where((tt == i) & there, count // M, seen)
+    ee = tl.arange(0, ENTRIES)
+    cc = tl.arange(0, ENTRIES // POOL)
+    for seq in range(low, high + 1):
+        here = tl.where(of_token == seq, seen, 0)
+        end = tl.minimum(begin + ENTRIES * TILES, tl.max(here, 0))
+        # And of each column of the products.
+        reach = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
+        BLOCKS = TABLE + (tl.full([], 0, tl.int64) + seq) * table_s
+        # The next tile's blocks are loaded a step ahead: keys that wait for a load of their own step
+        # are not put in flight early (Triton 3.6).
+        if IN_PAGE:
+            block = tl.load(BLOCKS + begin // PAGE_SIZE, mask=begin < end, other=0)
+        else:
+            block = tl.load(BLOCKS + (begin + ee) // PAGE_SIZE, mask=begin + ee < end, other=0)
+        for start in range(begin, end, ENTRIES):
+            e = start + ee
+            page_at = block.to(tl.int64)
+            by = tl.full([ENTRIES], 1.0, tl.float32) * scale
+            if (
+                IN_PAGE
+            ):  # one address and short offsets; what lies behind the end is no entry's score
+                later = start + ENTRIES
+                block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
+                ROWS = KEYS + page_at * page + (start % PAGE_SIZE) * D
+                if D == BLOCK_D:
+                    keys = tl.load(ROWS + (ee[:, None] * D + dd[None, :]))
+                else:
+                    keys = tl.load(
+                        ROWS + (ee[:, None] * D + dd[None, :]), mask=(dd < D)[None, :], other=0.0
+                    )
+                if SCALED:
+                    by *= tl.load(SCALES + page_at * scale_page + start % PAGE_SIZE + ee)
+            else:
+                later = e + ENTRIES
+                block = tl.load(BLOCKS + later // PAGE_SIZE, mask=later < end, other=0)
+                inside = (e < end)[:, None]
+                if D < BLOCK_D:
+                    inside = inside & (dd < D)[None, :]
+                row = page_at * page + (e % PAGE_SIZE) * D
+                keys = tl.load(KEYS + row[:, None] + dd[None, :], mask=inside, other=0.0)
+                if SCALED:
+                    places = page_at * scale_page + e % PAGE_SIZE
+                    by *= tl.load(SCALES + places, mask=e < end, other=0.0)
+            s = tl.dot(keys.to(q.dtype), q, input_precision="ieee")
+            if RELU:
+                s = tl.maximum(s, 0.0)
+            if WEIGHTED or BY_HALF:
+                s *= factors[None, :]
+            c = start // POOL + cc
+            if BY_HEAD:
+                s *= by[:, None]
+                if POOL > 1:
+                    s = tl.where((e[:, None] < reach[None, :]) & (s == s), s, float("-inf"))
+                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, N]), 1)
+                to = OUT + (own.to(tl.int64) * HEADS + head)[None, :] * width + c[:, None]
+                tl.store(to, s, mask=(head < HEADS)[None, :] & (c[:, None] * POOL < reach[None, :]))
+            else:
+                s = tl.sum(tl.reshape(s, [ENTRIES, TOKENS, BLOCK_H]), 2) * by[:, None]
+                if POOL > 1:
+                    s = tl.where((e[:, None] < here[None, :]) & (s == s), s, float("-inf"))
+                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, TOKENS]), 1)
+                to = OUT + token.to(tl.int64)[None, :] * width + c[:, None]
+                tl.store(to, s, mask=c[:, None] * POOL < here[None, :])
 
 
 @triton.jit
@@ -134,89 +143,134 @@ def _ranked(
     POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return BLOCK candidates, their ranks, uint32 whose order is the scores', and which there are."""
+    """Return BLOCK candidates and their ranks, uint32 whose order is the scores'; 0 for none."""
     c = start + tl.arange(0, BLOCK)
     ok = c < high
+    there_too = c < (high + 15) // 16 * 16  # scores have room for whole vectors
     if LISTED:
         c = tl.load(IDS + c, mask=ok, other=-1)
         ok = c >= 0
-    e = c[:, None] * POOL + tl.arange(0, BLOCK_POOL)[None, :]
-    inside = ok[:, None] & (tl.arange(0, BLOCK_POOL) < POOL)[None, :] & (e < seen)
-    if WITHIN > 0:
-        inside = inside & (tl.load(HELD + e // WITHIN, mask=inside, other=0) != 0)
-    s = tl.load(SCORES + e, mask=inside, other=float("-inf"))
-    s = tl.where(s == s, s, float("-inf"))
-    s = tl.max(s, 1) + 0.0  # -0 and 0 are one score
-    ok = tl.max(inside.to(tl.int32), 1) > 0
-    bits = s.to(tl.uint32, bitcast=True)
+        there_too = ok
+    if BLOCK_POOL == 1 and WITHIN == 0:
+        s = tl.load(SCORES + c, mask=there_too, other=float("-inf"))
+        s = tl.where(s == s, s, float("-inf"))
+    else:
+        e = c[:, None] * POOL + tl.arange(0, BLOCK_POOL)[None, :]
+        inside = ok[:, None] & (tl.arange(0, BLOCK_POOL) < POOL)[None, :] & (e < seen)
+        if WITHIN > 0:
+            inside = inside & (tl.load(HELD + e // WITHIN, mask=inside, other=0) != 0)
+        s = tl.load(SCORES + e, mask=inside, other=float("-inf"))
+        s = tl.max(tl.where(s == s, s, float("-inf")), 1)
+        ok = tl.max(inside.to(tl.int32), 1) > 0
+    bits = (s + 0.0).to(tl.uint32, bitcast=True)  # -0 and 0 are one score
     rank = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     if FIRST + LAST > 0:
-        rank = tl.where((c < FIRST) | (c >= there - LAST), 0xFFFFFFFF, rank).to(tl.uint32)
-    return c, rank, ok
+        rank = tl.where((c < FIRST) | (c >= there - LAST), 0xFFFFFFFF, rank)
+    return c, tl.where(ok, rank, 0).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["ids_n", "out_n", "width", "each", "parts"])
-def index_select_kernel(
-    SCORES, VISIBLE, BUDGETS, TAILS, HELD, IDS, OUT,
-    held_t, held_c, ids_n, out_n, width, each, parts,
-    CHOICES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, POOL: tl.constexpr,
-    BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
-    TAIL: tl.constexpr,
-):  # fmt: skip
-    """List the best of a part's candidates, ascending; of equal scores the smaller ids.
+@triton.jit
+def _list(OUT, c, rank, least, most, over, equal):
+    """Write the candidates above the least rank, and the first `most` of it, behind those before.
 
-    Grid: (tokens * choices, parts). LISTED: the candidates are `ids_n` ids of earlier parts, else
-    `each` of them from the part's first one on.
+    `over`, `equal`: how many candidates before were above it, and of it. Returns both with these.
     """
-    row = tl.program_id(0).to(tl.int64)
+    same = (rank == least) & (rank != 0)
+    ones = (rank > least).to(tl.int32) + (
+        same.to(tl.int32) << 16
+    )  # two counts: a block has 2^15 at most
+    sums = tl.cumsum(ones, 0)
+    order = equal + (sums >> 16)
+    place = over + (sums & 0xFFFF) + tl.minimum(order, most) - 1
+    tl.store(OUT + place, c, mask=(rank > least) | (same & (order <= most)))
+    total = tl.sum(ones, 0)
+    return over + (total & 0xFFFF), equal + (total >> 16)
+
+
+@triton.jit(
+    do_not_specialize=["first", "seqs", "budget", "ids_n", "out_n", "width", "each", "parts"]
+)
+def index_select_kernel(
+    SCORES, STARTS, LENS, BUDGETS, HELD, IDS, OUT,
+    held_t, held_c, first, seqs, budget, ids_n, out_n, width, each, parts,
+    CHOICES: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, M: tl.constexpr,
+    POOLED: tl.constexpr, POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, ONCE: tl.constexpr, LISTED: tl.constexpr,
+    SHARES: tl.constexpr, TAIL: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
+
+    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED:
+    the candidates are among `ids_n` ids of an earlier pass. POOLED: entries of a score; POOL: scores of
+    a candidate. ONCE: a part is one BLOCK, all of it in registers. LIST: candidates that are listed at a
+    time: the loop keeps the code small. SHARES: BUDGETS has each token's budget.
+    """
+    row = tl.program_id(0)
     part = tl.program_id(1)
     token = row // CHOICES
-    seen = tl.load(VISIBLE + token).to(tl.int32)
-    there = (seen + POOL - 1) // POOL
-    SCORES += row * width
-    HELD += token * held_t + (row % CHOICES) * held_c
-    OUT += (row * parts + part) * out_n
-    IDS += row * ids_n
+    _, tokens = _seen(STARTS, LENS, first + token, seqs, DECODE)
+    seen = tl.cdiv(tokens // M, POOLED)
+    there = tl.cdiv(seen, POOL)
+    SCORES += row.to(tl.int64) * width * 16
+    HELD += token.to(tl.int64) * held_t + (row % CHOICES) * held_c
+    OUT += (row.to(tl.int64) * parts + part) * out_n
+    IDS += row.to(tl.int64) * ids_n
+    each *= 16  # so the compiler knows that it, and a row, are whole vectors
     low = part * each
-    high = tl.minimum(low + each, there)
-    if LISTED:
-        low = 0
-        high = ids_n
-    left = tl.load(BUDGETS + token).to(tl.int32)
-    bins = tl.arange(0, 256)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        counts = tl.zeros([256], dtype=tl.int32)
-        for start in range(low, high, BLOCK):
-            _, rank, ok = _ranked(
-                SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
-                BLOCK, LISTED,
-            )  # fmt: skip
-            if step > 0:
-                ok = ok & ((rank >> (shift + 8)) == prefix)
-            counts += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=ok)
-        above = tl.cumsum(counts, 0, reverse=True)  # of this byte's value or a larger one
-        if step == 0:
-            left = tl.minimum(left, tl.max(above, 0))
-        byte = tl.sum((above >= left).to(tl.int32), 0) - 1
-        left -= tl.sum(tl.where(bins == byte + 1, above, 0), 0)
-        prefix = (prefix << 8) | byte.to(tl.uint32)
-    count = 0
-    equal = 0
-    for start in range(low, high, BLOCK):
-        c, rank, ok = _ranked(
-            SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
-            BLOCK, LISTED,
+    high = tl.minimum(low + each, ids_n if LISTED else there)
+    left = budget
+    if SHARES:
+        left = tl.load(BUDGETS + token).to(tl.int32)
+    # The least rank that is chosen lies in [least, top), which is halved; `count` candidates reach least,
+    # `above` reach top. Most often it is within a factor of 16 of the best score.
+    least = tl.full([], 0, tl.int64)
+    top = tl.full([], 1 << 32, tl.int64)
+    if ONCE:
+        _, rank = _ranked(
+            SCORES, HELD, IDS, low, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN, BLOCK,
+            LISTED,
         )  # fmt: skip
-        same = (ok & (rank == prefix)).to(tl.int32)
-        order = equal + tl.cumsum(same, 0)
-        best = (ok & (rank > prefix)) | ((same != 0) & (order <= left))
-        place = count + tl.cumsum(best.to(tl.int32), 0) - 1
-        tl.store(OUT + place, c, mask=best)
-        equal += tl.sum(same, 0)
-        count += tl.sum(best.to(tl.int32), 0)
+        top = tl.max(rank, 0).to(tl.int64) + 1
+    wanted = tl.full([], 1, tl.int64)
+    count = left + 1
+    above = 0
+    while (top - least > 1) & (count > left):
+        if ONCE:
+            reach = tl.sum((rank >= wanted.to(tl.uint32)).to(tl.int32), 0)
+        else:
+            reach = 0
+            for start in range(low, high, BLOCK):
+                _, some = _ranked(
+                    SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL,
+                    WITHIN, BLOCK, LISTED,
+                )  # fmt: skip
+                reach += tl.sum((some >= wanted.to(tl.uint32)).to(tl.int32), 0)
+        first_try = least == 0
+        if (reach >= left) | (wanted == 1):
+            least = wanted
+            count = reach
+        else:
+            top = wanted
+            above = reach
+        wanted = (least + top) // 2
+        if first_try & (least == 1):
+            wanted = tl.maximum(wanted, top - (1 << 25))
+    most = left - above  # of the least rank
+    if count <= left:
+        most = left
+    over = 0
+    equal = 0
+    for start in range(low, high, LIST):
+        c, some = _ranked(
+            SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
+            LIST, LISTED,
+        )  # fmt: skip
+        over, equal = _list(OUT, c, some, least.to(tl.uint32), most, over, equal)
+    total = over + tl.minimum(equal, most)
     if TAIL:
-        tail = tl.load(TAILS + token).to(tl.int32)
-        if tail >= 0:
-            tl.store(OUT + count, tail)
+        rest = tokens % M > 0
+        tl.store(OUT + total, tokens // M, mask=rest)
+        total += rest.to(tl.int32)
+    for start in range(total, out_n, 256):
+        rest = start + tl.arange(0, 256)
+        tl.store(OUT + rest, -1, mask=rest < out_n)

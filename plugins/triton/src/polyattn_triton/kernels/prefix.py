@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.decode import _power_below
+from polyattn_triton.kernels.decode import power_below
 from polyattn_triton.kernels.parts import store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.kernels.tiles import blocks_in_table, load_cached_rows, load_rows
@@ -96,7 +96,7 @@ def _attend(
     RAISED: tl.constexpr = 15 if BY_HALF else 0
     row_scale = scale
     if BY_HALF:
-        unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
+        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
         row_scale = scale * unit[:, None]
     K += kv_head * k_h

@@ -65,7 +65,7 @@ namespace {
 
 #if defined(PA_BASE)
 // Above so few rows its products are faster than converting once for all of them.
-constexpr int FEW_ROWS = 8;
+constexpr int FEW_ROWS = 16;
 
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
