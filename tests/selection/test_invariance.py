@@ -74,6 +74,11 @@ def test_mla_has_the_first_level_on_a_cpu_and_other_levels_and_gpus_are_refused_
         select(spec.replace(batch_invariant="steps"), "cpu")
     with pytest.raises(SelectionError, match="a GPU's products were not compared"):
         select(spec, "h200", backend="decode=TORCH_MLA")
+    assert select(spec, "h200").decision.decode == "TRITON_MLA"
+    with pytest.raises(SelectionError, match="its launches follow from the step"):
+        select(
+            spec.replace(graph_capture="single_token_decode"), "h200", backend="decode=TRITON_MLA"
+        )
 
 
 def test_a_recurrence_s_rounded_states_are_refused_where_steps_must_not_count() -> None:

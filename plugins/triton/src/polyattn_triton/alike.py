@@ -24,11 +24,13 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import Ints, Stretches, Tiles, most_keys
+from polyattn_triton.schedule import ROOM, Ints, Stretches, Tiles, most_keys, segments
 from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
+TALL_PIECE = 1024
+"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
 beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
@@ -40,8 +42,6 @@ SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e)
 takes powers of two alone, so that few classes are in a step."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
-ROOM = 256 << 20
-"""Bytes of the parts of a launch: more tiles are in launches of their own."""
 WHOLE, FRESH = 0, 1
 """The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
 are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
@@ -77,7 +77,8 @@ class AlikeAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.piece, self.steps_piece, self.room = PIECE, STEPS_PIECE, ROOM
+        self.piece, self.tall_piece = PIECE, TALL_PIECE
+        self.steps_piece, self.room = STEPS_PIECE, ROOM
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -142,7 +143,8 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            return self._in_pieces(plan, self._tiles(plan), self.piece)
+            keys = self.piece if kind <= LOW else self.tall_piece
+            return self._in_pieces(plan, self._tiles(plan), keys)
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
@@ -193,13 +195,12 @@ class AlikeAttention(PlannedAttention):
 
     def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
         """Give each piece of `each` key tiles a program."""
-        line = np.concatenate([[0], pieces.cumsum() * each])
         programs, most = int(pieces.sum()), int(pieces.max())
         plan.grid = (programs, self.spec.num_kv_heads, 1)
         if most > 1:  # merged as many at a time whatever other tiles have
             plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
             self._reserve(plan.rows, programs * self.spec.num_kv_heads)
-        dealt = Stretches(line, int(line[-1]), each, 0, programs, most)
+        dealt = segments(tiles.keys, each)
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
         plan.work = sent(host, self.torch_device, None)

@@ -169,8 +169,14 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal v_head_size lse deterministic"),
-    excludes=NO_E4M3,
+    features=names("causal v_head_size lse deterministic batch_invariant"),
+    excludes=(
+        (
+            frozenset({"batch_invariant", "captured"}),
+            f"its launches follow from the step: {ALIKE_WITHOUT['captured']}",
+        ),
+        *NO_E4M3,
+    ),
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )
 TRITON_MLA = declared(
@@ -184,7 +190,13 @@ TRITON_MLA = declared(
 TRITON_MLA_SPARSE = declared(
     "TRITON_MLA_SPARSE",
     "mla:TritonMLASparse",
-    MLA.but(adds="prefill", kinds=frozenset({AttentionKind.SPARSE_MLA}), decode_query_lens=1),
+    MLA.but(
+        adds="prefill",
+        lacks="batch_invariant",
+        excludes=NO_E4M3,
+        kinds=frozenset({AttentionKind.SPARSE_MLA}),
+        decode_query_lens=1,
+    ),
     Priority(score=60, why="a good general kernel wherever Triton runs"),
     interpreted=GraphCapture.NONE,
     summary="MLA over the chosen rows of the latent cache, in Triton",

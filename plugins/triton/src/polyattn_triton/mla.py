@@ -21,6 +21,7 @@ from polyattn.kernel import (
     Plan,
     Reads,
     SparseBackend,
+    in_turn,
 )
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from polyattn_triton.kernels.choice import chosen_places_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
+    FEW_PARTS,
     Launcher,
     Merge,
     Workspace,
@@ -42,10 +44,24 @@ from polyattn_triton.launch import (
 )
 from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
-from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
+from polyattn_triton.schedule import (
+    ROOM,
+    Line,
+    Rates,
+    Tiles,
+    launches_of,
+    max_parts,
+    rows_of,
+    segments,
+    stretches,
+    whole,
+)
 
 PLACES = 512
 """Entries that a program places."""
+SEGMENT = 32
+"""Keys of a segment for each row of a tile, where bits must not follow from the step: a part, which is
+written and read in float32, is a ninth of 16-bit latents of 576."""
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
@@ -120,6 +136,8 @@ class Kernels:
         count, programs = len(tiles.keys), self.programs
         if not count:
             return LatentPlan(batch, Way(False, few), 0, self._none)
+        if self.spec.batch_invariant:
+            return self._in_segments(batch, tiles)
         order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
@@ -138,6 +156,25 @@ class Kernels:
             Merge(programs, *cut),
         )
 
+    def _in_segments(self, batch: Batch, tiles: Tiles) -> LatentPlan:
+        """Cut each tile after as many keys, whatever else is in the step; a program has one segment."""
+        height = self.config.block_h
+        each = max(1, SEGMENT * height // self.config.block_n)
+        parts = segments(tiles.keys, each)
+        count = np.diff(parts.line) // each
+        plans = []
+        for some in launches_of(count, ROOM // (8 * height * (self.rank + 1))):
+            mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
+            dealt = segments(mine.keys, each)
+            work = to_device(dealt.work(mine), self.torch_device, None)
+            merging = None
+            if dealt.parts > 1:  # as many at a time whatever other tiles have
+                merging = Merge(dealt.programs, len(some), max(dealt.parts, FEW_PARTS + 1))
+                self.workspace.reserve(max_parts(dealt.programs) * height, self.rank, 0)
+            plans.append(LatentPlan(batch, Way(True, True), dealt.programs, work, merging))
+        plans[0].others = plans[1:]
+        return plans[0]
+
     def launch(
         self,
         plan: LatentPlan,
@@ -151,6 +188,8 @@ class Kernels:
         """Attend to the sequences' rows, or to those at `slots`, and merge."""
         if not plan.grid:
             return
+        for other in plan.others:
+            self.launch(other, query, cache, slots, params, out, lse)
         spec, config, none, space = self.spec, self.config, self._none, self.workspace
         quantized = cache.key.dtype.itemsize == 1
         v_scale = params.k_scale if quantized else 1.0
@@ -216,7 +255,12 @@ class TritonMLA(AttentionBackend):
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, LatentPlan)
         kernels = self.kernels
-        return latent_reads(kernels.spec, kernels.config, kernels.workspace, plan, batch)
+        return in_turn(
+            [
+                latent_reads(kernels.spec, kernels.config, kernels.workspace, launch, batch)
+                for launch in (*plan.others, plan)
+            ]
+        )
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""

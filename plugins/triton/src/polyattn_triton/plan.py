@@ -62,12 +62,16 @@ class Way(NamedTuple):
 
 
 class LatentPlan(Plan):
-    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
+    """One step: the way it runs, its grid, the tiles' work, and what merges their parts.
 
-    __slots__ = ("grid", "merging", "way", "work")
+    `others`: launches after it, where parts of all tiles have no room.
+    """
+
+    __slots__ = ("grid", "merging", "others", "way", "work")
 
     def __init__(
         self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
     ):
         super().__init__(batch)
         self.way, self.grid, self.work, self.merging = way, grid, work, merging
+        self.others: list[LatentPlan] = []

@@ -33,6 +33,9 @@ COLUMNS = 5
 EVEN = 1.1
 """What the fullest program may have of the mean, one key tile beside, for tiles to stay whole."""
 
+ROOM = 256 << 20
+"""Bytes of the parts of a launch, where tiles are cut alike in any step: the rest has the next one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -209,6 +212,19 @@ class Line(NamedTuple):
         units: Ints = lens + (block * (item + 1) - 1)
         units >>= block.bit_length() - 1
         return cls.of_units(units, -(-longest // block) + item)
+
+
+def segments(keys: Ints, each: int) -> Stretches:
+    """Cut tiles of so many key tiles after `each`; a stretch is a segment."""
+    count = np.maximum(-(-keys // each), 1)
+    line = np.concatenate([[0], count.cumsum() * each])
+    return Stretches(line, int(line[-1]), each, 0, int(count.sum()), int(count.max()))
+
+
+def launches_of(parts: Ints, room: int) -> list[Ints]:
+    """Return the tiles of each launch, so that the `parts` of its tiles before the last fit in `room`."""
+    launch = (parts.cumsum() - 1) // max(1, room)
+    return [np.flatnonzero(launch == number) for number in np.unique(launch)]
 
 
 def stretches(line: Line, programs: int, rates: Rates) -> Stretches:
