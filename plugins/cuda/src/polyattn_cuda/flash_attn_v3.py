@@ -31,7 +31,7 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Flash3Plan(Plan):
-    """`splits`: 0 lets the library decide by the lengths. `keys` where the layer has no cache.
+    """`splits`: 0 lets the library decide by the lengths; 1: a row's keys are read in turn. `keys` where the layer has no cache.
 
     `seq_of` int64 (num_tokens,): each token's sequence, where queries are scaled by sequence; None
     where every sequence has one token.
@@ -70,7 +70,9 @@ class FlashAttention3(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
         splits = 0
-        if self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
+        if self.spec.batch_invariant:  # of any other number the library chooses where by the batch
+            splits = 1
+        elif self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
             splits = captured_splits(self.num_sms, batch.num_seqs * self.spec.num_kv_heads)
         elif batch.lens_are_bounds:
             splits = 1

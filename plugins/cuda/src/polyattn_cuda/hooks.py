@@ -99,6 +99,10 @@ FA3_FP8 = (
         "it rounds weights to e4m3, which fp8_compute allows only over a cache",
     ),
 )
+FA3_ALIKE = tuple(
+    (frozenset({"batch_invariant", other}), "its bits were compared with 16-bit queries and keys alone")
+    for other in ("fp8_e4m3", "fp8_inputs", "fp8_output", "v_head_size")
+)
 FA3_EIGHT = names("tensor_scales head_scales fp8_inputs fp8_output")
 """It reads a scale for each sequence and KV head from the device; its output is quantised after it."""
 WHOLE_STEPS = names("prefill decode mixed")
@@ -135,8 +139,8 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         probe="polyattn_cuda.providers:vllm_fa3_ready",
         install="pip install vllm",
         capabilities=FA3.but(
-            adds="learned_sinks",
-            excludes=(*FA3_FP8, (names("learned_sinks float16"), "it reads sinks in bf16")),
+            adds="learned_sinks batch_invariant step_invariant call_invariant",
+            excludes=(*FA3_FP8, (names("learned_sinks float16"), "it reads sinks in bf16"), *FA3_ALIKE),
         ),
     ),
     name="FLASH_ATTN_V3",
