@@ -57,7 +57,15 @@ SCANS: dict[str, tuple[int, dict[str, Any], float]] = {
     }, 0.5),
 }  # fmt: skip
 """Sequences, the layer, and the bytes of its states, read and written, as a share of read."""
-SECTIONS = ("share", "store", "formats", "two", "busy", "index", "sparse", "scan")
+LEVELS = {
+    "NATIVE_ATTN": ("decode", "mixed", "prefill"), "TORCH_SDPA": ("decode", "mixed", "prefill"),
+    "NATIVE_MLA": ("mla",), "TORCH_MLA": ("mla",), "NATIVE_SCAN": ("recurrent",),
+    "TORCH_SCAN": ("recurrent",),
+}  # fmt: skip
+"""The backends that have the first level of `batch_invariant`, and the suites of their rows."""
+SHRUNK = {"recurrent": 128, "mla": 8}
+"""By what those rows' lengths are divided; others' by 16."""
+SECTIONS = ("share", "store", "formats", "two", "busy", "index", "sparse", "scan", "levels")
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -307,6 +315,30 @@ class Visit:
     @staticmethod
     def _row_bytes(view: Any) -> int:
         return (view.key[0, 0].numel() + view.value[0, 0].numel()) * view.key.itemsize
+
+    def levels(self) -> None:
+        """What the first level of `batch_invariant` takes beside none: suites' rows, in turns."""
+        from measuring import PARTS, build
+        from pages import suite
+        from table import Other
+
+        for backend, suites in LEVELS.items():
+            ratios = []
+            for name, row in ((name, row) for name in suites for row in suite(name)):
+                if backend not in row.by.get("cpu", ()):
+                    continue
+                calls: Calls = {}
+                with self.torch.no_grad():
+                    for label, changes in (("free", {}), ("level", {"batch_invariant": "batch"})):
+                        who = Other(label, backend, changes)
+                        work = build(row, who, self.torch.device("cpu"), SHRUNK.get(name, 16))
+                        calls[label] = PARTS[row.part].make(work)
+                        calls[label]()
+                    best = least(calls, self.seconds / 4, time.thread_time)
+                ratios.append(best["level"] / best["free"])
+            mean = statistics.geometric_mean(ratios)
+            self.row(f"{backend} at a level: geometric mean", mean, "x", -1.05, rows=len(ratios))
+            self.row(f"{backend} at a level: worst", max(ratios), "x", -1.15)
 
     def scan(self) -> None:
         """A step of recurrent layers by one thread and by two: what their states move beside reading.

@@ -25,6 +25,24 @@ def test_flash_attn(mask: str, fakes: None) -> None:
     check_given(UpstreamFlashAttention2, spec, HALF)
 
 
+def test_flash_attention_3_splits_no_keys_where_bits_must_not_follow_from_the_batch(
+    fakes: None,
+) -> None:
+    """Beside captured steps, whose splits otherwise are the capture's."""
+    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
+
+    form = CacheFormat(
+        block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype=SMALL.dtype
+    )
+    batch = paged_batch(form, [1] * 3, [30, 9, 25], list(range(12)))
+    for capture in ("none", "any"):
+        free = SMALL.replace(graph_capture=capture)
+        assert UpstreamFlashAttention3(free, form, CPU).plan(batch).splits != 1
+        for level in ("batch", "steps", "calls"):
+            spec = free.replace(batch_invariant=level)
+            assert UpstreamFlashAttention3(spec, form, CPU).plan(batch).splits == 1
+
+
 def test_flash_attns_captured_steps_split_as_their_eager_ones(
     fakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
