@@ -99,13 +99,18 @@ def test_sinks_are_read_in_the_layer_s_dtype() -> None:
     assert torch.equal(sinks, sinks.bfloat16().float()) and sinks.dtype == torch.float32
 
 
-def test_flash_attention_3_gives_the_levels_in_the_build_that_was_measured() -> None:
-    """Captured steps too, which no other backend gives a level for; 8-bit numbers were not compared."""
+def test_flash_attention_3_gives_the_first_level_in_the_build_that_was_measured() -> None:
+    """Captured steps too; 8-bit numbers were not compared, and chunks changed bits on an H200."""
     hopper = Device("cuda", "sm_90")
-    builds = {b.build: b.capabilities for b in discover().backend("FLASH_ATTN_V3").builds_on("cuda")}
+    builds = {
+        b.build: b.capabilities for b in discover().backend("FLASH_ATTN_V3").builds_on("cuda")
+    }
     preferred, measured = builds["flash-attn-3"], builds["vllm"]
     for level in ("batch", "steps", "calls"):
         spec = SPEC.replace(batch_invariant=level, graph_capture="any")
-        assert not check(measured, spec, hopper) and check(preferred, spec, hopper)
+        assert bool(check(measured, spec, hopper)) == (level != "batch")
+        assert check(preferred, spec, hopper)
     refused = map(str, check(measured, QUANTISED.replace(batch_invariant="batch"), hopper))
-    assert any("its bits were compared with 16-bit queries and keys alone" in why for why in refused)
+    assert any(
+        "its bits were compared with 16-bit queries and keys alone" in why for why in refused
+    )

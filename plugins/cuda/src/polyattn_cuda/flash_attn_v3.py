@@ -31,7 +31,7 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Flash3Plan(Plan):
-    """`splits`: 0 lets the library decide by the lengths; 1: a row's keys are read in turn. `keys` where the layer has no cache.
+    """`splits`: 0 lets the library decide by the lengths. `keys` where the layer has no cache.
 
     `seq_of` int64 (num_tokens,): each token's sequence, where queries are scaled by sequence; None
     where every sequence has one token.

@@ -100,7 +100,10 @@ FA3_FP8 = (
     ),
 )
 FA3_ALIKE = tuple(
-    (frozenset({"batch_invariant", other}), "its bits were compared with 16-bit queries and keys alone")
+    (
+        frozenset({"batch_invariant", other}),
+        "its bits were compared with 16-bit queries and keys alone",
+    )
     for other in ("fp8_e4m3", "fp8_inputs", "fp8_output", "v_head_size")
 )
 FA3_EIGHT = names("tensor_scales head_scales fp8_inputs fp8_output")
@@ -139,8 +142,12 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         probe="polyattn_cuda.providers:vllm_fa3_ready",
         install="pip install vllm",
         capabilities=FA3.but(
-            adds="learned_sinks batch_invariant step_invariant call_invariant",
-            excludes=(*FA3_FP8, (names("learned_sinks float16"), "it reads sinks in bf16"), *FA3_ALIKE),
+            adds="learned_sinks batch_invariant",
+            excludes=(
+                *FA3_FP8,
+                (names("learned_sinks float16"), "it reads sinks in bf16"),
+                *FA3_ALIKE,
+            ),
         ),
     ),
     name="FLASH_ATTN_V3",

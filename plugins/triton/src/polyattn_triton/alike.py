@@ -24,7 +24,7 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import ROOM, Ints, Stretches, Tiles, most_keys, segments
+from polyattn_triton.schedule import ROOM, Ints, Tiles, most_keys, segments
 from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
