@@ -36,11 +36,13 @@ BY_REQUEST = tuple(
         needs=feature,
         why="one sequence at a time in plain products, since torch's kernels lack this",
     )
-    for feature in (
-        "variant", "custom_mask", "block_sparse", "logit_soft_cap", "chunked", "sink_tokens",
-        "cache_positions", "tensor_scales", "head_scales", "batch_invariant",
+    for feature in sorted(
+        names(
+            "variant custom_mask block_sparse logit_soft_cap chunked sink_tokens cache_positions "
+            "tensor_scales head_scales batch_invariant"
+        )
     )
-)  # fmt: skip
+)
 TORCH_SDPA = BackendInfo(
     name="TORCH_SDPA",
     aliases=("SDPA", "TORCH_NATIVE"),

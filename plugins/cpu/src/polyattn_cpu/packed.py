@@ -95,9 +95,18 @@ class Packed:
         if _by_flash(spec):
             left, right = _window(spec)
             output, lse = FLASH(
-                query, keys, values, *starts, 0.0, spec.causal, False, scale=scale,
-                window_size_left=left, window_size_right=right, alibi_slopes=slopes,
-            )[:2]  # fmt: skip
+                query,
+                keys,
+                values,
+                *starts,
+                0.0,
+                spec.causal,
+                False,
+                scale=scale,
+                window_size_left=left,
+                window_size_right=right,
+                alibi_slopes=slopes,
+            )[:2]
             lse = lse.T
             return AttentionState(output, lse.masked_fill(lse == torch.inf, -torch.inf))
         # It knows no group of query heads: a call for each place in a group, so that no key is repeated.
@@ -114,8 +123,8 @@ class Packed:
         self, key: Tensor | None, value: Tensor | None, cache: KVCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Return K and V of all sequences, (keys, KV heads, size), in `dtype`."""
-        given = cache is None or (self.as_given and cache.key.dtype == dtype)
-        if given and key is not None and value is not None:
+        at_hand = cache is None or (self.as_given and cache.key.dtype == dtype)
+        if at_hand and key is not None and value is not None:
             rows = slice(self.total) if self.as_given else self._rows
             return key[rows].to(dtype), value[rows].to(dtype)
         assert cache is not None

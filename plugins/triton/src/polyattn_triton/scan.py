@@ -115,8 +115,16 @@ class ScanPlan(Plan):
     """
 
     __slots__ = (
-        "cut", "phase", "pieces", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
-    )  # fmt: skip
+        "cut",
+        "phase",
+        "pieces",
+        "seq_lens",
+        "slots",
+        "starts",
+        "targets",
+        "tile_seq",
+        "tile_start",
+    )
     cut: Cut | None
     pieces: Pieces | None
     tile_seq: Tensor

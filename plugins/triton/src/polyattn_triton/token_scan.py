@@ -65,10 +65,15 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
         return spec.num_heads, TILE_UNITS, TILE_TOKENS, part
     assert spec.recurrent is not None
     return (
-        spec.num_heads // spec.num_kv_heads, spec.head_size, spec.v_head_size + 1,
-        power(spec.head_size), power(spec.v_head_size), CHUNK,
-        spec.recurrent.feature_map == "relu", part,
-    )  # fmt: skip
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_size,
+        spec.v_head_size + 1,
+        power(spec.head_size),
+        power(spec.v_head_size),
+        CHUNK,
+        spec.recurrent.feature_map == "relu",
+        part,
+    )
 
 
 def piece_options(spec: LayerSpec) -> dict[str, int]:

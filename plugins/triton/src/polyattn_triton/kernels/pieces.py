@@ -41,10 +41,29 @@ def _after(a, b, next_a, next_b):
 
 @triton.jit(do_not_specialize=["piece_tokens"])
 def unit_tiles_kernel(
-    X, INPUT_GATE, RECURRENT_GATE, LAMBDA, OUT, STATE, LEFT, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ,
-    PIECE_START, x_t, i_t, r_t, o_t, st_s, piece_tokens,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    X,
+    INPUT_GATE,
+    RECURRENT_GATE,
+    LAMBDA,
+    OUT,
+    STATE,
+    LEFT,
+    STARTS,
+    SEQ_LENS,
+    STATE_SLOTS,
+    PIECE_SEQ,
+    PIECE_START,
+    x_t,
+    i_t,
+    r_t,
+    o_t,
+    st_s,
+    piece_tokens,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PART: tl.constexpr,
+):
     """RG-LRU. Grid: (sequences or pieces, blocks of channels).
 
     LEFT (pieces, 2, channels): the product of a piece's decays, and the state that it leaves.
@@ -76,7 +95,9 @@ def unit_tiles_kernel(
     for at in range(first, stop, TOKENS):
         here, here_ok = row, ok
         here_x, here_i, here_r = x.to(tl.float32), i.to(tl.float32), r.to(tl.float32)
-        ok = (at + TOKENS + rows < stop)[:, None] & c_ok[None, :]  # the next tile, ahead of its turn
+        ok = (at + TOKENS + rows < stop)[:, None] & c_ok[
+            None, :
+        ]  # the next tile, ahead of its turn
         row += TOKENS
         x = tl.load(X + row * x_t + c[None, :], mask=ok, other=0.0)
         i = tl.load(INPUT_GATE + row * i_t + c[None, :], mask=ok, other=0.0)
