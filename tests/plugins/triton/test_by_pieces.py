@@ -1,4 +1,4 @@
-"""Do RG-LRU's and normalised linear attention's tiles give what the formulas give, whole and in pieces?"""
+"""Do tiles of RG-LRU and of normalised linear attention give the formulas, whole and in pieces?"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def piece_options(spec: LayerSpec) -> dict[str, int]:
 
 
 class TritonTokenScan(RecurrentBackend):
-    """One launch a step, or two of a prompt's pieces; holds what pieces leave. One stream uses it at a time."""
+    """One launch a step, or two of a prompt's pieces; holds what they leave, for one stream at a time."""
 
     name: ClassVar[str] = "TRITON_TOKEN_SCAN"
 

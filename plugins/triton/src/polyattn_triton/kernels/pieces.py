@@ -16,8 +16,9 @@ from polyattn_triton.kernels.token import _phi
 def _piece(
     piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART: tl.constexpr
 ):
-    """A piece's sequence: slot, first token, number of tokens (0: nothing to do), whether its state
-    began; and the piece's own first token and end in it."""
+    """A piece's slot, its sequence's first token and number of tokens (0: nothing to do), whether the
+    state began, and the piece's own first token and end in the sequence.
+    """
     seq = piece
     first = 0
     if PART != "whole":
@@ -142,8 +143,8 @@ def phi_kernel(
 ):  # fmt: skip
     """Linear attention with a normaliser. Grid: (sequences or pieces, heads).
 
-    `VS` counts the normaliser's column, the last one. LEFT heads, KS, VS): what a piece adds to the state. Nothing decays, so float16 might not hold a state:
-    its products are of float32.
+    `VS` counts the normaliser's column, the last one. LEFT (pieces, heads, KS, VS): what a piece adds to
+    the state. Nothing decays, so float16 might not hold a state: its products are of float32.
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
