@@ -1,7 +1,7 @@
 """Puts float64 formulas in place of torch's CUDA kernels, and has TORCH_SDPA call them on a CPU.
 
 A pytest plugin: `-p torch_kernels`. The formulas are by the operators' signatures and by what
-flash-attn's README says of a causal mask, a window and ALiBi (they are aligned to the last query and
+flash-attn's README says of a causal mask and a window (they are aligned to the last query and
 key), and xFormers' CausalFromBottomRight.
 """
 
@@ -25,15 +25,12 @@ def _sequence(
     scale: float,
     left: int,
     right: int,
-    slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (queries, heads, size) and (heads, queries): FlashAttention's +inf where none is seen."""
     queries, keys, each = len(query), len(key), query.shape[1] // key.shape[1]
     key, value = (t.double().repeat_interleave(each, 1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
     distance = torch.arange(keys) - (torch.arange(queries) + keys - queries)[:, None]
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * distance.abs()
     hidden = torch.zeros(queries, keys, dtype=torch.bool)
     if left >= 0:
         hidden |= distance < -left
@@ -55,7 +52,7 @@ def _spans(starts: Tensor) -> list[slice]:
 def flash(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
-    window_size_left: int, window_size_right: int, alibi_slopes: Tensor | None,
+    window_size_left: int, window_size_right: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     CALLS["flash"] += 1
     assert query.dtype == key.dtype == value.dtype and query.dtype.itemsize == 2
@@ -64,7 +61,7 @@ def flash(
     assert cum_seq_q[-1] == len(query) and cum_seq_k[-1] == len(key) == len(value)
     right = 0 if is_causal else window_size_right
     parts = [
-        _sequence(query[q], key[k], value[k], scale, window_size_left, right, alibi_slopes)
+        _sequence(query[q], key[k], value[k], scale, window_size_left, right)
         for q, k in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], 1)
@@ -83,7 +80,7 @@ def efficient(
     lse = torch.full((len(spans), query.shape[2], padded), torch.inf)
     parts = []
     for row, (q, k) in enumerate(spans):
-        output, own = _sequence(query[0, q], key[0, k], value[0, k], scale, -1, right, None)
+        output, own = _sequence(query[0, q], key[0, k], value[0, k], scale, -1, right)
         lse[row, :, : own.shape[1]] = own
         assert not own.numel() or own.max() < torch.inf, "a query that sees no key divides by 0"
         parts.append(output)

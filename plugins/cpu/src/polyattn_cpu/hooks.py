@@ -34,11 +34,11 @@ BY_REQUEST = tuple(
         score=5,
         platform="cuda",
         needs=feature,
-        why="one sequence at a time in plain products, since torch's kernels lack this",
+        why="one sequence at a time, since torch's kernels lack this: 5 to 27 times as long on an H100",
     )
     for feature in sorted(
         names(
-            "variant custom_mask block_sparse logit_soft_cap chunked sink_tokens cache_positions "
+            "variant custom_mask block_sparse logit_soft_cap alibi chunked sink_tokens cache_positions "
             "tensor_scales head_scales batch_invariant"
         )
     )

@@ -93,7 +93,7 @@ class TorchSDPA(AttentionBackend):
         if plan.packed is not None:
             tensors = plan.packed.read(key, value, cache, query.dtype)
             scale = spec.scale * scales[0]
-            state = plan.packed.attend(query, *tensors, scale, params.alibi_slopes)
+            state = plan.packed.attend(query, *tensors, scale)
             self._store(state, params, scales[1], frame.out, lse)
             return
         for index, length in enumerate(batch.lens):
