@@ -34,7 +34,7 @@ BY_REQUEST = tuple(
         score=5,
         platform="cuda",
         needs=feature,
-        why="one sequence at a time, since torch's kernels lack this: 5 to 27 times as long on an H100",
+        why="one sequence at a time, since torch's kernels lack this: 4 to 27 times as long on an H100",
     )
     for feature in sorted(
         names(
