@@ -269,7 +269,8 @@ def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str
     if kind in ("kda", "rwkv7"):
         made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]
     else:
-        made = [compile_token_scan(spec, arch)]
+        parts = ("", "whole", "left", "out")
+        made = [compile_token_scan(spec, arch, part) for part in parts]
     assert all(len(kernel.asm[machine]) > 500 for kernel in made)
 
 

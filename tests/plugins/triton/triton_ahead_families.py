@@ -15,6 +15,7 @@ from polyattn_triton.channels import (
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.mla import mla_kernel
+from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
 from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
@@ -29,7 +30,12 @@ from polyattn_triton.selective import (
     selective_constants,
     widest_words,
 )
-from polyattn_triton.token_scan import token_constants, token_options
+from polyattn_triton.token_scan import (
+    piece_constants,
+    piece_options,
+    token_constants,
+    token_options,
+)
 from triton_ahead import CACHE, ELEMENT, compile_kernel
 
 PREFILLS = {
@@ -64,13 +70,22 @@ def compile_mla(
     return compile_kernel(kernel, pointers, constants, arch, options)
 
 
-def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
-    """Compile TRITON_TOKEN_SCAN's kernel of a recurrent layer to machine code."""
+def compile_token_scan(spec: LayerSpec, arch: str, part: str = "") -> Any:
+    """Compile TRITON_TOKEN_SCAN's kernel of a recurrent layer to machine code.
+
+    `part`: of its prompts' kernel; else by the token.
+    """
     element = ELEMENT[spec.dtype]
     names = ("X", "INPUT_GATE", "RECURRENT_GATE", "Q", "K", "V", "BETA", "A", "B", "OUT")
     pointers = dict.fromkeys(names, element)
-    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64", "TARGETS": "i64"}
-    kernel = unit_kernel if spec.kind is AttentionKind.RG_LRU else channel_kernel
+    pointers |= dict.fromkeys(("STARTS", "SEQ_LENS", "PIECE_SEQ", "PIECE_START"), "i32")
+    pointers |= {"STATE_SLOTS": "i64", "TARGETS": "i64"}
+    units = spec.kind is AttentionKind.RG_LRU
+    if part:
+        kernel = unit_tiles_kernel if units else phi_kernel
+        constants = piece_constants(spec, part)
+        return compile_kernel(kernel, pointers, constants, arch, piece_options(spec))
+    kernel = unit_kernel if units else channel_kernel
     return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
 
 

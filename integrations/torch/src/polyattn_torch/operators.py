@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from polyattn_torch.ledger import LEDGER
 
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _CUDA = "_scaled_dot_product_flash_attention"
+_PACKED = "_flash_attention_forward"
 _inside = threading.local()
 
 
@@ -52,12 +54,13 @@ class Operators:
             devices.append("CUDA")
             self.original["CUDA"] = get_kernel(f"aten::{_CUDA}", "CUDA")
             library.impl(_CUDA, self._cuda, "CUDA", with_keyset=True, allow_override=True)
+            self.original["packed"] = get_kernel(f"aten::{_PACKED}", "CUDA")
+            library.impl(_PACKED, self._packed, "CUDA", with_keyset=True, allow_override=True)
+        library.impl(_PACKED, varlen_forward, "CPU", allow_override=True)
         for device in devices:
-            for name, function in (
-                ("_flash_attention_forward", varlen_forward),
-                ("_flash_attention_forward_no_dropout_inplace", varlen_forward_out),
-            ):
-                library.impl(name, function, device, allow_override=True)
+            library.impl(
+                f"{_PACKED}_no_dropout_inplace", varlen_forward_out, device, allow_override=True
+            )
         library.impl("_flash_attention_backward", varlen_backward, "CPU", allow_override=True)
 
     def remove(self) -> None:
@@ -88,24 +91,35 @@ class Operators:
             keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
         )
 
+    def _packed(self, keys: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if getattr(_inside, "call", False):
+            return self.original["packed"].call_boxed(keys, *args, **kwargs)  # type: ignore[no-any-return]
+        return varlen_forward(*args, **kwargs)
+
+
+@contextmanager
+def _within() -> Iterator[None]:
+    """A backend may be made of these very operators (TORCH_SDPA is): within a call they are torch's."""
+    _inside.call = True
+    try:
+        yield
+    finally:
+        _inside.call = False
+
 
 def _served(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
     mask: Tensor | None, scale: float | None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """Return (batch, heads, queries, size) and the LSE (batch, heads, queries); None: torch's turn.
-
-    A backend may be made of this very operator (TORCH_SDPA is): within a call it is torch's.
-    """
+    """Return (batch, heads, queries, size) and the LSE (batch, heads, queries); None: torch's turn."""
     if getattr(_inside, "call", False):
         return None
-    _inside.call = True
     try:
         if dropout_p:
             raise PolyattnError(f"dropout_p={dropout_p}")
         if mask is not None and mask.dim() == 2:
             mask = mask[None, None]
-        with torch.no_grad():
+        with torch.no_grad(), _within():
             out, lse = sdpa(
                 query, key, value, mask, is_causal=is_causal, scale=scale, needs_lse=True,
                 heads_out=True, count=LEDGER.count,
@@ -113,8 +127,6 @@ def _served(
     except PolyattnError as error:
         LEDGER.count_fallback("", str(error))
         return None
-    finally:
-        _inside.call = False
     assert lse is not None
     if mask is not None:  # torch's backward reads 0 where a query sees nothing
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
@@ -170,7 +182,7 @@ def varlen_forward(
     keys = PackedKeys(
         key, value, key_lens, None if block_table is not None else starts, block_table
     )
-    with torch.no_grad():
+    with torch.no_grad(), _within():
         out, lse = attend_packed(query, lens, keys, options, alibi_slopes=alibi_slopes)
     assert lse is not None
     # What flash-attn's backward reads where a query sees nothing.

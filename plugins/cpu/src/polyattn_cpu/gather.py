@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,28 @@ def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
     return Span(((near, stop),) if kept == start else ((start, kept), (near, stop)))
 
 
+def picked(
+    cache: KVCache, pick: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what `pick` takes of the cache's keys and values, in `dtype`.
+
+    Quantised values come as they are stored: every one of them is exact in bf16, so the scales are left
+    for the scores and the output, where they cost no rounding. Rows of bytes come as their format
+    decodes them.
+    """
+    form = cache.format
+    formats, sizes = form.rows, (form.head_size, form.v_head_size)
+    parts = []
+    for at, stored in enumerate((cache.key, cache.value)[: 1 if cache.value_in_key else 2]):
+        tokens = pick(stored)
+        if formats is not None:
+            tokens = decoded(tokens, formats[at], sizes[at])
+        parts.append(tokens.to(dtype))
+    if not cache.value_in_key:
+        return parts[0], parts[1]
+    return parts[0], parts[0][..., : form.v_head_size]
+
+
 class PagedReader:
     """Reads sequences of a batch; which blocks lie side by side is found once, at the plan."""
 
@@ -43,24 +66,14 @@ class PagedReader:
     def read(
         self, cache: KVCache, index: int, span: Span, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return K and V of a span as (num_kv_heads, keys, size).
+        """Return K and V of a span as (num_kv_heads, keys, size), as `picked` does."""
+        size = cache.block_size
 
-        Quantised values come as they are stored: every one of them is exact in bf16, so the scales
-        are left for the scores and the output, where they cost no rounding. Rows of bytes come as
-        their format decodes them.
-        """
-        size, form = cache.block_size, cache.format
-        formats, sizes = form.rows, (form.head_size, form.v_head_size)
-        parts = []
-        for at, stored in enumerate((cache.key, cache.value)[: 1 if cache.value_in_key else 2]):
+        def pick(stored: Tensor) -> Tensor:
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in span.ranges]
-            tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            if formats is not None:
-                tokens = decoded(tokens, formats[at], sizes[at])
-            parts.append(tokens.to(dtype))
-        if not cache.value_in_key:
-            return parts[0], parts[1]
-        return parts[0], parts[0][..., : form.v_head_size]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+        return picked(cache, pick, dtype)
 
     def _piece(
         self, stored: Tensor, index: int, start: int, stop: int, size: int, layout: str

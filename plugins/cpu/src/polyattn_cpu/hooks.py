@@ -29,10 +29,24 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": (), "rocm": ()}
 MEASURED = {"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED}
 LAST_RESORT = Priority(score=5, why="correct everywhere; on accelerators only a last resort")
 
+BY_REQUEST = tuple(
+    Priority(
+        score=5,
+        platform="cuda",
+        needs=feature,
+        why="one sequence at a time, since torch's kernels lack this: 4 to 27 times as long on an H100",
+    )
+    for feature in sorted(
+        names(
+            "variant custom_mask block_sparse logit_soft_cap alibi chunked sink_tokens cache_positions "
+            "tensor_scales head_scales batch_invariant"
+        )
+    )
+)
 TORCH_SDPA = BackendInfo(
     name="TORCH_SDPA",
     aliases=("SDPA", "TORCH_NATIVE"),
-    summary="torch's fused attention, one sequence at a time; serves everything",
+    summary="torch's fused attention; serves everything",
     path="polyattn_cpu.sdpa:TorchSDPA",
     capabilities=Capabilities(
         platforms=EVERYWHERE,
@@ -53,6 +67,8 @@ TORCH_SDPA = BackendInfo(
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
+        *BY_REQUEST,
+        Priority(score=5, platform="cuda", why="torch's own kernels; copies cached pages first"),
         LAST_RESORT,
     ),
     proof=MEASURED,

@@ -1,8 +1,9 @@
-"""TORCH_SDPA: torch's fused attention over a paged cache, one sequence at a time.
+"""TORCH_SDPA: torch's fused attention over a paged cache.
 
-On the CPU it calls torch's own flash kernel, the one behind `scaled_dot_product_attention`, because
-that also returns the LSE. Decode folds a KV head's query group into the query dimension, so that
-each cached key is read once for the whole group.
+On an NVIDIA GPU a step is one call where torch's kernels have what the layer needs (`packed`); else it
+goes one sequence at a time. On the CPU it calls torch's own flash kernel, the one behind
+`scaled_dot_product_attention`, because that also returns the LSE. Decode folds a KV head's query group
+into the query dimension, so that each cached key is read once for the whole group.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from polyattn_cpu.alike import Alike
 from polyattn_cpu.cache_rope import turned_in_cache
 from polyattn_cpu.calls import Call, Given, Paged, Source
 from polyattn_cpu.gather import PagedReader, Span, seen
+from polyattn_cpu.packed import Packed, packs
 from polyattn_cpu.pointwise import Places, changed, summed
 
 QUERY_BLOCK = 256
@@ -46,11 +48,11 @@ SCORES = 1 << 26
 class SdpaPlan(Plan):
     """Which blocks lie side by side is found once, by whichever layer reads them first."""
 
-    __slots__ = ("alike", "reader")
+    __slots__ = ("alike", "packed", "reader")
 
-    def __init__(self, batch: Batch, alike: Alike | None):
+    def __init__(self, batch: Batch, alike: Alike | None, packed: Packed | None):
         super().__init__(batch)
-        self.reader, self.alike = PagedReader(batch), alike
+        self.reader, self.alike, self.packed = PagedReader(batch), alike, packed
 
 
 class TorchSDPA(AttentionBackend):
@@ -63,8 +65,11 @@ class TorchSDPA(AttentionBackend):
         self.pointwise = Pointwise.of(spec)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
-        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
+        spec = self.spec_of(batch)
+        plain = self._fused and spec.qkv_dtype == spec.out_dtype == "auto"
+        alike = Alike.of(spec, batch) if plain else None
+        packed = Packed.of(spec, batch, self.cache) if packs(spec, self.device) else None
+        return SdpaPlan(batch, alike, packed)
 
     def run(self, plan: SdpaPlan, frame: Frame) -> None:
         query, key, value = frame.query, frame.key, frame.value
@@ -85,6 +90,12 @@ class TorchSDPA(AttentionBackend):
         if query.dtype.itemsize == 1:  # exact in every wider dtype
             query = query.to(STORAGE_DTYPES[self.spec.dtype])
             scales = (scales[0] * of_query, scales[1])
+        if plan.packed is not None:
+            tensors = plan.packed.read(key, value, cache, query.dtype)
+            scale = spec.scale * scales[0]
+            state = plan.packed.attend(query, *tensors, scale)
+            self._store(state, params, scales[1], frame.out, lse)
+            return
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             source: Source
@@ -127,7 +138,7 @@ class TorchSDPA(AttentionBackend):
             return
         if self._fits_causal_kernel(spec, count):
             state = self._causal(query, call, context)
-            self._store(state, call, out, lse)
+            self._store(state, call.params, call.v_scale, out, lse)
             return
         step = QUERY_BLOCK if max(window_sizes(spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
@@ -137,7 +148,8 @@ class TorchSDPA(AttentionBackend):
             span = seen(spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, call)
-            self._store(state, call, out[rows], None if lse is None else lse[rows])
+            own_lse = None if lse is None else lse[rows]
+            self._store(state, call.params, call.v_scale, out[rows], own_lse)
 
     def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
@@ -304,10 +316,17 @@ class TorchSDPA(AttentionBackend):
             scores = scores.div_(cap).tanh_().mul_(cap)
         return scores.view(heads * groups, count, -1)
 
-    def _store(self, state: AttentionState, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        output, params = state.output, call.params
-        if isinstance(call.v_scale, Tensor) or call.v_scale != 1.0:
-            each = _beside(call.v_scale, (-1, 1), self.spec.gqa_ratio)
+    def _store(
+        self,
+        state: AttentionState,
+        params: LayerParams,
+        v_scale: float | Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        output = state.output
+        if isinstance(v_scale, Tensor) or v_scale != 1.0:
+            each = _beside(v_scale, (-1, 1), self.spec.gqa_ratio)
             output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]

@@ -265,7 +265,9 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
-    ScanRow("any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow(
+        "any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 3), "H100: 4,481 us at 8 x 4,096"
+    ),
     ScanRow("any", AttentionKind.RWKV7, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),

@@ -239,8 +239,8 @@ TRITON_TOKEN_SCAN = declared(
     "TRITON_TOKEN_SCAN",
     "token_scan:TritonTokenScan",
     TOKEN_SCAN,
-    Priority(score=60, why="one launch; states stay in registers; a token after another"),
-    summary="RG-LRU and linear attention with a normaliser, in Triton, by the token",
+    Priority(score=60, why="a launch or two; prompts by tiles of tokens, decodes by the token"),
+    summary="RG-LRU and linear attention with a normaliser, in Triton",
 )
 
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)

@@ -109,12 +109,24 @@ def scan_constants(
 
 class ScanPlan(Plan):
     """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's how its sequences are cut. `targets`: of drafts, where the state
+    RWKV-7's their chunks, for Mamba-1's how its sequences are cut, for RG-LRU's and linear attention's
+    with a normaliser their pieces, None where they are whole. `targets`: of drafts, where the state
     after each token goes.
     """
 
-    __slots__ = ("cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start")
+    __slots__ = (
+        "cut",
+        "phase",
+        "pieces",
+        "seq_lens",
+        "slots",
+        "starts",
+        "targets",
+        "tile_seq",
+        "tile_start",
+    )
     cut: Cut | None
+    pieces: Pieces | None
     tile_seq: Tensor
     tile_start: Tensor
 
@@ -125,7 +137,7 @@ class ScanPlan(Plan):
         if self.targets is not None:
             self.phase = "drafts"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.cut = batch.state_slots, None
+        self.slots, self.cut, self.pieces = batch.state_slots, None, None
 
     @property
     def goal(self) -> tuple[Tensor, int]:

@@ -1,4 +1,8 @@
-"""TRITON_TOKEN_SCAN: RG-LRU, and linear attention with a normaliser, a token at a time."""
+"""TRITON_TOKEN_SCAN: RG-LRU, and linear attention with a normaliser.
+
+Prompts go by tiles of tokens, in pieces side by side where sequences are few. Decodes, drafts and what
+must have a decode's bits go by the token.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,30 @@ from polyattn.kernel import (
     Plan,
     RecurrentBackend,
     RecurrentFrame,
+    at_least,
 )
 from torch import Tensor
 
 from polyattn_triton.channels import by_token, channel_constants, given_inputs
+from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
 from polyattn_triton.kernels.token import unit_kernel
-from polyattn_triton.launch import Launcher
+from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.scan import ScanPlan, dense
+from polyattn_triton.selective import LEAST_PIECE, SCHEDULERS, Pieces
 
 Tensors = Mapping[str, Tensor]
 UNITS = 64
-"""Channels of RG-LRU that a program holds."""
-_unit = Launcher(unit_kernel)
+"""Channels of RG-LRU that a program holds by the token."""
+TILE_UNITS, TILE_TOKENS = 32, 16
+"""Channels and tokens of RG-LRU that one warp takes at once."""
+CHUNK = {64: 128, 128: 64}
+"""Tokens of linear attention that a program multiplies at once, by the widest head (H100)."""
+WIDEST = 128
+"""Keys and values of a head that a program holds as a matrix at most; wider ones go by the token."""
+UNIT_PROGRAMS, PROGRAMS = 4, 2
+"""Of a prompt's launch on a scheduler (RG-LRU) or multiprocessor where sequences, too few for one each,
+are cut (H100: RG-LRU's whole sequences took 0.57 of the time at 8 x 4,096, 6.7 times it at 1 x 8,192)."""
+_unit, _unit_tiles, _phi = Launcher(unit_kernel), Launcher(unit_tiles_kernel), Launcher(phi_kernel)
 
 
 def token_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
@@ -44,26 +60,105 @@ def token_options(spec: LayerSpec) -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 1}
 
 
+def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
+    """Return the constants of the kernel of `spec`'s prompts, in its order. `part`: as it says."""
+    if spec.kind is AttentionKind.RG_LRU:
+        return spec.num_heads, TILE_UNITS, TILE_TOKENS, part
+    assert spec.recurrent is not None
+    return (
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_size,
+        spec.v_head_size + 1,
+        power(spec.head_size),
+        power(spec.v_head_size),
+        CHUNK[64 if max(spec.head_size, spec.v_head_size) <= 64 else 128],
+        spec.recurrent.feature_map == "relu",
+        part,
+    )
+
+
+def piece_options(spec: LayerSpec) -> dict[str, int]:
+    """Return that kernel's launch options."""
+    if spec.kind is AttentionKind.RG_LRU:
+        return {"num_warps": 1, "num_stages": 1}
+    return {"num_warps": 8, "num_stages": 1}
+
+
 class TritonTokenScan(RecurrentBackend):
-    """One launch a step, prefill and decode alike."""
+    """One launch a step, or two of a prompt's pieces; holds what they leave, for one stream at a time."""
 
     name: ClassVar[str] = "TRITON_TOKEN_SCAN"
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self._none = torch.empty(0, device=str(device.torch_device))
+        self.torch_device = torch.device(str(device.torch_device))
+        self._none = torch.empty(0, device=self.torch_device)
+        self._whole = torch.empty(0, dtype=torch.int32, device=self.torch_device)
         self._options = token_options(spec)
+        units = spec.kind is AttentionKind.RG_LRU
+        # A layer whose bits may not depend on the step has them by the token.
+        wide = not units and max(spec.head_size, spec.v_head_size) > WIDEST
+        self._tiles = not (spec.batch_invariant or wide)
+        self._programs = triton.cdiv(spec.num_heads, TILE_UNITS) if units else spec.num_heads
+        self._places = multiprocessors(self.torch_device) * (SCHEDULERS if units else 1)
+        self._side = self._places * (UNIT_PROGRAMS if units else PROGRAMS)
+        self._left = self._none
+        self._outgrown: list[Tensor] = []
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
-        return ScanPlan(batch)
+        plan = ScanPlan(batch)
+        if plan.phase != "prefill" or not self._tiles:
+            return plan
+        if isinstance(reuse, ScanPlan) and reuse.batch.starts == batch.starts:
+            plan.pieces = reuse.pieces  # a captured graph reads those that it was captured with
+            return plan
+        counts = batch.query_lens
+        size = max(LEAST_PIECE, triton.cdiv(sum(counts) * self._programs, self._side))
+        if batch.num_seqs * self._programs < self._places and size < max(counts):
+            plan.pieces = Pieces(counts, size, self.torch_device)
+        return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        if self.spec.kind is AttentionKind.RG_LRU:
+        meta = (plan.starts, plan.seq_lens, plan.slots)
+        units = self.spec.kind is AttentionKind.RG_LRU
+        if self._tiles and plan.phase == "prefill":
+            self._by_tiles(plan, frame, meta)
+        elif units:
             self._units(plan, frame.inputs, frame.params, frame.states, frame.out)
         else:
-            meta = (plan.starts, plan.seq_lens, plan.slots)
             tensors = given_inputs(self.spec, frame.inputs, self._none)
             by_token(self.spec, tensors, frame.out, frame.states, meta, self._options, plan.targets)
+
+    def _by_tiles(
+        self, plan: ScanPlan, frame: RecurrentFrame, meta: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        spec, out, states, pieces = self.spec, frame.out, frame.states, plan.pieces
+        parts: tuple[str, ...] = ("whole",)
+        cells, programs, size = (self._whole, self._whole), plan.batch.num_seqs, 0
+        if pieces is not None:
+            parts, cells = ("left", "out"), (pieces.seq, pieces.start)
+            programs, size = pieces.count, pieces.size
+        if spec.kind is AttentionKind.RG_LRU:
+            kernel, each = _unit_tiles, 2 * spec.num_heads
+            tensors = [dense(frame.inputs[n]) for n in ("x", "input_gate", "recurrent_gate")]
+            strides = tuple(t.stride(0) for t in (*tensors, out, states))
+            tensors.append(frame.params["Lambda"])
+        else:
+            kernel, each = _phi, spec.num_heads * spec.head_size * (spec.v_head_size + 1)
+            tensors = list(given_inputs(spec, frame.inputs, self._none)[:3])
+            strides = tuple(s for t in (*tensors, out, states) for s in t.stride()[:2])
+        if pieces is not None:
+            self._left = at_least(self._left, programs * each, self._outgrown)
+        for part in parts:
+            kernel(
+                (programs, self._programs, 1),
+                (*tensors, out, states, self._left, *meta, *cells),
+                (),
+                strides,
+                (size,),
+                piece_constants(spec, part),
+                piece_options(spec),
+            )
 
     def _units(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
