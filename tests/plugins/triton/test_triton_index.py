@@ -31,6 +31,7 @@ BF16 = IndexerSpec(num_heads=64, head_size=128, budget=2048)
 MSA = IndexerSpec(
     num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1
 )
+QSA = IndexerSpec(num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True)
 
 
 @pytest.mark.slow
@@ -46,6 +47,7 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
         pytest.param("sm_90", DSA, True, marks=pytest.mark.slow),
         pytest.param("sm_90", DSA, False, marks=pytest.mark.slow),
         pytest.param("sm_90", MSA, True, marks=pytest.mark.slow),
+        pytest.param("sm_90", QSA, False, marks=pytest.mark.slow),
         pytest.param("sm_86", BF16, False, marks=pytest.mark.slow),
         pytest.param("sm_86", MSA, True, marks=pytest.mark.slow),
         pytest.param("gfx942", MSA, False, marks=pytest.mark.slow),
@@ -55,6 +57,7 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
         "DSA decode",
         "DSA prompt",
         "MSA decode",
+        "QSA prompt",
         "bf16, Ampere",
         "MSA, Ampere",
         "MSA prompt, AMD",

@@ -268,9 +268,9 @@ def index_select_kernel(
         over, equal = _list(OUT, c, some, least.to(tl.uint32), most, over, equal)
     total = over + tl.minimum(equal, most)
     if TAIL:
-        rest = tokens % M > 0
-        tl.store(OUT + total, tokens // M, mask=rest)
-        total += rest.to(tl.int32)
+        cut = tokens % M > 0
+        tl.store(OUT + total, tokens // M, mask=cut)
+        total += cut.to(tl.int32)
     for start in range(total, out_n, 256):
         rest = start + tl.arange(0, 256)
         tl.store(OUT + rest, -1, mask=rest < out_n)
