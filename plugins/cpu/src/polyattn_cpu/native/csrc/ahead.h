@@ -16,8 +16,12 @@ struct Ahead {
         value_offset(item.head0 * source.value_head), key_head(source.key_head),
         value_head(source.value_head), tokens(0), heads(item.heads), key_bytes(key_bytes),
         value_bytes(value_bytes) {
-    if (heads > 1 && key_head == key_bytes && value_head == value_bytes) {  // one run of memory
-      this->key_bytes *= heads;
+    if (value_follows_key(source, key_bytes)) {
+      this->key_bytes += value_bytes;
+      this->value_bytes = 0;
+    }
+    if (heads > 1 && key_head == this->key_bytes && (!this->value_bytes || value_head == value_bytes)) {
+      this->key_bytes *= heads;  // one run of memory
       this->value_bytes *= heads;
       heads = 1;
     }

@@ -76,6 +76,7 @@ struct Decode {
   const Source source;
   const int64_t key_base, value_base;
   const bool in_keys, latents, far;
+  const bool beside;  // a token's value is asked for with its key, which it follows or lies in
   float *q, *o, *s, *alpha;
   uint32_t *pairs;
   Lanes lanes;
@@ -89,7 +90,8 @@ struct Decode {
         ldq(PAIRS ? pa_round_up(layer.head_size, 4 * W) / 2 : is.ldq), source(source_of(run, item.seq)),
         key_base(item.head0 * source.key_head), value_base(item.head0 * source.value_head),
         in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
-        far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)) {
+        far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)),
+        beside(in_keys || value_follows_key(source, size * SIZE)) {
     q = arena.take<float>((int64_t)used * ldq);
     o = arena.take<float>((int64_t)used * is.ldo);
     s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
@@ -314,7 +316,8 @@ struct Decode {
     const bool dear = ROWS > (PAIRS ? 2 : 1) * SIZE;  // products of a byte, in cycles
     const int tile_keys = far_keys(layer, SIZE);
     const int at_once = in_keys || dear ? tile_keys : run_keys(layer, tile_keys, SIZE);
-    Ahead next_keys(item, source.key_head, size * SIZE), next_values(item, source.value_head, v_size * SIZE);
+    const int asked_bytes = (beside && !in_keys ? size + v_size : size) * SIZE;
+    Ahead next_keys(item, source.key_head, asked_bytes), next_values(item, source.value_head, v_size * SIZE);
     if (!turn->asked) {
       next_keys.turn_to(keys, keys, pa_min(tile_keys, total), 1);
       next_keys.all();
@@ -324,23 +327,23 @@ struct Decode {
     while (tile.next()) {
       const int count = tile.count;
       const char *const *k = keys + done, *const *v = values + done;
-      if (!in_keys) next_values.turn_to(v, v, count, count * key_bytes);
+      if (!beside) next_values.turn_to(v, v, count, count * key_bytes);
       done += count;
       auto turn_to_next = [&](int cycles) {  // tile's keys, or the following item's first ones
         int few = pa_min(tile_keys, total - done);
         if (!few) {
           const Item *then = following_item(run, turn);
           few = first_tokens(run, then, tile_keys, keys + total, values + total);
-          if (few) next_keys = Ahead(*then, source.key_head, size * SIZE);
+          if (few) next_keys = Ahead(*then, source.key_head, asked_bytes);
           turn->asked_after = few;
         }
         next_keys.turn_to(keys + done, keys + done, few, cycles);
       };
-      if (in_keys) turn_to_next(count * (key_bytes + value_bytes));
-      Ahead &beside_keys = in_keys ? next_keys : next_values;
+      if (beside) turn_to_next(count * (key_bytes + value_bytes));
+      Ahead &beside_keys = beside ? next_keys : next_values;
       scores(k, count, [&] { return Far{beside_keys.take(KEYS * size * SIZE, lines)}; });
       weigh(count, tile.first_key, how);
-      if (!in_keys) turn_to_next(count * value_bytes);
+      if (!beside) turn_to_next(count * value_bytes);
       for (int t = 0; t < count; t += at_once) {
         const int some = pa_min(at_once, count - t);
         add(v, t, some, [&](int, int c, int step, int) {

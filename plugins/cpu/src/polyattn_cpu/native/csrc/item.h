@@ -9,6 +9,11 @@ struct Source {  // of one sequence's keys and values
   int64_t num_blocks;
 };
 
+// Whether each token's value lies behind its key of so many bytes, as in caches that hold both side by side.
+PA_INLINE bool value_follows_key(const Source &s, int64_t key_bytes) {
+  return s.value == s.key + key_bytes && s.key_head == s.value_head;
+}
+
 PA_ONCE int rows_per_head(const pa_layer &layer, const Item &item) {
   return item.tokens * (layer.num_heads / layer.num_kv_heads);
 }
