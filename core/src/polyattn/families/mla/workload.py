@@ -181,9 +181,14 @@ class LatentWorkload(ChoosingWorkload):
             expected, _ = attention_reference.attend(spec, query.cpu().double(), key, value, params)
         else:
             expected, _ = reference.forward(
-                self.spec, self.query[rows], self.cache, alone, self.layer.weights,
-                self.layer.params, choice,
-            )  # fmt: skip
+                self.spec,
+                self.query[rows],
+                self.cache,
+                alone,
+                self.layer.weights,
+                self.layer.params,
+                choice,
+            )
         return output_error(self.out[rows], expected)
 
 

@@ -74,9 +74,17 @@ class Piece(Op):
         assert self.table is not None and isinstance(self.rows, slice)
         assert isinstance(planner.backend, AttentionBackend)
         chosen = ChosenPages(
-            spec, choice, self.batch, self.rows.start, planner.heads, cache.block_size,
-            planner.page_size, steps, self.table, self.lens,
-        )  # fmt: skip
+            spec,
+            choice,
+            self.batch,
+            self.rows.start,
+            planner.heads,
+            cache.block_size,
+            planner.page_size,
+            steps,
+            self.table,
+            self.lens,
+        )
         if not planner.backend.page(chosen):
             self.page(chosen)
         call = self.call or planner.call_of(planner.batch_of(self, self.lens.tolist()))
