@@ -59,7 +59,7 @@ class Sdpa(TorchSDPA):
     shown: ClassVar[tuple[LayerSpec, Lengths]] = (spec(), [(1, 40)])
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        return SdpaPlan(batch, None)
+        return SdpaPlan(batch, None, None)
 
     def run(self, plan: Any, frame: Frame) -> None:
         super().run(plan, frame)
@@ -86,7 +86,7 @@ class Sdpa(TorchSDPA):
         out = torch.empty_like(frame.out)
         lse = None if frame.lse is None else torch.empty_like(frame.lse)
         one = (of or batch).copy()
-        other.run(SdpaPlan(one, None), frame.but(out=out, lse=lse, **(changes or {})))
+        other.run(SdpaPlan(one, None, None), frame.but(out=out, lse=lse, **(changes or {})))
         frame.out[rows] = out[rows]
         if frame.lse is not None and lse is not None:
             frame.lse[rows] = lse[rows]

@@ -104,16 +104,17 @@ def test_a_request_is_attended_to_alike_in_any_batch(
 
 def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """At and around what decides it: keys of a piece, rows of the decode kernel, a full chip."""
-    from polyattn_triton.alike import LOW, PIECE
+    from polyattn_triton.alike import LOW, PIECE, TALL_PIECE
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
     for queries, height in ((1, 16), (LOW // 4, 16), (LOW // 4 + 1, 64)):
-        for count in (queries, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1):
+        piece = PIECE if height == 16 else TALL_PIECE
+        for count in (queries, piece - 1, piece, piece + 1, 2 * piece, 2 * piece + 1):
             (plan,) = plans_of(backend, [(queries, count)])
-            assert plan.way == "few" and plan.grid == (-(-count // PIECE), 8, 1)
+            assert plan.way == "few" and plan.grid == (-(-count // piece), 8, 1)
             assert plan.config.block_m == height
-            assert (plan.merging is not None) == (count > PIECE)
+            assert (plan.merging is not None) == (count > piece)
     full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
     of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
     ways = [plan.way for plan in of.values()]

@@ -66,6 +66,8 @@ namespace {
 #if defined(PA_BASE)
 // Above so few rows its products are faster than converting once for all of them.
 constexpr int FEW_ROWS = 16;
+// Over row formats they are one part: int8's products are of a part alone.
+PA_INLINE int few_rows(const pa_layer &layer) { return layer.key_format ? PART_ROWS : FEW_ROWS; }
 
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
@@ -77,7 +79,7 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   own = own > few ? own : few;
   own = own > one ? own : one;
 #elif defined(PA_PAIR_DOTS)
-  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, FEW_ROWS));
+  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, few_rows(*layer)));
   own = own > dot ? own : dot;
 #endif
   return base > own ? base : own;
@@ -102,7 +104,7 @@ int32_t dot_rows(const pa_layer *layer) {
 #if defined(__AMX_BF16__)
   return TILE_HEAD_ROWS;
 #else
-  return FEW_ROWS;
+  return few_rows(*layer);
 #endif
 }
 
@@ -112,7 +114,7 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   if (!run->plan->layer.key_format && rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) {
+  if (!layer.invariant && is_few(layer, item, few_rows(layer))) {
     return layer.key_format ? row_item(run, item, turn) : pair_item<T>(run, item, turn);
   }
 #endif
