@@ -221,10 +221,20 @@ def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
                     rows.setdefault((name, side), []).append(row)
                     yield {"what": f"{name}: {side}, round {turn}"} | row
                 took = max(took, time.monotonic() - begun)
-    for (name, side), each in rows.items():
-        middle = {what: median(row[what] for row in each) for what in each[0]}
-        own = [row["tokens/s"] for (load, who), of in rows.items() for row in of
-               if load == name and who != "polyattn"]  # fmt: skip
-        yield {"what": f"{name}: {side}"} | middle | {
-            "rounds": len(each), "tokens/s, of the engine's own best": middle["tokens/s"] / max(own)
+    yield from middles(rows)
+
+
+def middles(rows: dict[tuple[str, str], list[Row]]) -> Iterator[Row]:
+    """Yield the median of each load and side over its rounds, and its part of the best own side's."""
+    middle = {
+        key: {what: median(row[what] for row in each) for what in each[0]}
+        for key, each in rows.items()
+    }
+    for (name, side), row in middle.items():
+        own = [
+            r["tokens/s"] for (load, who), r in middle.items() if load == name and who != "polyattn"
+        ]
+        yield {"what": f"{name}: {side}"} | row | {
+            "rounds": len(rows[name, side]),
+            "tokens/s, of the engine's own best": row["tokens/s"] / max(own),
         }  # fmt: skip
