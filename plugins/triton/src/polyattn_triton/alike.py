@@ -24,7 +24,7 @@ from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
-from polyattn_triton.schedule import ROOM, Ints, Tiles, most_keys, segments
+from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
 from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
@@ -176,31 +176,30 @@ class AlikeAttention(PlannedAttention):
         ends = pieces.cumsum()
         if plan.requests is not None:
             ends = ends[np.searchsorted(tiles.seq, tiles.seq, "right") - 1]
-        launch = (ends - 1) // max(1, self.room // of_one)
+        room = self.room // of_one
         if one or pieces.max(initial=0) <= 1:  # there are no parts
-            launch = 0 * launch
+            room = int(ends.max(initial=0))
         launches = []
-        for some in (np.flatnonzero(launch == number) for number in np.unique(launch)):
+        for some in launches_of(ends, room):
             launches.append(copy(plan))
             mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
             if plan.requests is not None:
                 kind, asked = plan.requests
                 launches[-1].requests = kind, asked & np.isin(np.arange(len(asked)), mine.seq)
-            self._plan_pieces(launches[-1], mine, pieces[some], each)
+            self._plan_pieces(launches[-1], mine, each)
         if not launches:
             self._keep(plan)
             return plan
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, pieces: Ints, each: int) -> None:
+    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, each: int) -> None:
         """Give each piece of `each` key tiles a program."""
-        programs, most = int(pieces.sum()), int(pieces.max())
-        plan.grid = (programs, self.spec.num_kv_heads, 1)
-        if most > 1:  # merged as many at a time whatever other tiles have
-            plan.merging = Merge(programs, len(pieces), max(most, FEW_PARTS + 1))
-            self._reserve(plan.rows, programs * self.spec.num_kv_heads)
         dealt = segments(tiles.keys, each)
+        plan.grid = (dealt.programs, self.spec.num_kv_heads, 1)
+        if dealt.parts > 1:  # merged as many at a time whatever other tiles have
+            plan.merging = Merge(dealt.programs, len(tiles.keys), max(dealt.parts, FEW_PARTS + 1))
+            self._reserve(plan.rows, dealt.programs * self.spec.num_kv_heads)
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
         plan.work = sent(host, self.torch_device, None)

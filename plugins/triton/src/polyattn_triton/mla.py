@@ -161,9 +161,9 @@ class Kernels:
         height = self.config.block_h
         each = max(1, SEGMENT * height // self.config.block_n)
         parts = segments(tiles.keys, each)
-        count = np.diff(parts.line) // each
+        ends = parts.line[1:] // each
         plans = []
-        for some in launches_of(count, ROOM // (8 * height * (self.rank + 1))):
+        for some in launches_of(ends, ROOM // (8 * height * (self.rank + 1))):
             mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
             dealt = segments(mine.keys, each)
             work = to_device(dealt.work(mine), self.torch_device, None)

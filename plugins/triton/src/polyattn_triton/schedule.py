@@ -221,9 +221,12 @@ def segments(keys: Ints, each: int) -> Stretches:
     return Stretches(line, int(line[-1]), each, 0, int(count.sum()), int(count.max()))
 
 
-def launches_of(parts: Ints, room: int) -> list[Ints]:
-    """Return the tiles of each launch, so that the `parts` of its tiles before the last fit in `room`."""
-    launch = (parts.cumsum() - 1) // max(1, room)
+def launches_of(ends: Ints, room: int) -> list[Ints]:
+    """Return the tiles of each launch, so that the parts of its tiles before the last fit in `room`.
+
+    `ends`: how many parts there are to the end of each tile, or of the request that it is of.
+    """
+    launch = (ends - 1) // max(1, room)
     return [np.flatnonzero(launch == number) for number in np.unique(launch)]
 
 

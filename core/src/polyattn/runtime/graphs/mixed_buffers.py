@@ -118,15 +118,7 @@ class MixedBuffers(StepBuffers):
         """Return a batch over these buffers, of rows of so many tokens."""
         starts = [0, *accumulate(queries)]
         self._put(self.starts, starts)
-        batch = Batch.on_buffers(
-            starts,
-            lens,
-            self.starts,
-            self.seq_lens,
-            self.block_table,
-            self.slot_mapping,
-            self.positions,
-        )
+        batch = self._on_these(starts, lens)
         batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
         batch.decode_start_loc = self.row_starts
         return batch

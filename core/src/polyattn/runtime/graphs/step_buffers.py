@@ -146,7 +146,13 @@ class StepBuffers:
     def batch(self, lens: list[int]) -> Batch:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
         starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
-        batch = Batch.on_buffers(
+        batch = self._on_these(starts, lens)
+        batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
+        return batch.with_shared_prefix(()) if self.sharing else batch
+
+    def _on_these(self, starts: list[int], lens: list[int]) -> Batch:
+        """Return a batch whose tensors are these buffers."""
+        return Batch.on_buffers(
             starts,
             lens,
             self.starts,
@@ -155,8 +161,6 @@ class StepBuffers:
             self.slot_mapping,
             self.positions,
         )
-        batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
-        return batch.with_shared_prefix(()) if self.sharing else batch
 
     def fits(self, batch: Batch) -> bool:
         """Whether a step is of this shape, or smaller."""

@@ -154,25 +154,31 @@ def _block(BT, tile, part: gl.constexpr, length, BLOCK_N: gl.constexpr, BLOCK_SI
 
 @gluon.jit
 def _copy(
-    codes, scales, ROWS, block, tile, part: gl.constexpr, slot, length, of_row, b, t,
+    codes, scales, ROWS, first, second, tile, slot, length, of_row, b, t,
     WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, EIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Copy 16 rows of a tile into shared memory; past the length scales are zero, or 8-bit numbers."""
-    at = tile * BLOCK_N + part * 16
-    FROM = ROWS + block.to(gl.int64) * b + (at % BLOCK_SIZE) * t
-    to = codes.index(slot).slice(part * 16, 16)
-    if EIGHT:
-        row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
-        async_copy.async_copy_global_to_shared(to, FROM + of_row, mask=(row < length - at)[:, None])
-    else:
-        async_copy.async_copy_global_to_shared(to, FROM + of_row)
-        line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
-        async_copy.async_copy_global_to_shared(
-            scales.index(slot).slice(part * 16, 16),
-            FROM + WORDS + (line * t)[:, None],
-            mask=(line < length - at)[:, None],
-        )
+    """Copy a tile's rows into shared memory, 16 of each of two blocks.
+
+    Past the length scales are zero, or 8-bit numbers.
+    """
+    for part in gl.static_range(2):
+        at = tile * BLOCK_N + part * 16
+        block = first if part == 0 else second
+        FROM = ROWS + block.to(gl.int64) * b + (at % BLOCK_SIZE) * t
+        to = codes.index(slot).slice(part * 16, 16)
+        if EIGHT:
+            row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
+            mine = (row < length - at)[:, None]
+            async_copy.async_copy_global_to_shared(to, FROM + of_row, mask=mine)
+        else:
+            async_copy.async_copy_global_to_shared(to, FROM + of_row)
+            line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
+            async_copy.async_copy_global_to_shared(
+                scales.index(slot).slice(part * 16, 16),
+                FROM + WORDS + (line * t)[:, None],
+                mask=(line < length - at)[:, None],
+            )
 
 
 @gluon.jit
@@ -187,27 +193,8 @@ def _copy_both(
         k_scales,
         K,
         first,
-        tile,
-        0,
-        slot,
-        length,
-        of_k,
-        k_b,
-        k_t,
-        WORDS,
-        WIDE,
-        LINE,
-        BLOCK_N,
-        BLOCK_SIZE,
-        EIGHT,
-    )
-    _copy(
-        k_codes,
-        k_scales,
-        K,
         second,
         tile,
-        1,
         slot,
         length,
         of_k,
@@ -225,27 +212,8 @@ def _copy_both(
         v_scales,
         V,
         first,
-        tile,
-        0,
-        slot,
-        length,
-        of_v,
-        v_b,
-        v_t,
-        WORDS,
-        WIDE,
-        LINE,
-        BLOCK_N,
-        BLOCK_SIZE,
-        EIGHT,
-    )
-    _copy(
-        v_codes,
-        v_scales,
-        V,
         second,
         tile,
-        1,
         slot,
         length,
         of_v,
