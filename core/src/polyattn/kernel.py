@@ -51,7 +51,7 @@ from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
-from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch import Batch, upload
 from polyattn.runtime.step.chosen_pages import (
     ChosenPages,
     over_chosen_pages,
@@ -165,6 +165,7 @@ __all__ = [
     "trace_rows",
     "turned",
     "untraceable",
+    "upload",
     "visible_entries",
     "window_sizes",
     "write_output",

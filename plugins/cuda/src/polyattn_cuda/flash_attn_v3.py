@@ -16,12 +16,13 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     store_lse,
+    upload,
     window_sizes,
 )
 from torch import Tensor
 
 from polyattn_cuda.outputs import quantized_after
-from polyattn_cuda.paging import PackedKeys, ragged, upload
+from polyattn_cuda.paging import PackedKeys, ragged
 from polyattn_cuda.providers import vllm_library
 from polyattn_cuda.splits import captured_splits
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from polyattn.kernel import Batch, BatchError, CacheFormat, KVCache
+from polyattn.kernel import Batch, BatchError, CacheFormat, KVCache, upload
 from torch import Tensor
 
 
@@ -16,16 +16,6 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     row = np.repeat(np.arange(len(counts)), counts)
     starts = np.concatenate([[0], counts.cumsum()[:-1]]) if len(counts) else counts
     return row, np.arange(counts.sum()) - starts[row]
-
-
-def upload(values: np.ndarray, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """Copy to the device without waiting for it, into a buffer of this size where one is given."""
-    host = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    if into is not None:
-        return into.copy_(host, non_blocking=True)
-    return host.to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Room(NamedTuple):

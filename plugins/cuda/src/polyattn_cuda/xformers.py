@@ -21,10 +21,11 @@ from polyattn.kernel import (
     Plan,
     blank,
     empty_rows,
+    upload,
 )
 from torch import Tensor
 
-from polyattn_cuda.paging import PackedKeys, ragged, upload
+from polyattn_cuda.paging import PackedKeys, ragged
 
 
 class XFormersPlan(Plan):

@@ -305,12 +305,12 @@ class Batch:
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return _uploaded(self.host_starts.astype(np.int32), self.device)
+        return upload(self.host_starts.astype(np.int32), self.device)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return _uploaded(self.host_lens.astype(np.int32), self.device)
+        return upload(self.host_lens.astype(np.int32), self.device)
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -353,7 +353,7 @@ class Batch:
         """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""
         if self.positions is not None:
             return self.positions.long()
-        return _uploaded(self.host_positions, self.device)
+        return upload(self.host_positions, self.device)
 
     @cached_property
     def host_block_table(self) -> np.ndarray[Any, Any] | None:
@@ -575,7 +575,7 @@ class Batch:
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
-        seqs, blocks, offsets, positions = _uploaded(at.astype(np.int64), self.device)
+        seqs, blocks, offsets, positions = upload(at.astype(np.int64), self.device)
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
         slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
@@ -594,12 +594,34 @@ def _one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
     return places
 
 
-def _uploaded(numbers: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Return the numbers on the device. The host doesn't wait for what runs on a GPU before them."""
-    host = torch.from_numpy(numbers)
-    if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
+def upload(
+    values: np.ndarray[Any, Any], device: torch.device, into: Tensor | None = None
+) -> Tensor:
+    """Copy numbers to a device. The host doesn't wait for what runs on a GPU before the copy.
+
+    Args:
+        values: any shape and dtype.
+        device: where to.
+        into: a buffer of the values' shape; None: a new one.
+
+    Returns:
+        `into`, or a new tensor of the values' dtype.
+
+    Raises:
+        Nothing.
+
+    Examples:
+        >>> upload(np.arange(3), torch.device("cpu"))
+        tensor([0, 1, 2])
+
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        host = host.pin_memory()
+    if into is not None:
+        return into.copy_(host, non_blocking=True)
+    return host.to(device, non_blocking=on_gpu)
 
 
 def _check_tensors(batch: Batch) -> None:
