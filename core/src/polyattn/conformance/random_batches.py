@@ -19,7 +19,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
-from polyattn.conformance.checks.services import STATES, over_all
+from polyattn.conformance.checks.services import STATES, merge_error, over_all
 from polyattn.conformance.derive import derive
 from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers
 from polyattn.conformance.harness.base import Harness
@@ -31,7 +31,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import Workload
-from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.compare import lse_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.steps import pairs
 
@@ -223,5 +223,6 @@ def _merging(
         where = f"{len(expected)} rows, {int((~sound).sum())} of them NaN"
         tally.batches += 1
         tally.spoilt += bool((~sound).any())
-        tally.add(who, "output", output_error(total[sound], expected[sound]), limit, where)
+        error = merge_error(total[sound], expected[sound], expected_lse[sound], len(parts) - 1)
+        tally.add(who, "output", error, limit, where)
         tally.add(who, "LSE", lse_error(total_lse[sound], expected_lse[sound]), 1e-4, where)

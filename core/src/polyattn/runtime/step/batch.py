@@ -608,7 +608,7 @@ def upload(
         `into`, or a new tensor of the values' dtype.
 
     Raises:
-        Nothing.
+        RuntimeError: `into` has another shape, or memory runs out.
 
     Examples:
         >>> upload(np.arange(3), torch.device("cpu"))

@@ -66,8 +66,13 @@ namespace {
 #if defined(PA_BASE)
 // Above so few rows its products are faster than converting once for all of them.
 constexpr int FEW_ROWS = 16;
-// Over row formats they are one part: int8's products are of a part alone.
-PA_INLINE int few_rows(const pa_layer &layer) { return layer.key_format ? PART_ROWS : FEW_ROWS; }
+PA_INLINE int few_rows([[maybe_unused]] const pa_layer &layer) {
+#if defined(PA_PAIR_DOTS)
+  // Over row formats they are one part: int8's products are of a part alone.
+  if (layer.key_format) return PART_ROWS;
+#endif
+  return FEW_ROWS;
+}
 
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
