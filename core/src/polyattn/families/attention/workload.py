@@ -240,10 +240,11 @@ class AttentionWorkload(AttendingWorkload):
 
         For caches too large for a copy, and outputs too large for the reference.
         """
-        assert self.cache is not None
-        row = self.batch.starts[index + 1] - 1
+        row, own = self.batch.starts[index + 1] - 1, (None, None)
+        if self.cache is None:
+            own = tuple(each.split(self.batch.lens)[index] for each in (self.keys, self.values))
         return token_error(
-            self.layer, self.query[row], (None, None), self.cache, self.batch, index, self.out[row]
+            self.layer, self.query[row], own, self.cache, self.batch, index, self.out[row]
         )
 
 

@@ -15,11 +15,12 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import token_places, visible_entries
+from polyattn.runtime.step.chosen_pages import choice_of, token_places, visible_entries
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
 from polyattn.workload.attending import ChoosingWorkload
+from polyattn.workload.compare import output_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import copied, put
 from polyattn.workload.steps import Lengths, held_before, lens_of, paged
@@ -173,8 +174,36 @@ class SparseWorkload(ChoosingWorkload):
         shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
+    def token_error(self, index: int) -> float:
+        """Return the error of the last run's last token of a sequence, by what the cache holds now."""
+        at = self.batch.query_lens[index] - 1
+        return token_error(
+            self.layer, self.query, self.cache, self.batch, self.choice, self.out, index, at
+        )
+
 
 WORKLOAD = SparseWorkload
+
+
+def token_error(
+    layer: SparseAttention,
+    query: Tensor,
+    cache: KVCache,
+    batch: Batch,
+    choice: Tensor | None,
+    out: Tensor,
+    index: int,
+    at: int,
+) -> float:
+    """Return the error of token `at` of a sequence's query; without a choice it sees the newest."""
+    assert batch.block_table is not None
+    length = batch.lens[index] - batch.query_lens[index] + at + 1
+    table = batch.block_table[index : index + 1]
+    alone = Batch.from_lens([1], [length], device=batch.device).with_block_table(table)
+    token = slice(batch.starts[index] + at, batch.starts[index] + at + 1)
+    ids = choice_of(layer.spec, None if choice is None else choice[token], alone)
+    expected, _ = reference.forward(layer.spec, query[token], cache, alone, ids, layer.params)
+    return output_error(out[token], expected)
 
 
 def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) -> Tensor:
