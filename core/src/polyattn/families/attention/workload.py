@@ -265,7 +265,7 @@ def token_error(
         keys, values = given
         assert keys is not None and values is not None
     else:
-        keys, values = reference.read_cache(spec, cache, batch, index, params)
+        keys, values = reference.read_cache(cache, batch, index, params)
     seen = batch.lens[index] - before_last
     asked = reference.exact(query[None], params.q_scale, torch.float64)
     expected, _ = reference.attend(spec, asked, keys[:seen], values[:seen], params)

@@ -145,7 +145,7 @@ class LatentWorkload(ChoosingWorkload):
         choice = None if self.choice is None else self.choice[rows]
         if self.layer.weights is None:
             spec, params, query = absorbed(self.spec), self.layer.params, self.query[rows]
-            key, value = attention_reference.read_cache(spec, self.cache, alone, 0, params)
+            key, value = attention_reference.read_cache(self.cache, alone, 0, params)
             if choice is not None:
                 chosen = choice[choice >= 0].cpu()
                 key, value = key[chosen], value[chosen]

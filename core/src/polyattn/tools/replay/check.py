@@ -119,7 +119,7 @@ class Checker:
         w_uk, w_uv = layer.weights
         indices = [i for i, n in enumerate(batch.query_lens) if n]
         for index in self._random.sample(indices, min(self.per_step, len(indices))):
-            rows, _ = reference.read_cache(spec, cache, batch, index, layer.params)
+            rows, _ = reference.read_cache(cache, batch, index, layer.params)
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
             visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
