@@ -198,33 +198,22 @@ class Visit:
 
     def index(self) -> None:
         """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""
-        from polyattn import Batch, Indexer, select
         from polyattn.conformance.cases.index import layer_for
 
-        torch = self.torch
         for name, (seqs, spec, what) in INDEXERS.items():
-            indexer = Indexer(
-                select(layer_for(spec, "bfloat16"), "cpu", backend="index=NATIVE_INDEX")
-            )
-            entries = (1 << 17) // spec.tokens_per_entry
-            keys = indexer.allocate_cache(seqs * entries // 64, 64)
-            drawn = torch.randn(seqs * entries, spec.head_size).bfloat16()
-            indexer.store(drawn, keys, torch.arange(len(drawn)))
-            table = torch.randperm(len(keys)).int().view(seqs, -1)
-            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs).with_block_table(table)
-            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
-            weights = torch.randn(seqs, spec.num_heads) if spec.fold == "weighted" else None
+            layer = layer_for(spec, "bfloat16")
+            work = self.native.step_of(layer, f"{seqs}q1s128k", "NATIVE_INDEX", "index")
             bounds = self.limits()
             limit, amount = bounds[what if what in bounds else "mm fp32"]
-            calls: Calls = {
-                "index": lambda: indexer(query, keys, batch, weights), "limit": limit,  # noqa: B023
-            }  # fmt: skip
+            calls: Calls = {"index": work.call, "limit": limit}
             best = least(calls, self.seconds, time.thread_time)
-            products = 2 * seqs * entries * spec.num_heads * spec.head_size
-            done = keys.numel() * keys.itemsize if what == "read" else products
+            entries = seqs * ((1 << 17) // spec.tokens_per_entry)
+            keys = entries * work.keys.shape[2] * work.keys.itemsize
+            products = 2 * entries * spec.num_heads * spec.head_size
+            done = keys if what == "read" else products
             share = done / best["index"] / (amount / best["limit"])
             self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
-                     gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
+                     gb_s=keys / best["index"] / 1e9)  # fmt: skip
 
     def sparse(self) -> None:
         """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.
@@ -332,28 +321,12 @@ class Visit:
 
         `in_place`: the share of who changes as many bytes where they lie and does nothing else.
         """
-        from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
-        from polyattn.families.recurrent.workload import (
-            recurrent_inputs,
-            recurrent_params,
-            recurrent_state,
-        )
+        from polyattn import LayerSpec
 
-        one = self.torch.Generator().manual_seed(0)
         for name, (seqs, fields, bar) in SCANS.items():
-            spec = LayerSpec(**fields)
-            group = LayerGroup(select(spec, "cpu", backend="NATIVE_SCAN"))
-            layer = Recurrent(group, **recurrent_params(spec, one))
-            states = group.allocate_states(seqs)
-            states.data.copy_(recurrent_state(spec, tuple(states.data.shape), one))
-            inputs = recurrent_inputs(spec, seqs, one)
-            slots = self.torch.randperm(seqs)
-            plan = group.plan(Batch([*range(seqs + 1)], [100] * seqs, state_slots=slots))
-            same, (read, amount) = states.data.clone(), self.limits()["read"]
-            calls: Calls = {
-                "scan": lambda: layer(*inputs, states=states, plan=plan),  # noqa: B023
-                "read": read, "in place": same.neg_,
-            }  # fmt: skip
+            work = self.native.step_of(LayerSpec(**fields), f"{seqs}q1s100", "NATIVE_SCAN")
+            same, (read, amount) = work.states.data[:seqs].clone(), self.limits()["read"]
+            calls: Calls = {"scan": work.call, "read": read, "in place": same.neg_}
             moved = 2 * same.numel() * same.itemsize
             for count, clock in ((1, time.thread_time), (2, time.perf_counter)):
                 with self.threads(count):

@@ -57,14 +57,20 @@ CASES: dict[str, tuple[LayerSpec, str, str]] = {
 """A layer, its step in `polyattn bench`'s grammar, and its dtype."""
 
 
+def step_of(spec: LayerSpec, steps: str, backend: str, part: str = "layer") -> Any:
+    """Return a backend's step, as the suites build theirs."""
+    return build(
+        Row(steps, spec, steps, {}, part=part), Other(backend, backend), torch.device("cpu")
+    )
+
+
 class Case:
     """One step over a shuffled cache of blocks of 16, and what it costs at least."""
 
     def __init__(self, spec: LayerSpec, steps: str, dtype: str = "", backend: str = ""):
         self.spec = spec.replace(block_size=16, **({"dtype": dtype} if dtype else {}))
         backend = backend or ("NATIVE_ATTN" if spec.latent is None else "NATIVE_MLA")
-        row = Row(steps, self.spec, steps, {})
-        self.work = build(row, Other(backend, backend), torch.device("cpu"))
+        self.work = step_of(self.spec, steps, backend)
         self.bytes = sum(self.work.batch.lens) * self.work.cache.format.bytes_per_token
         self.flops = self.work.cost.flops
 
