@@ -127,7 +127,7 @@ class Visit:
         for name in self.native.CASES:
             case, bounds = self.case(name), self.limits()
             what, bar = self.bar_of(name)
-            calls = {"native": case.call(self.native.NativeAttention)}
+            calls = {"native": case.call()}
             calls |= {key: call for key, (call, _) in bounds.items()}
             if what == "read":
                 calls |= self.native.readings(case)
@@ -151,8 +151,8 @@ class Visit:
         fast = self.isa in ("amx", "avx512_bf16")
         return {k: v for k, v in self.native.limits().items() if fast or k != "mm bf16"}
 
-    def case(self, name: str) -> Any:
-        return self.native.Case(*self.native.CASES[name])
+    def case(self, name: str, backend: str = "") -> Any:
+        return self.native.Case(*self.native.CASES[name], backend)
 
     def bar_of(self, name: str) -> tuple[str, float | None]:
         """Return the limit that a case is held against, and the share of it that is asked for."""
@@ -170,7 +170,7 @@ class Visit:
     def store(self) -> None:
         """Decode over each storage, alternating: what 8 bits are worth."""
         names = [f"decode 8x2048 {s}" for s in ("bf16", "fp16", "fp32", "e4m3", "int8")]
-        calls = {n: self.case(n).call(self.native.NativeAttention) for n in names}
+        calls = {n: self.case(n).call() for n in names}
         best = least(calls, 2 * self.seconds, time.thread_time)
         base = best[names[0]]
         for name, bar in zip(names[1:], (None, None, 1.0, 1.3), strict=True):
@@ -179,7 +179,9 @@ class Visit:
     def formats(self) -> None:
         """Decode over formats of rows beside bfloat16, alternating: the medians of 16 x 4,096 tokens."""
         bars = {"int4": 1.6, "int8_rows": 1.3, "mxfp4": None, "nvfp4": None, "kivi4": None}
-        calls = {name: self._over_rows(name) for name in ("auto", *bars)}
+        llama = self.native.LLAMA
+        specs = {name: llama.replace(kv_cache_dtype=name) for name in ("auto", *bars)}
+        calls = {n: self.native.Case(spec, "16q1s4k").call() for n, spec in specs.items()}
         taken: dict[str, list[float]] = {name: [] for name in calls}
         until = time.perf_counter() + 3 * self.seconds
         while len(taken["auto"]) < 9 or time.perf_counter() < until:
@@ -194,57 +196,24 @@ class Visit:
                 ms=statistics.median(taken[name]) * 1e3,
             )  # fmt: skip
 
-    def _over_rows(self, dtype: str) -> Callable[[], object]:
-        from polyattn import Batch, KVCache, LayerSpec
-        from polyattn.kernel import Device, Frame, LayerParams, quantize
-        from polyattn.selection.cache_format import format_of
-
-        torch, seqs, length = self.torch, 16, 4096
-        spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=dtype)
-        device = Device("cpu", platform.machine(), torch_device="cpu")
-        form = format_of(spec, device, "NHD", 16)
-        cache = KVCache.allocate(form, seqs * length // 16)
-        drawn, rows = torch.randn(64, 16, 8, 128), form.rows
-        some = drawn if rows is None else quantize(drawn, cache.key.dtype, 1.0, rows[0])
-        for stored in (cache.key, cache.value):  # the time is the same for whatever numbers
-            for blocks in stored.split(64):
-                blocks.copy_(some)
-        table = torch.randperm(seqs * length // 16).int().view(seqs, -1)
-        batch = Batch.from_lens([1] * seqs, [length] * seqs, table, 16)
-        query = torch.randn(seqs, 32, 128).bfloat16()
-        backend, out = self.native.NativeAttention(spec, form, device), torch.empty_like(query)
-        plan, frame = backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None)
-        return lambda: backend.run(plan, frame)
-
     def index(self) -> None:
         """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""
-        from polyattn import Batch, Indexer, select
         from polyattn.conformance.cases.index import layer_for
 
-        torch = self.torch
         for name, (seqs, spec, what) in INDEXERS.items():
-            indexer = Indexer(
-                select(layer_for(spec, "bfloat16"), "cpu", backend="index=NATIVE_INDEX")
-            )
-            entries = (1 << 17) // spec.tokens_per_entry
-            keys = indexer.allocate_cache(seqs * entries // 64, 64)
-            drawn = torch.randn(seqs * entries, spec.head_size).bfloat16()
-            indexer.store(drawn, keys, torch.arange(len(drawn)))
-            table = torch.randperm(len(keys)).int().view(seqs, -1)
-            batch = Batch.from_lens([1] * seqs, [1 << 17] * seqs).with_block_table(table)
-            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
-            weights = torch.randn(seqs, spec.num_heads) if spec.fold == "weighted" else None
+            layer = layer_for(spec, "bfloat16")
+            work = self.native.step_of(layer, f"{seqs}q1s128k", "NATIVE_INDEX", "index")
             bounds = self.limits()
             limit, amount = bounds[what if what in bounds else "mm fp32"]
-            calls: Calls = {
-                "index": lambda: indexer(query, keys, batch, weights), "limit": limit,  # noqa: B023
-            }  # fmt: skip
+            calls: Calls = {"index": work.call, "limit": limit}
             best = least(calls, self.seconds, time.thread_time)
-            products = 2 * seqs * entries * spec.num_heads * spec.head_size
-            done = keys.numel() * keys.itemsize if what == "read" else products
+            entries = seqs * ((1 << 17) // spec.tokens_per_entry)
+            keys = entries * work.keys.shape[2] * work.keys.itemsize
+            products = 2 * entries * spec.num_heads * spec.head_size
+            done = keys if what == "read" else products
             share = done / best["index"] / (amount / best["limit"])
             self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
-                     gb_s=keys.numel() * keys.itemsize / best["index"] / 1e9)  # fmt: skip
+                     gb_s=keys / best["index"] / 1e9)  # fmt: skip
 
     def sparse(self) -> None:
         """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.
@@ -352,28 +321,12 @@ class Visit:
 
         `in_place`: the share of who changes as many bytes where they lie and does nothing else.
         """
-        from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
-        from polyattn.families.recurrent.workload import (
-            recurrent_inputs,
-            recurrent_params,
-            recurrent_state,
-        )
+        from polyattn import LayerSpec
 
-        one = self.torch.Generator().manual_seed(0)
         for name, (seqs, fields, bar) in SCANS.items():
-            spec = LayerSpec(**fields)
-            group = LayerGroup(select(spec, "cpu", backend="NATIVE_SCAN"))
-            layer = Recurrent(group, **recurrent_params(spec, one))
-            states = group.allocate_states(seqs)
-            states.data.copy_(recurrent_state(spec, tuple(states.data.shape), one))
-            inputs = recurrent_inputs(spec, seqs, one)
-            slots = self.torch.randperm(seqs)
-            plan = group.plan(Batch([*range(seqs + 1)], [100] * seqs, state_slots=slots))
-            same, (read, amount) = states.data.clone(), self.limits()["read"]
-            calls: Calls = {
-                "scan": lambda: layer(*inputs, states=states, plan=plan),  # noqa: B023
-                "read": read, "in place": same.neg_,
-            }  # fmt: skip
+            work = self.native.step_of(LayerSpec(**fields), f"{seqs}q1s100", "NATIVE_SCAN")
+            same, (read, amount) = work.states.data[:seqs].clone(), self.limits()["read"]
+            calls: Calls = {"scan": work.call, "read": read, "in place": same.neg_}
             moved = 2 * same.numel() * same.itemsize
             for count, clock in ((1, time.thread_time), (2, time.perf_counter)):
                 with self.threads(count):
@@ -397,7 +350,7 @@ class Visit:
             for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 8x2048 fp32",
                          "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
                 case, bounds = self.case(name), self.limits()
-                calls = {"native": case.call(self.native.NativeAttention)}
+                calls = {"native": case.call()}
                 calls |= {key: call for key, (call, _) in bounds.items()}
                 best = least(calls, self.seconds, time.perf_counter)
                 what, bar = self.bar_of(name)
@@ -408,19 +361,16 @@ class Visit:
     def busy(self) -> None:
         """Decode on two cores alone, then beside four processes that never rest on them."""
         with self.threads(2):
-            for backend, bar in (
-                (self.native.NativeAttention, -6.0),
-                (self.native.TorchSDPA, None),
-            ):
-                call = self.case("decode 8x2048 bf16").call(backend)
-                self._beside_four(f"{backend.name} decode 8x2048", call, bar)
+            for backend, bar in (("NATIVE_ATTN", -6.0), ("TORCH_SDPA", None)):
+                call = self.case("decode 8x2048 bf16", backend).call()
+                self._beside_four(f"{backend} decode 8x2048", call, bar)
             self._gathers()
 
     def _gathers(self) -> None:
         """Blocks of 49,152 elements by TORCH_SDPA: in pieces, as it reads them, and whole."""
         from polyattn_cpu import gather
 
-        call = self.case("decode 8x1024 MHA 32x96 bf16").call(self.native.TorchSDPA)
+        call = self.case("decode 8x1024 MHA 32x96 bf16", "TORCH_SDPA").call()
         pieces = gather.PARALLEL
         try:
             for how, largest in (("in pieces", pieces), ("whole", 1 << 40)):

@@ -7,111 +7,79 @@ rounds.
 from __future__ import annotations
 
 import ctypes
-import platform
 import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Batch, LayerSpec
-from polyattn.kernel import (
-    STORAGE_DTYPES,
-    AttentionBackend,
-    CacheFormat,
-    Device,
-    Frame,
-    KVCache,
-    LayerParams,
-)
-from polyattn_cpu.native import build
-from polyattn_cpu.native.attention import NativeAttention
+from measuring import build
+from polyattn import LatentSpec, LayerSpec
+from polyattn.kernel import Frame
+from polyattn_cpu.native import build as native
 from polyattn_cpu.native.library import isa
-from polyattn_cpu.sdpa import TorchSDPA
+from table import LLAMA, MHA, Other, Row
 
-__all__ = ["CASES", "Case", "NativeAttention", "TorchSDPA", "limits", "readings"]
-
-LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-MLA = {"num_kv_heads": 1, "head_size": 576, "v_head_size": 512}
-DECODE = ([1] * 8, [2048] * 8)
-CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
-    "decode 8x2048 bf16": (LLAMA, *DECODE),
-    "decode 1x8192 bf16": (LLAMA, [1], [8192]),
-    "decode 64x512 bf16": (LLAMA, [1] * 64, [512] * 64),
-    "decode 8x1024 MHA 32x96 bf16": ({"num_heads": 32, "head_size": 96}, [1] * 8, [1024] * 8),
-    "decode 8x2048 64/8 bf16": (LLAMA | {"num_heads": 64}, *DECODE),
-    "decode 8x2048 MQA 71x64 bf16": ({"num_heads": 71, "num_kv_heads": 1, "head_size": 64}, *DECODE),
-    "decode 8x2048 fp16": (LLAMA | {"dtype": "float16"}, *DECODE),
-    "decode 8x2048 fp32": (LLAMA | {"dtype": "float32"}, *DECODE),
-    "decode 8x2048 e4m3": (LLAMA | {"kv_cache_dtype": "fp8_e4m3"}, *DECODE),
-    "decode 8x2048 int8": (LLAMA | {"kv_cache_dtype": "int8"}, *DECODE),
-    "decode 8x2048 MLA 16 heads bf16": (MLA | {"num_heads": 16}, *DECODE),
-    "decode 8x2048 MLA 128 heads bf16": (MLA | {"num_heads": 128}, *DECODE),
-    "decode 8x2048 MLA 16 heads fp32": (MLA | {"num_heads": 16, "dtype": "float32"}, *DECODE),
-    "decode 8x2048 MLA 128 heads fp32": (MLA | {"num_heads": 128, "dtype": "float32"}, *DECODE),
-    "decode 8x64 4/2x32 fp32": (
-        {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}, [1] * 8, [64] * 8,
-    ),
-    "prefill 1x2048 bf16": (LLAMA, [2048], [2048]),
-    "prefill 4x512 bf16": (LLAMA, [512] * 4, [512] * 4),
-    "chunk 512 after 4096 bf16": (LLAMA, [512], [4608]),
-    "prefill 1x2048 fp32": (LLAMA | {"dtype": "float32"}, [2048], [2048]),
+SMALL = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+WIDE = MHA.replace(num_heads=32, num_kv_heads=32, head_size=96)
+MQA = LayerSpec(num_heads=71, num_kv_heads=1, head_size=64)
+MLA = LayerSpec(
+    kind="mla",
+    num_heads=16,
+    head_size=192,
+    v_head_size=128,
+    latent=LatentSpec(rank=512, rope_head_size=64),
+)
+MLA128 = MLA.replace(num_heads=128, num_kv_heads=128)
+CASES: dict[str, tuple[LayerSpec, str, str]] = {
+    "decode 8x2048 bf16": (LLAMA, "8q1s2k", ""),
+    "decode 1x8192 bf16": (LLAMA, "q1s8k", ""),
+    "decode 64x512 bf16": (LLAMA, "64q1s512", ""),
+    "decode 8x1024 MHA 32x96 bf16": (WIDE, "8q1s1k", ""),
+    "decode 8x2048 64/8 bf16": (LLAMA.replace(num_heads=64), "8q1s2k", ""),
+    "decode 8x2048 MQA 71x64 bf16": (MQA, "8q1s2k", ""),
+    "decode 8x2048 fp16": (LLAMA, "8q1s2k", "float16"),
+    "decode 8x2048 fp32": (LLAMA, "8q1s2k", "float32"),
+    "decode 8x2048 e4m3": (LLAMA.replace(kv_cache_dtype="fp8_e4m3"), "8q1s2k", ""),
+    "decode 8x2048 int8": (LLAMA.replace(kv_cache_dtype="int8"), "8q1s2k", ""),
+    "decode 8x2048 MLA 16 heads bf16": (MLA, "8q1s2k", ""),
+    "decode 8x2048 MLA 128 heads bf16": (MLA128, "8q1s2k", ""),
+    "decode 8x2048 MLA 16 heads fp32": (MLA, "8q1s2k", "float32"),
+    "decode 8x2048 MLA 128 heads fp32": (MLA128, "8q1s2k", "float32"),
+    "decode 8x64 4/2x32 fp32": (SMALL, "8q1s64", "float32"),
+    "prefill 1x2048 bf16": (LLAMA, "q2k", ""),
+    "prefill 4x512 bf16": (LLAMA, "4q512", ""),
+    "chunk 512 after 4096 bf16": (LLAMA, "q512s4608", ""),
+    "prefill 1x2048 fp32": (LLAMA, "q2k", "float32"),
 }  # fmt: skip
+"""A layer, its step in `polyattn bench`'s grammar, and its dtype."""
+
+
+def step_of(spec: LayerSpec, steps: str, backend: str, part: str = "layer") -> Any:
+    """Return a backend's step, as the suites build theirs."""
+    return build(
+        Row(steps, spec, steps, {}, part=part), Other(backend, backend), torch.device("cpu")
+    )
 
 
 class Case:
     """One step over a shuffled cache of blocks of 16, and what it costs at least."""
 
-    def __init__(self, features: dict[str, Any], queries: list[int], lens: list[int]):
-        self.spec = LayerSpec(**features)
-        spec, size = self.spec, 16
-        stored = STORAGE_DTYPES[spec.stored_dtype]
-        latent = spec.head_size == 576
-        blocks = sum(-(-n // size) for n in lens)
-        key = self._rows(stored, blocks, size, spec.num_kv_heads, spec.head_size)
-        value = (
-            key[..., : spec.v_head_size]
-            if latent
-            else self._rows(stored, blocks, size, spec.num_kv_heads, spec.v_head_size)
-        )
-        self.cache = KVCache(key, value)
-        table = torch.zeros(len(lens), max(-(-n // size) for n in lens), dtype=torch.int32)
-        order, at = torch.randperm(blocks).int(), 0
-        for seq, length in enumerate(lens):
-            count = -(-length // size)
-            table[seq, :count] = order[at : at + count]
-            at += count
-        self.batch = Batch([0, *accumulate(queries)], lens, table)
-        tokens = sum(queries)
-        dtype = STORAGE_DTYPES[spec.dtype]
-        self.query = torch.randn(tokens, spec.num_heads, spec.head_size).to(dtype)
-        self.out = torch.empty(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
-        self.format = CacheFormat(
-            block_size=size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-            v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
-        )  # fmt: skip
-        width = spec.head_size + (0 if latent else spec.v_head_size)
-        self.bytes = sum(lens) * spec.num_kv_heads * width * stored.itemsize
-        seen = sum(sum(range(n - q + 1, n + 1)) for q, n in zip(queries, lens, strict=True))
-        self.flops = 2 * seen * spec.num_heads * (spec.head_size + spec.v_head_size)
+    def __init__(self, spec: LayerSpec, steps: str, dtype: str = "", backend: str = ""):
+        self.spec = spec.replace(block_size=16, **({"dtype": dtype} if dtype else {}))
+        backend = backend or ("NATIVE_ATTN" if spec.latent is None else "NATIVE_MLA")
+        self.work = step_of(self.spec, steps, backend)
+        self.bytes = sum(self.work.batch.lens) * self.work.cache.format.bytes_per_token
+        self.flops = self.work.cost.flops
 
-    @staticmethod
-    def _rows(stored: torch.dtype, *shape: int) -> torch.Tensor:
-        rows = torch.randn(shape)
-        return (rows * 10).to(stored) if stored == torch.int8 else rows.to(stored)
-
-    def call(self, backend: type[AttentionBackend]) -> Callable[[], None]:
-        """Return one layer's call; the plan is made once, as in a step of many layers."""
-        made = backend(
-            self.spec, self.format, Device("cpu", platform.machine(), torch_device="cpu")
-        )
-        plan, params = made.plan(self.batch), LayerParams(k_scale=0.1, v_scale=0.1)
-        return lambda: made.run(
-            plan, Frame(self.query, None, None, self.cache, params, self.out, None)
-        )
+    def call(self) -> Callable[[], None]:
+        """Return a call of the backend; the plan is made once, as in a step of many layers."""
+        work = self.work
+        (call,) = work.plan.calls
+        frame = Frame(work.query, None, None, work.cache, work.layer.params, work.out, None)
+        return lambda: call.run(frame)
 
 
 @cache
@@ -120,7 +88,7 @@ def reader() -> Any:
     made = Path(tempfile.mkdtemp()) / "cpu_read.so"
     source = Path(__file__).with_name("cpu_read.cpp")
     flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
-    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
+    subprocess.run([*native.compiler(), *flags, str(source), "-o", str(made)], check=True)
     read = ctypes.CDLL(str(made)).read_runs
     read.restype, read.argtypes = ctypes.c_float, [ctypes.c_void_p, *[ctypes.c_int64] * 4]
     return read
@@ -132,16 +100,16 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
     `blocks` adds the lines up, `products` multiplies each as often as the case's query heads must, and
     that is all. Each asks for lines so many bytes ahead; the fastest is what this order allows.
     """
-    key, value, table = case.cache.key, case.cache.value, case.batch.block_table
-    assert table is not None
+    cache, batch = case.work.cache, case.work.batch
+    key, value, table = cache.key, cache.value, batch.block_table
     size = key.stride(0) * key.element_size()
     first = [t.data_ptr() for t in ((key,) if key.data_ptr() == value.data_ptr() else (key, value))]
-    lens = case.batch.seq_lens.tolist()
-    used = [row[: n // 16] for row, n in zip(table.tolist(), lens, strict=True)]
+    used = [row[: n // 16] for row, n in zip(table.tolist(), batch.lens, strict=True)]
     runs = torch.tensor([at + block * size for row in used for block in row for at in first])
     pairs = isa() == "avx512_bf16" and case.spec.dtype == "bfloat16"
     vectors = 64 // key.element_size() // (32 if pairs else 16)  # of products, that a line makes
-    products = case.spec.num_heads // case.spec.num_kv_heads * vectors
+    heads = case.work.query.shape[1] // key.shape[2]
+    products = heads * vectors
     ways = {"blocks": 0} | ({"products": products} if products in (1, 2, 4, 8) else {})
     return {
         f"{way} {ahead}": partial(_read, runs, size, ahead, count)

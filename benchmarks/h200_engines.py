@@ -1,4 +1,4 @@
-"""Engines on one GPU: nano-vllm with its graphs, transformers, flash-attn's functions, vLLM's builder.
+"""Engines on one GPU: nano-vllm with its graphs, transformers, vLLM's builder and its engine.
 
     python benchmarks/h200_engines.py --nano FOLDER [--out FILE.json] [--only nano,host,...]
 
@@ -10,8 +10,6 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
   FlashAttention-3 (vLLM's build, where it is there).
 - `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
-- `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
-- `graphs`: captured decodes, replayed unplanned.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
 - `hf-logits`, `hf-tokens`, `hf-batching`: transformers: logits, greedy tokens, static caches, fullgraph
   compile, continuous batching.
@@ -36,8 +34,7 @@ FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integration
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
 TIMED = {"nano": 120, "serving": 1200}
 COMPARED = {
-    "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
-    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
+    "nano32": 150, "vllm": 150, "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
 LIMITS = TIMED | COMPARED
 """Sections in their order, and their most seconds."""
@@ -46,34 +43,6 @@ CARRIED = Path("/tmp/engines-transformers")
 Row = dict[str, Any]
 Section = Callable[[Any, str], None]
 """Adds its rows; the second is nano-vllm's folder."""
-
-
-def flash(dtype: str) -> Section:
-    def run(rows: Any, nano: str) -> None:
-        import torch
-        from engines import functions
-
-        for first in range(0, 24, 6):
-            seeds = range(first, first + 6)
-            rows.add(
-                f"flash-attn's functions, {dtype}, cases from {first}",
-                lambda s=seeds: functions.forward_cases(getattr(torch, dtype), s),
-            )
-
-    return run
-
-
-def graphs(rows: Any, nano: str) -> None:
-    from engines import functions
-
-    for count in (1, 8, 64, 256):
-        rows.add(f"captured, {count} rows over pages", lambda n=count: functions.captured(n, True))
-    rows.add("captured, 8 dense rows", lambda: functions.captured(8, False))
-    for count in (4, 64):
-        rows.add(
-            f"captured, {count} rows of 3 tokens",
-            lambda n=count: functions.captured(n, True, tokens=3),
-        )
 
 
 def vllm(rows: Any, nano: str) -> None:
@@ -138,9 +107,7 @@ def hf_batching(rows: Any, nano: str) -> None:
 
 
 SECTIONS: dict[str, Section] = {
-    "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
-    "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16,
-    "serving": serving,
+    "vllm": vllm, "nano32": nano32, "nano": nano16, "serving": serving,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 

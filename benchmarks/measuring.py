@@ -14,12 +14,9 @@ from index_step import IndexStep
 from polyattn import Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.families.attention.workload import AttentionWorkload, token_error
-from polyattn.families.mla.workload import LatentWorkload
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.families.recurrent import reference as recurrent_reference
 from polyattn.families.recurrent.workload import RecurrentWorkload
-from polyattn.families.sparse import reference as sparse_reference
-from polyattn.families.sparse.workload import SparseWorkload
 from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
 from polyattn.workload.base import Workload, workload
@@ -112,23 +109,7 @@ def error_of(work: Any, call: Call) -> float:
         return work.error(work.batch.starts[1] - 1)
     work.out.fill_(torch.nan)
     _run(work, call)
-    row = work.batch.starts[index + 1] - 1
-    if isinstance(work, LatentWorkload):
-        return work.token_error(index)
-    if isinstance(work, SparseWorkload):
-        one = slice(row, row + 1)
-        last = Batch.from_lens([1], [work.batch.lens[index]], device=work.device)
-        last = last.with_block_table(work.batch.block_table[index : index + 1])
-        expected, _ = sparse_reference.forward(
-            work.spec, work.query[one], work.cache, last, work.choice[one], work.layer.params
-        )
-        return output_error(work.out[one], expected)
-    assert isinstance(work, AttentionWorkload)
-    if work.cache is not None:
-        return work.token_error(index)
-    lens = work.batch.lens
-    own = work.keys.split(lens)[index], work.values.split(lens)[index]
-    return token_error(work.layer, work.query[row], own, None, work.batch, index, work.out[row])
+    return float(work.token_error(index))
 
 
 def _recurrent_error(work: RecurrentWorkload, call: Call, index: int) -> float:

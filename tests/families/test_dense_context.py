@@ -55,7 +55,7 @@ def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
     out = layer(*given, cache, batch)
     for index, (count, length) in enumerate(zip(queries, lens, strict=True)):
         rows = slice(batch.starts[index], batch.starts[index + 1])
-        keys, values = reference.read_cache(SPEC, cache, batch, index, layer.params)
+        keys, values = reference.read_cache(cache, batch, index, layer.params)
         wanted = by_torch(given[0][rows], keys, values, mask_of(count, length))
         torch.testing.assert_close(out[rows].double(), wanted, rtol=2e-5, atol=2e-5)
 

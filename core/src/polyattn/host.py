@@ -40,7 +40,7 @@ from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.program import Frame, Op, Rows
-from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch
+from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.host_copies import lens_between, values_of
 from polyattn.settings import current as current_settings
 from polyattn.spec.key_ranges import key_ranges
@@ -69,7 +69,6 @@ __all__ = [
     "by_phase",
     "capturing",
     "check_on_device",
-    "check_paged_batch",
     "current_settings",
     "flash_window",
     "group_for",

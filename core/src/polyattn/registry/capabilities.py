@@ -500,7 +500,7 @@ def check(
         _check_cache(caps, spec, device, need)
     _check_sizes(caps, spec, need)
     if phase != "store":
-        _check_computation(caps, spec, device, phase, need)
+        _check_computation(caps, spec, device, need)
     else:
         _check_features(caps, spec.features & STORED, need)
     _check_excludes(caps, spec, device, phase, need)
@@ -534,9 +534,7 @@ def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _N
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
-def _check_computation(
-    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
-) -> None:
+def _check_computation(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
     need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     if spec.recurrent is None:
         words = {True: "over a cache", False: "given keys and values"}

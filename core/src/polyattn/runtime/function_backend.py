@@ -17,7 +17,7 @@ from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
-from polyattn.runtime.conventions import blank
+from polyattn.runtime.conventions import blank, cumulative
 from polyattn.runtime.program import Frame, LayerParams, Plan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.features import FEATURES
@@ -172,9 +172,7 @@ class FunctionBackend(AttentionBackend):
         elif batch.num_tokens and any(batch.lens):
             if self.form == "packed":
                 tensors |= {name: packed(batch, tensors[name]) for name in ("key", "value")}
-                tensors["key_start_loc"] = torch.nn.functional.pad(
-                    batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
-                )
+                tensors["key_start_loc"] = cumulative(batch.seq_lens)
             self._call(_Call(spec, batch, -1, frame.params, tensors))
         blank(plan.blind, frame.out, frame.lse)
 

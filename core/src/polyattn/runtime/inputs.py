@@ -91,6 +91,18 @@ def check_tensor(name: str, value: Any, device: torch.device) -> None:
     check_is_real(name, value)
 
 
+Expected = tuple[Any, tuple[Any, ...], torch.dtype]
+"""A call's tensor, and the shape and dtype that it must have."""
+
+
+def check_tensors(device: torch.device, **expected: Expected) -> None:
+    """Check a call's tensors, each by its name. Raises `BatchError`."""
+    for name, (tensor, shape, dtype) in expected.items():
+        check_tensor(name, tensor, device)
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            raise bad_input(name, tensor, shape, dtype)
+
+
 def check_slots(slot_mapping: Any, device: torch.device) -> None:
     """Check where `store` is to write to: (tokens,), int64 or int32. Raises `BatchError`."""
     check_tensor("slot_mapping", slot_mapping, device)

@@ -16,6 +16,7 @@ from polyattn.registry.capabilities import rotates
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.cache.scales import dequantized
+from polyattn.runtime.inputs import check_slots, check_tensors
 from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import Frame, LayerParams, Op, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
@@ -164,6 +165,34 @@ def claimed_rotation(group: LayerGroup, store: StoreBackend) -> RunRotated:
     if rotates(info.capabilities, spec):
         return store.run_rotated
     return functools.partial(StoreBackend.run_rotated, store)
+
+
+def store_rows(
+    group: LayerGroup,
+    key: Tensor,
+    value: Tensor | None,
+    cache: KVCache,
+    slots: Tensor,
+    params: LayerParams,
+    dtype: torch.dtype,
+) -> None:
+    """Check rows (rows, heads, size) of `dtype` and store them outside a step; slots (rows,).
+
+    Raises `BatchError` and `CacheError`.
+    """
+    form = group.cache_format
+    assert form is not None
+    check_slots(slots, group.torch_device)
+    count, heads = slots.shape[0], form.num_kv_heads
+    check_tensors(
+        group.torch_device,
+        key=(key, (count, heads, form.head_size), dtype),
+        value=(value, (count, heads, form.v_head_size), dtype),
+    )
+    group.check_cache(cache)
+    assert value is not None
+    store = group.backend("store", StoreBackend, cache=form)
+    store.run(store.plan(slots.long()), key, value, cache, params)
 
 
 def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:

@@ -160,21 +160,23 @@ def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:
 
 
 @cache
-def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
+def paged(spec: LayerSpec, accelerator: bool, nhd: bool) -> LayerSpec:
     """Return the attention layer that a sparse layer runs as.
 
     It is a decode of each token and KV head over pages of its own. A page is the consecutive entries that
-    an id names. `bounded`: only the device knows their number. Sinks are added afterwards, because the
-    rows of a call don't share them.
+    an id names. Where all heads have one choice and a page has them side by side (`nhd`), one row reads
+    them all; an `accelerator` has more rows to fill it, and it alone knows their lengths. Sinks are added
+    afterwards, because the rows of a call don't share them.
     """
     sparse = spec.sparse
     assert sparse is not None
+    kv_heads = spec.num_kv_heads if nhd and sparse.scope == "all" and not accelerator else 1
     heads = 1 if sparse.scope == "head" else spec.gqa_ratio
     return spec.replace(
         kind=AttentionKind.ATTENTION,
         causal=True,
-        num_heads=heads,
-        num_kv_heads=1,
+        num_heads=heads * kv_heads,
+        num_kv_heads=kv_heads,
         block_size=sparse_blocks(spec)[1],
         kv_source=None,
         rope=None,
@@ -182,7 +184,7 @@ def paged(spec: LayerSpec, bounded: bool) -> LayerSpec:
         indexer=None,
         learned_sinks=False,
         needs_lse=spec.needs_lse or spec.learned_sinks,
-        length_bounds=bounded or bool(spec.graph_capture) or spec.length_bounds,
+        length_bounds=accelerator or bool(spec.graph_capture) or spec.length_bounds,
     )
 
 
@@ -220,15 +222,17 @@ def questions(
     phase: str,
     accelerator: bool = False,
     kinds: frozenset[AttentionKind] = frozenset(),
+    nhd: bool = False,
 ) -> tuple[LayerSpec, ...]:
     """Return the specs that a backend for `phase` must serve: `spec`, or the layers that it runs as.
 
     On an `accelerator` the host can't wait for a sparse layer's choice. `kinds`: the backend's, which
-    say as what it would run one.
+    say as what it would run one. `nhd`: whether it reads such a layer's cache as tokens of all heads, on
+    which no claim depends.
     """
     if spec.kind is AttentionKind.SPARSE and phase in ("prefill", "decode"):
         rows = over_rows(spec) if AttentionKind.SPARSE_MLA in kinds else None
-        return (rows or paged(spec, accelerator),)
+        return (rows or paged(spec, accelerator, nhd),)
     if spec.kind is AttentionKind.MLA and phase == "prefill":
         return expanded(spec), expanded_context(spec)
     if spec.dense_context:

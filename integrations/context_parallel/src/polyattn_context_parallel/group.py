@@ -10,7 +10,7 @@ from typing import Literal, TypeVar, cast, get_args
 import torch
 from polyattn import AttentionKind, Batch, KVCache, LayerGroup, Role, StepPlan
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.host import Op, by_phase, check_paged_batch
+from polyattn.host import Op, by_phase
 from torch import Tensor
 
 from polyattn_context_parallel.heads import ByHeads
@@ -219,7 +219,8 @@ class ContextGroup:
                 "placed keys with queries='own' are Star Attention's first phase; "
                 "pass prefill='star' to ContextGroup"
             )
-        check_paged_batch(self.spec, batch, self.block_size)
+        batch.check_queries()
+        batch.check_pages(self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:
         """Say what this rank is about to plan, as far as all ranks must say the same."""

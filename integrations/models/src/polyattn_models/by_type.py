@@ -17,6 +17,7 @@ from polyattn_models.attention import (
     window,
 )
 from polyattn_models.config import Config
+from polyattn_models.decoders import sliding_alone
 from polyattn_models.layers import Part, Reader, Towers
 from polyattn_models.patterns import FULL, SLIDING, every, named, starting
 from polyattn_models.recurrent import short_convolution
@@ -116,11 +117,6 @@ def kolibri_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | No
 def flint_types(cfg: Config, count: int) -> list[str]:
     """The first two layers, every fourth and the last one see everything."""
     return [FULL if i < 2 or i % 4 == 1 or i == count - 1 else SLIDING for i in range(count)]
-
-
-def sliding_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
-    """Full attention has no positions."""
-    return read_rope(cfg, size) if kind == SLIDING else None
 
 
 def beam_types(cfg: Config, count: int) -> list[str]:
@@ -355,7 +351,8 @@ READERS: dict[str, Reader] = {
     ),
     "kolibri1": Decoder(types=every(5), listed=True, window=window, rope=kolibri_rope),
     "flint": Decoder(
-        types=flint_types, listed=True, window=needed_window, sinks=True, rope=sliding_rope
+        types=flint_types, listed=True, window=needed_window, sinks=True,
+        rope=sliding_alone(),
     ),
     "beam": beam,
     "mimo_v2_flash": mimo,

@@ -28,6 +28,28 @@ FLASHINFER_LIBRARY: dict[str, Any] = {
     "requires": ("flashinfer-python>=0.6.13",),
     "install": "pip install flashinfer-python",
 }
+FLASH_MLA = ("flash_mla", "flash_mla_ready", "build FlashMLA", "vllm_flashmla_ready")
+FLASH_ATTN_3 = ("flash-attn-3", "fa3_ready", "build flash-attn's hopper folder", "vllm_fa3_ready")
+"""An upstream's name, its probe and how to install it, and the probe of vLLM's build."""
+
+
+def builds(
+    module: str, kind: str, claims: Capabilities, upstream: tuple[str, str, str, str]
+) -> tuple[Variant, Variant]:
+    """Return upstream's build and vLLM's, of a class each, with the same claims."""
+    name, probe, install, of_vllm = upstream
+
+    def variant(name: str, cls: str, probe: str, install: str) -> Variant:
+        path = f"polyattn_cuda.{module}:{cls}{kind}"
+        probe = f"polyattn_cuda.providers:{probe}"
+        return Variant(name=name, path=path, probe=probe, install=install, capabilities=claims)
+
+    return (
+        variant(name, "Upstream", probe, install),
+        variant("vllm", "Vllm", of_vllm, "pip install vllm"),
+    )
+
+
 ABSORBED = Capabilities(
     platforms={"cuda": ("sm_90",)},
     kinds=frozenset({MLA}),
@@ -101,20 +123,7 @@ FLASHMLA_CLAIMS = ABSORBED.but(
     block_sizes=one_of(64), preferred_block_size=64, remedies={"fp8_e4m3": FLASHMLA_FP8}
 )
 FLASHMLA = BackendInfo.of_variants(
-    Variant(
-        name="flash_mla",
-        path="polyattn_cuda.flashmla:UpstreamFlashMLA",
-        probe="polyattn_cuda.providers:flash_mla_ready",
-        install="build FlashMLA",
-        capabilities=FLASHMLA_CLAIMS,
-    ),
-    Variant(
-        name="vllm",
-        path="polyattn_cuda.flashmla:VllmFlashMLA",
-        probe="polyattn_cuda.providers:vllm_flashmla_ready",
-        install="pip install vllm",
-        capabilities=FLASHMLA_CLAIMS,
-    ),
+    *builds("flashmla", "FlashMLA", FLASHMLA_CLAIMS, FLASH_MLA),
     name="FLASHMLA",
     summary="FlashMLA's dense decode: the flash_mla package, or vLLM's build of it",
     priorities=(Priority(score=85, why="DeepSeek's own kernel for Hopper: 145 us there"),),
@@ -130,20 +139,7 @@ FLASHMLA_SPARSE_CLAIMS = CHOSEN.but(
     },
 )
 FLASHMLA_SPARSE = BackendInfo.of_variants(
-    Variant(
-        name="flash_mla",
-        path="polyattn_cuda.flashmla:UpstreamFlashSparseMLA",
-        probe="polyattn_cuda.providers:flash_mla_ready",
-        install="build FlashMLA",
-        capabilities=FLASHMLA_SPARSE_CLAIMS,
-    ),
-    Variant(
-        name="vllm",
-        path="polyattn_cuda.flashmla:VllmFlashSparseMLA",
-        probe="polyattn_cuda.providers:vllm_flashmla_ready",
-        install="pip install vllm",
-        capabilities=FLASHMLA_SPARSE_CLAIMS,
-    ),
+    *builds("flashmla", "FlashSparseMLA", FLASHMLA_SPARSE_CLAIMS, FLASH_MLA),
     name="FLASHMLA_SPARSE",
     summary="FlashMLA over chosen rows of a bf16 cache",
     priorities=(Priority(score=85, why="DeepSeek's own kernel"),),
@@ -174,20 +170,7 @@ FLASH_ATTN_MLA_CLAIMS = ABSORBED.but(
     remedies={"fp8_e4m3": "FlashAttention-3 takes a second query only for latents in 16 bits"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
-    Variant(
-        name="flash-attn-3",
-        path="polyattn_cuda.flash_attn_mla:UpstreamFlashAttentionMLA",
-        probe="polyattn_cuda.providers:fa3_ready",
-        install="build flash-attn's hopper folder",
-        capabilities=FLASH_ATTN_MLA_CLAIMS,
-    ),
-    Variant(
-        name="vllm",
-        path="polyattn_cuda.flash_attn_mla:VllmFlashAttentionMLA",
-        probe="polyattn_cuda.providers:vllm_fa3_ready",
-        install="pip install vllm",
-        capabilities=FLASH_ATTN_MLA_CLAIMS,
-    ),
+    *builds("flash_attn_mla", "FlashAttentionMLA", FLASH_ATTN_MLA_CLAIMS, FLASH_ATTN_3),
     name="FLASH_ATTN_MLA",
     summary="FlashAttention-3 with a second query for the latent part",
     priorities=(Priority(score=80, why="141 us there; pages of 32 at most"),),

@@ -65,18 +65,14 @@ class SlotStates(RecurrentBackend):
     def run(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         if plan.lens:
             call = self.decode if plan.batch.all_decode else self.prefill
-            call(plan, frame.inputs, frame.params, frame.states, frame.out)
+            call(plan, frame)
 
     @abstractmethod
-    def prefill(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def prefill(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         """Run sequences of any number of tokens."""
 
     @abstractmethod
-    def decode(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         """Run sequences of one token each."""
 
 
@@ -91,24 +87,16 @@ class FlashLinearAttention(SlotStates):
 
     name: ClassVar[str] = "FLA"
 
-    def prefill(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def prefill(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         run = self._delta if self.spec.kind is AttentionKind.GDN else self._gated
-        decode = plan.batch.all_decode
-        result, final = run(plan, plan.take(inputs), params, plan.initial(states), decode)
-        states[plan.slots] = final
-        plan.put(out, result)
+        x, initial = plan.take(frame.inputs), plan.initial(frame.states)
+        result, frame.states[plan.slots] = run(plan, x, frame.params, initial)
+        plan.put(frame.out, result)
 
     decode = prefill
 
     def _gated(
-        self,
-        plan: SlotPlan,
-        x: dict[str, Tensor],
-        params: Tensors,
-        initial: Tensor,
-        decode: bool,
+        self, plan: SlotPlan, x: Tensors, params: Tensors, initial: Tensor
     ) -> tuple[Tensor, Tensor]:
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -124,7 +112,7 @@ class FlashLinearAttention(SlotStates):
             g = params["decay"].expand(len(v), -1)
         if each > 1:
             q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
-        call = fused_recurrent_simple_gla if decode else chunk_simple_gla
+        call = fused_recurrent_simple_gla if plan.batch.all_decode else chunk_simple_gla
         result, final = call(
             q=q[None], k=k[None], v=v[None], g=g[None].contiguous(),
             scale=1.0 if mamba else spec.scale, initial_state=initial, output_final_state=True,
@@ -136,12 +124,7 @@ class FlashLinearAttention(SlotStates):
         return result, final
 
     def _delta(
-        self,
-        plan: SlotPlan,
-        x: dict[str, Tensor],
-        params: Tensors,
-        initial: Tensor,
-        decode: bool,
+        self, plan: SlotPlan, x: Tensors, params: Tensors, initial: Tensor
     ) -> tuple[Tensor, Tensor]:
         from fla.ops.gated_delta_rule import (
             chunk_gated_delta_rule,
@@ -149,6 +132,7 @@ class FlashLinearAttention(SlotStates):
         )
 
         assert self.spec.recurrent is not None
+        decode = plan.batch.all_decode
         call = fused_recurrent_gated_delta_rule if decode else chunk_gated_delta_rule
         result, final = call(
             q=x["q"][None], k=x["k"][None], v=x["v"][None], g=x["g"][None].float(),
@@ -164,15 +148,13 @@ class FlashLinearChannels(SlotStates):
 
     name: ClassVar[str] = "FLA_CHANNELS"
 
-    def prefill(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def prefill(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
         from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 
         spec, decode = self.spec, plan.batch.all_decode
         assert spec.recurrent is not None
-        tensors = {name: tensor[None] for name, tensor in plan.take(inputs).items()}
+        tensors = {name: tensor[None] for name, tensor in plan.take(frame.inputs).items()}
         options: dict[str, bool] = {}
         if spec.kind is AttentionKind.KDA:
             call = fused_recurrent_kda if decode else chunk_kda
@@ -183,13 +165,13 @@ class FlashLinearChannels(SlotStates):
         result, final = call(
             **tensors,
             scale=spec.scale,
-            initial_state=plan.initial(states),
+            initial_state=plan.initial(frame.states),
             output_final_state=True,
             cu_seqlens=plan.starts,
             **options,
         )
-        states[plan.slots] = final
-        plan.put(out, result[0])
+        frame.states[plan.slots] = final
+        plan.put(frame.out, result[0])
 
     decode = prefill
 
@@ -199,16 +181,15 @@ class MambaSSM(SlotStates):
 
     name: ClassVar[str] = "MAMBA_SSM"
 
-    def prefill(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def prefill(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         assert self.spec.recurrent is not None
-        x, initial = plan.take(inputs), plan.initial(states)
+        params, states = frame.params, frame.states
+        x, initial = plan.take(frame.inputs), plan.initial(states)
         # Within a chunk it takes exp(min(0, .)) of what lies between two tokens: none may grow.
         if bool((params["A"] > 0).any()):
-            plan.put(out, self._by_token(plan, x, params, states))
+            plan.put(frame.out, self._by_token(plan, x, params, states))
             return
         result = torch.empty_like(x["x"])
         for first, last, length in _runs(plan.lens):
@@ -221,13 +202,13 @@ class MambaSSM(SlotStates):
             )  # fmt: skip
             result[rows] = output.flatten(0, 1)
             states[plan.slots[first:last]] = final.to(states.dtype)
-        plan.put(out, result)
+        plan.put(frame.out, result)
 
-    def decode(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
+        states = frame.states
         states[plan.slots] = plan.initial(states)
-        plan.put(out, self._update(plan.take(inputs), params, states, plan.slots))
+        x = plan.take(frame.inputs)
+        plan.put(frame.out, self._update(x, frame.params, states, plan.slots))
 
     def _by_token(self, plan: SlotPlan, x: Tensors, params: Tensors, states: Tensor) -> Tensor:
         """Run sequences of any number of tokens, the n-th of all of them in one call."""
@@ -282,12 +263,10 @@ class CausalConv1d(SlotStates):
 
     name: ClassVar[str] = "CAUSAL_CONV1D"
 
-    def prefill(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def prefill(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         from causal_conv1d import causal_conv1d_fn
 
-        x, initial = plan.take(inputs)["x"], plan.initial(states)
+        x, initial = plan.take(frame.inputs)["x"], plan.initial(frame.states)
         result = torch.empty_like(x)
         assert self.spec.recurrent is not None
         for first, last, length in _runs(plan.lens):
@@ -297,32 +276,30 @@ class CausalConv1d(SlotStates):
             before = initial[first:last].transpose(1, 2).contiguous().transpose(1, 2)
             output, final = causal_conv1d_fn(
                 part,
-                params["weight"].to(x.dtype),
-                _bias(params, x),
+                frame.params["weight"].to(x.dtype),
+                _bias(frame.params, x),
                 initial_states=before,
                 return_final_states=True,
                 activation=self.spec.recurrent.activation,
             )
             result[rows] = output.transpose(1, 2).flatten(0, 1)
-            states[plan.slots[first:last]] = final
-        plan.put(out, result)
+            frame.states[plan.slots[first:last]] = final
+        plan.put(frame.out, result)
 
-    def decode(
-        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         from causal_conv1d import causal_conv1d_update
 
         assert self.spec.recurrent is not None
-        x, state = plan.take(inputs)["x"], plan.initial(states)
+        x, state = plan.take(frame.inputs)["x"], plan.initial(frame.states)
         result = causal_conv1d_update(
             x,
             state,
-            params["weight"].to(x.dtype),
-            _bias(params, x),
+            frame.params["weight"].to(x.dtype),
+            _bias(frame.params, x),
             activation=self.spec.recurrent.activation,
         )
-        states[plan.slots] = state
-        plan.put(out, result)
+        frame.states[plan.slots] = state
+        plan.put(frame.out, result)
 
 
 def _bias(params: Tensors, x: Tensor) -> Tensor | None:

@@ -19,18 +19,15 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
-from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
-    bad_input,
     capturing,
     check_aligned,
     check_is_real,
-    check_slots,
     check_tensor,
 )
 from polyattn.runtime.layer import Layer
@@ -38,6 +35,7 @@ from polyattn.runtime.parameters import Weight
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.runtime.store import store_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -287,22 +285,10 @@ class Attention(Layer):
                 "store() writes keys and values as they are, and this layer norms, rotates or adds a "
                 "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
             )
-        device, spec = self.group.torch_device, self.spec
         for name, tensor in (("key", key), ("value", value)):
-            check_tensor(name, tensor, device)
-        check_slots(slot_mapping, device)
-        tokens = slot_mapping.shape[0]
-        key, value = keys_in_heads(spec, key, value)
-        for name, tensor, size in (
-            ("key", key, spec.head_size),
-            ("value", value, spec.v_head_size),
-        ):
-            shape = (tokens, spec.num_kv_heads, size)
-            if tensor.shape != shape or tensor.dtype is not self._dtype:
-                raise bad_input(name, tensor, shape, self._dtype)
-        self.group.check_cache(cache)
-        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(store.plan(slot_mapping.long()), key, value, cache, self.params)
+            check_tensor(name, tensor, self.group.torch_device)
+        key, value = keys_in_heads(self.spec, key, value)
+        store_rows(self.group, key, value, cache, slot_mapping, self.params, self._dtype)
 
     def _check(
         self,

@@ -159,7 +159,6 @@ def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tenso
 
 
 def read_cache(
-    spec: LayerSpec,
     cache: KVCache,
     batch: Batch,
     index: int,
@@ -252,7 +251,7 @@ def forward(
         if not batch.lens[index]:
             continue  # a padding row: nothing, not even a sink
         if cache is not None:
-            keys, values = read_cache(spec, cache, batch, index, params, dtype)
+            keys, values = read_cache(cache, batch, index, params, dtype)
         else:
             assert key is not None and value is not None
             start = batch.key_starts[index]

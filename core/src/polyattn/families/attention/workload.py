@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
 from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
-from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
-from polyattn.workload.base import Workload, picked_rows, spoil_requests
-from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.attending import AttendingWorkload
+from polyattn.workload.compare import output_error
 from polyattn.workload.dice import Dice
-from polyattn.workload.judge import judge
-from polyattn.workload.pages import copied, poison, put, same_cache
+from polyattn.workload.pages import copied, put
 from polyattn.workload.steps import (
     AT_CAP,
     LATER,
@@ -37,28 +36,25 @@ from polyattn.workload.steps import (
     Lengths,
     held_before,
     lens_of,
-    new_rows,
     paged,
 )
-from polyattn.workload.tolerance import tolerance_of
 
 OFFSETS = {"+100": 100.0, "-100": -100.0}
 """What unusual logits are raised or lowered by: more than float32's exponential takes."""
 
 
-class AttentionWorkload(Workload):
+class AttentionWorkload(AttendingWorkload):
     """One step of an attention layer.
 
     - `query` (tokens, num_heads, head_size); `key`, `value`: the new tokens', or, without a cache,
       all. None where nothing new is stored.
     - `keys`, `values`: every sequence's tokens, one sequence after another.
-    - `offset`: what all logits lie near.
     """
 
     names = ("query", "key", "value")
+    by_key = ("keys", "values")
     key: Tensor | None
     value: Tensor | None
-    cache: KVCache | None
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class AttentionWorkload(Workload):
         tokens = sum(queries) if full is not None else sum(lens)
         self.keys, self.values = self._drawn("key", tokens), self._drawn("value", tokens)
         if full is None:
-            self._lay(shared, like)
+            self.lay(shared, like)
             return
         self.cache, self.key, self.value = full, self.keys, self.values
         table, _ = dice.blocks(lens, full.block_size, spare, full.num_blocks)
@@ -153,25 +149,18 @@ class AttentionWorkload(Workload):
             factor = factor.repeat_interleave(numbers.shape[1] // len(factor))
         return quantize(numbers, dtype, factor)
 
-    def _lay(self, shared: Levels = (), like: AttentionWorkload | None = None) -> None:
-        """Lay the tokens out in a fresh cache, or with gaps that hold NaN."""
+    def lay(self, shared: Levels = (), like: AttentionWorkload | None = None) -> None:
         spec, form = self.spec, self.group.cache_format
         queries, lens = lens_of(self.lengths)
         if form is None:
             self._lay_given(like)
             return
-        table, num_blocks = self.dice.blocks(
-            lens, form.block_size, self.spare, first=self.first_block
-        )
-        if like is not None and like.cache is not None and like.batch.block_table is not None:
-            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        table, num_blocks = self.table(form, like, self.spare, self.first_block)
         for run in (run for level in shared for run in level):
             _share(run, table, (self.keys, self.values), lens, form.block_size)
         own = replace(form, interleaved=self.packed)
-        self.cache = cache = KVCache.allocate(own, num_blocks, self.device)
-        poison(cache)
-        slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
-        assert slots is not None
+        cache, slots = self.fresh(own, table, num_blocks)
+        self.cache = cache
         if spec.role is Role.CROSS:
             put(cache, self.keys, self.values, slots, self.scales)
             self.batch = Batch([0, *accumulate(queries)], lens, table)
@@ -179,18 +168,12 @@ class AttentionWorkload(Workload):
             return
         there = held_before(self.lengths, self.skipped).to(self.device)
         put(cache, self.keys, self.values, slots.masked_fill(~there, -1), self.scales)
-        rows = new_rows(self.lengths).to(self.device)
         self.batch = paged(self.lengths, table, form.block_size, self.brought.mask())
         self.batch.inputs |= self.brought.tensors(self.device)
-        if not len(self.keys):  # padding rows alone: no sequence has a key
-            self.key, self.value = (
-                t.new_zeros(len(rows), *t.shape[1:]) for t in (self.keys, self.values)
-            )
-            return
         if self.skipped:
             assert self.batch.slot_mapping is not None
-            self.batch.slot_mapping.masked_fill_(there[rows], -1)
-        self.key, self.value = self.keys[rows], self.values[rows]
+            self.batch.slot_mapping.masked_fill_(self.new(there), -1)
+        self.key, self.value = self.new(self.keys), self.new(self.values)
 
     def _lay_given(self, like: AttentionWorkload | None) -> None:
         queries, lens = lens_of(self.lengths)
@@ -214,33 +197,12 @@ class AttentionWorkload(Workload):
         )  # fmt: skip
         self.batch.inputs |= self.brought.tensors(self.device)
 
-    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
-        queries, lens = lens_of(self.lengths)
-        rows = picked_rows(queries, requests, self.device)
-        tokens = picked_rows(lens, requests, self.device)
-        work = self.but(
-            lengths=[self.lengths[i] for i in requests],
-            brought=self.brought.picked(requests),
-            query=self.query[rows],
-            keys=self.keys[tokens],
-            values=self.values[tokens],
-        )
-        queries, lens = lens_of(work.lengths)
-        parts = [(work.query, queries), (work.keys, lens), (work.values, lens)]
-        spoil_requests(parts, spoilt, self.dice)
-        work._lay()
-        expected, lse = self.expected
-        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
-        return work
+    def others(self, requests: Sequence[int]) -> dict[str, Any]:
+        return {"brought": self.brought.picked(requests)}
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         return self.query, self.key, self.value, self.cache
-
-    @property
-    def scales(self) -> tuple[Scale, Scale]:
-        """The scales of what is stored."""
-        return self.layer.params.k_scale, self.layer.params.v_scale
 
     @cached_property
     def held(self) -> KVCache | None:
@@ -269,47 +231,20 @@ class AttentionWorkload(Workload):
         shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
         return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
 
-    def run(self, plan: StepPlan | None = None) -> Tensor:
-        self.__dict__.pop("out", None)
-        self.lse = None
-        if self.spec.needs_lse:
-            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
-        self.layer.run(plan or self.plan, *self.inputs, self.out, self.lse)
-        return self.out
-
-    @property
-    def exact(self) -> Tensor:
-        """What the output stands for, in float64."""
-        return reference.exact(self.out, self.layer.params.out_scale, torch.float64)
-
-    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
-        rows = torch.arange(len(self.query)) if rows is None else rows
-        limit = tolerance_of(self.spec, self.offset)
-        yield "output", output_error(self.exact[rows], self.expected[0][rows]), limit.output
-        if self.lse is not None:
-            yield (
-                "LSE",
-                lse_error(self.lse[rows.to(self.lse.device)], self.expected[1][rows]),
-                limit.lse,
-            )
-
-    def check_memory(self) -> None:
-        if self.cache is not None and self.held is not None:
-            same_cache(self.cache, self.held, self.batch.slot_mapping)
-
-    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
-        real = reference.exact(out, self.layer.params.out_scale, torch.float64)
-        judge(self.who, self.spec, self.batch, real, lse, self.expected, label, self.offset)
+    def exact(self, out: Tensor) -> Tensor:
+        """Return what an output stands for, in float64."""
+        return reference.exact(out, self.layer.params.out_scale, torch.float64)
 
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now.
 
         For caches too large for a copy, and outputs too large for the reference.
         """
-        assert self.cache is not None
-        row = self.batch.starts[index + 1] - 1
+        row, own = self.batch.starts[index + 1] - 1, (None, None)
+        if self.cache is None:
+            own = tuple(each.split(self.batch.lens)[index] for each in (self.keys, self.values))
         return token_error(
-            self.layer, self.query[row], (None, None), self.cache, self.batch, index, self.out[row]
+            self.layer, self.query[row], own, self.cache, self.batch, index, self.out[row]
         )
 
 
@@ -330,7 +265,7 @@ def token_error(
         keys, values = given
         assert keys is not None and values is not None
     else:
-        keys, values = reference.read_cache(spec, cache, batch, index, params)
+        keys, values = reference.read_cache(cache, batch, index, params)
     seen = batch.lens[index] - before_last
     asked = reference.exact(query[None], params.q_scale, torch.float64)
     expected, _ = reference.attend(spec, asked, keys[:seen], values[:seen], params)

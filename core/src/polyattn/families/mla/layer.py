@@ -9,15 +9,15 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
-    bad_input,
+    Expected,
     capturing,
     check_slots,
     check_tensor,
+    check_tensors,
     own_precision,
     refuse_gradients,
 )
@@ -27,6 +27,7 @@ from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
+from polyattn.runtime.store import store_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -234,19 +235,14 @@ class LatentAttention(Layer):
         assert part is not None
         check_slots(slot_mapping, device)
         tokens = slot_mapping.shape[0]
-        for name, tensor, size in (
-            ("latent", latent, part.rank),
-            ("rope_key", rope_key, part.rope_head_size),
-        ):
-            check_tensor(name, tensor, device)
-            if tensor.shape != (tokens, size) or tensor.dtype is not self._dtype:
-                raise bad_input(name, tensor, (tokens, size), self._dtype)
-        self.group.check_cache(cache)
-        entry = torch.cat([latent, rope_key], dim=1)[:, None]
-        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(
-            store.plan(slot_mapping.long()), entry, entry[..., : part.rank], cache, self.params
+        check_tensors(
+            device,
+            latent=(latent, (tokens, part.rank), self._dtype),
+            rope_key=(rope_key, (tokens, part.rope_head_size), self._dtype),
         )
+        entry = torch.cat([latent, rope_key], dim=1)[:, None]
+        value = entry[..., : part.rank]
+        store_rows(self.group, entry, value, cache, slot_mapping, self.params, self._dtype)
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
@@ -265,7 +261,7 @@ class LatentAttention(Layer):
         spec, part, tokens = self.spec, self.spec.latent, step.batch.num_tokens
         assert part is not None
         width = part.size if self.w_uk is None else spec.head_size
-        expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
+        expected: dict[str, Expected] = {
             "query": (query, (tokens, spec.num_heads, width), self._dtype),
             "out": (out, self._out_shape(step), self._dtype),
         }
@@ -277,10 +273,7 @@ class LatentAttention(Layer):
         device = self.group.torch_device
         if choice is not None:
             expected["choice"] = expected_choice(spec, choice, tokens, device)
-        for name, (tensor, shape, dtype) in expected.items():
-            check_tensor(name, tensor, device)
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                raise bad_input(name, tensor, shape, dtype)
+        check_tensors(device, **expected)
         if self.w_uk is None and step.expands:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "

@@ -45,7 +45,7 @@ def forward(
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
         mine = slice(batch.starts[index], batch.starts[index + 1])
-        rows, _ = reference.read_cache(spec, cache, batch, index, params, dtype)
+        rows, _ = reference.read_cache(cache, batch, index, params, dtype)
         chosen = None if choice is None else choice[mine, 0]
         output[mine], lse[mine] = attend(spec, query[mine], rows[:, 0], weights, chosen, dtype)
     return output, lse

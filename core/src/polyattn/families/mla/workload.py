@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
-from polyattn.workload.base import picked_rows, spoil_requests
-from polyattn.workload.choosing import ChoosingWorkload
+from polyattn.workload.attending import ChoosingWorkload
 from polyattn.workload.compare import output_error
 from polyattn.workload.dice import Dice
-from polyattn.workload.pages import copied, poison, put
-from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
+from polyattn.workload.pages import copied, put
+from polyattn.workload.steps import Lengths, held_before, lens_of, paged
 
 
 class LatentWorkload(ChoosingWorkload):
@@ -33,11 +31,12 @@ class LatentWorkload(ChoosingWorkload):
 
     - `query` (tokens, num_heads, size), `latent` (tokens, rank), `rope` (tokens, rope_head_size): what
       the layer takes, and `choice` of a sparse one.
-    - `entries` (all tokens, rank + rope_head_size): every sequence's.
+    - `rows` (all tokens, rank + rope_head_size): every sequence's.
     """
 
     names = ("query", "latent", "rope", "choice")
-    cache: KVCache
+    by_token = ("query", "choice")
+    by_key = ("rows",)
 
     def __init__(
         self, layer: LatentAttention, lengths: Lengths, dice: Dice, *, shared: int = 0,
@@ -50,9 +49,9 @@ class LatentWorkload(ChoosingWorkload):
         queries, lens = lens_of(lengths)
         dtype = STORAGE_DTYPES[spec.dtype]
         rows = sum(lens) if full is None else sum(queries)
-        self.entries = dice.normal(rows, self.part.size, dtype=dtype)
-        for seq in self.entries.split(lens) if shared else ():
-            seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
+        self.rows = dice.normal(rows, self.part.size, dtype=dtype)
+        for seq in self.rows.split(lens) if shared else ():
+            seq[: shared * form.block_size] = self.rows[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
         self.choice = None
@@ -61,7 +60,7 @@ class LatentWorkload(ChoosingWorkload):
             return
         if spec.sparse is not None:
             self.choice = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
-        self._lay(shared, like)
+        self.lay(shared, like)
 
     @classmethod
     def layer_of(
@@ -79,24 +78,16 @@ class LatentWorkload(ChoosingWorkload):
         assert self.spec.latent is not None
         return self.spec.latent
 
-    def _lay(self, shared: int = 0, like: LatentWorkload | None = None) -> None:
+    def lay(self, shared: int = 0, like: LatentWorkload | None = None) -> None:
         form = self.group.cache_format
         assert form is not None
-        _, lens = lens_of(self.lengths)
-        table, num_blocks = self.dice.blocks(lens, form.block_size)
-        if like is not None and like.batch.block_table is not None:
-            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        table, num_blocks = self.table(form, like)
         if shared:
             table[1:, :shared] = table[0, :shared]
-        self.cache = KVCache.allocate(form, num_blocks, self.device)
-        poison(self.cache)
-        slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
-        assert slots is not None
+        self.cache, slots = self.fresh(form, table, num_blocks)
         there = held_before(self.lengths).to(self.device)
-        self._put(self.cache, self.entries, slots.masked_fill(~there, -1))
-        rows = new_rows(self.lengths).to(self.device)
-        own = self.entries.new_zeros(len(rows), self.part.size)
-        own = self.entries[rows] if len(self.entries) else own
+        self._put(self.cache, self.rows, slots.masked_fill(~there, -1))
+        own = self.new(self.rows)
         self.latent = own[:, : self.part.rank].contiguous()
         self.rope = own[:, self.part.rank :].contiguous()
         self.batch = paged(self.lengths, table, form.block_size)
@@ -106,30 +97,13 @@ class LatentWorkload(ChoosingWorkload):
         table, _ = self.dice.blocks(lens, full.block_size, within=full.num_blocks)
         self.batch = paged(self.lengths, table, full.block_size)
         self.latent, self.rope = (
-            part.contiguous() for part in self.entries.tensor_split([self.part.rank], dim=1)
+            part.contiguous() for part in self.rows.tensor_split([self.part.rank], dim=1)
         )
         if self.spec.sparse is not None:
             self.choice = whole_choice(self.spec.sparse, 1, self.batch)
 
     def _put(self, cache: KVCache, entries: Tensor, slots: Tensor) -> None:
-        scales = (self.layer.params.k_scale, self.layer.params.v_scale)
-        put(cache, entries[:, None], entries[:, None, : self.part.rank], slots, scales)
-
-    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
-        queries, lens = lens_of(self.lengths)
-        rows = picked_rows(queries, requests, self.device)
-        work = self.but(
-            lengths=[self.lengths[i] for i in requests],
-            query=self.query[rows],
-            entries=self.entries[picked_rows(lens, requests, self.device)],
-            choice=None if self.choice is None else self.choice[rows],
-        )
-        queries, lens = lens_of(work.lengths)
-        spoil_requests([(work.query, queries), (work.entries, lens)], spoilt, self.dice)
-        work._lay()
-        expected, lse = self.expected
-        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
-        return work
+        put(cache, entries[:, None], entries[:, None, : self.part.rank], slots, self.scales)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -160,9 +134,6 @@ class LatentWorkload(ChoosingWorkload):
         shape = (len(self.query), self.spec.num_heads, width)
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
-    def call(self) -> Any:
-        return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
-
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now."""
         form, table = self.group.cache_format, self.batch.block_table
@@ -174,7 +145,7 @@ class LatentWorkload(ChoosingWorkload):
         choice = None if self.choice is None else self.choice[rows]
         if self.layer.weights is None:
             spec, params, query = absorbed(self.spec), self.layer.params, self.query[rows]
-            key, value = attention_reference.read_cache(spec, self.cache, alone, 0, params)
+            key, value = attention_reference.read_cache(self.cache, alone, 0, params)
             if choice is not None:
                 chosen = choice[choice >= 0].cpu()
                 key, value = key[chosen], value[chosen]

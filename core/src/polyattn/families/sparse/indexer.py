@@ -12,7 +12,13 @@ from polyattn.families.sparse.index_cache import index_cache_form, write_index_k
 from polyattn.runtime.backend import IndexBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import bad_input, check_slots, check_tensor, own_precision
+from polyattn.runtime.inputs import (
+    bad_input,
+    check_slots,
+    check_tensor,
+    check_tensors,
+    own_precision,
+)
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
@@ -87,10 +93,8 @@ class Indexer:
         """
         device = self.group.torch_device
         check_slots(slot_mapping, device)
-        check_tensor("keys", keys, device)
         shape = (len(slot_mapping), self.spec.head_size)
-        if keys.shape != shape or keys.dtype is not self._dtype:
-            raise bad_input("keys", keys, shape, self._dtype)
+        check_tensors(device, keys=(keys, shape, self._dtype))
         self._check_cache("cache", cache)
         write_index_keys(self.spec, cache, keys.detach(), slot_mapping.long())
 
@@ -150,11 +154,8 @@ class Indexer:
             raise BatchError(
                 "the batch has no block_table, and the index keys are in a paged cache: pass one"
             )
-        check_tensor("query", query, self.group.torch_device)
-        if query.shape != (tokens, spec.num_heads, spec.head_size) or (
-            query.dtype is not self._dtype
-        ):
-            raise bad_input("query", query, (tokens, spec.num_heads, spec.head_size), self._dtype)
+        shape = (tokens, spec.num_heads, spec.head_size)
+        check_tensors(self.group.torch_device, query=(query, shape, self._dtype))
         self._check_cache("keys", keys)
         longest = batch.max_seq_len // spec.tokens_per_entry
         if longest > batch.block_table.shape[1] * keys.shape[1]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.sparse.planning import SparseStep
-from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
-    bad_input,
+    Expected,
     capturing,
-    check_slots,
     check_tensor,
+    check_tensors,
     own_precision,
     refuse_gradients,
 )
@@ -27,6 +24,7 @@ from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
+from polyattn.runtime.store import store_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -209,25 +207,9 @@ class SparseAttention(Layer):
                 "store() writes keys as they are, and this layer rotates; pass them to forward, or build "
                 "a layer with rotate=False"
             )
-        spec, device = self.spec, self.group.torch_device
-        assert spec.sparse is not None
-        check_slots(slot_mapping, device)
-        if value is None and spec.sparse.value_in_key:
-            value = key[..., : spec.v_head_size]
-        count = slot_mapping.shape[0]
-        for name, tensor, size in (
-            ("key", key, spec.head_size),
-            ("value", value, spec.v_head_size),
-        ):
-            check_tensor(name, tensor, device)
-            assert isinstance(tensor, Tensor)
-            shape = (count, spec.num_kv_heads, size)
-            if tensor.shape != shape or tensor.dtype is not self._dtype:
-                raise bad_input(name, tensor, shape, self._dtype)
-        self.group.check_cache(cache)
-        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        assert value is not None
-        store.run(store.plan(slot_mapping.long()), key, value, cache, self._params)
+        if value is None and self.spec.sparse.value_in_key:
+            value = key[..., : self.spec.v_head_size]
+        store_rows(self.group, key, value, cache, slot_mapping, self._params, self._dtype)
 
     def _check(
         self,
@@ -243,7 +225,7 @@ class SparseAttention(Layer):
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
         device = self.group.torch_device
-        expected: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
+        expected: dict[str, Expected] = {
             "query": (query, tuple(step.query_shape), self._dtype),
             "out": (out, tuple(step.out_shape), self._dtype),
         }
@@ -256,7 +238,4 @@ class SparseAttention(Layer):
             expected["key"] = (key, (tokens, spec.num_kv_heads, spec.head_size), self._dtype)
             expected["value"] = (value, (tokens, spec.num_kv_heads, spec.v_head_size), self._dtype)
         expected["choice"] = expected_choice(spec, choice, tokens, device)
-        for name, (tensor, form, dtype) in expected.items():
-            check_tensor(name, tensor, device)
-            if tensor.shape != form or tensor.dtype is not dtype:
-                raise bad_input(name, tensor, form, dtype)
+        check_tensors(device, **expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -172,19 +171,17 @@ class Planner(StepPlanner):
         self.group = group
         info = group.selection.backend("decode")
         assert info is not None and group.cache_format is not None and group.spec.sparse is not None
-        self.name, form, kinds = info.name, group.cache_format, info.capabilities.kinds
-        (self.spec,) = questions(group.spec, "decode", group.device.is_accelerator, kinds)
+        self.name, form, claims = info.name, group.cache_format, info.capabilities
+        nhd = form.layout == "NHD" and "NHD" in claims.layouts
+        on_accelerator = group.device.is_accelerator
+        (self.spec,) = questions(group.spec, "decode", on_accelerator, claims.kinds, nhd)
         self.kind: type[Piece] = Piece if self.spec.latent is None else RowsPiece
         page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
-        self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
-        together = self._together(info.capabilities.layouts)
-        if together > 1:
-            self.spec = self.spec.replace(
-                num_heads=group.spec.num_heads, num_kv_heads=group.spec.num_kv_heads
-            )
+        self.page_size = claims.block_sizes.divisor_of(page) or page
+        of_page = 1 if self.kind is RowsPiece else self.spec.num_kv_heads
         self.form = CacheFormat(
             block_size=self.page_size,
-            num_kv_heads=together,
+            num_kv_heads=of_page,
             head_size=form.head_size,
             v_head_size=form.v_head_size,
             dtype=form.dtype,
@@ -198,7 +195,7 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=form)
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
-        rows = group.spec.num_kv_heads // together
+        rows = group.spec.num_kv_heads // of_page
         self.heads = torch.arange(rows, device=group.torch_device)
         if sparse.scope == "head":
             self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
@@ -206,20 +203,6 @@ class Planner(StepPlanner):
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most
-
-    def _together(self, layouts: Sequence[str]) -> int:
-        """Return how many KV heads a row reads: all, of one choice, where tokens' heads lie together.
-
-        Pages of one head have no layout, so any backend reads them; `layouts`: those that this one reads.
-        An accelerator has more rows to fill it.
-        """
-        spec, form = self.group.spec, self.group.cache_format
-        assert spec.sparse is not None and form is not None
-        apart = (
-            spec.sparse.scope != "all" or self.kind is RowsPiece or self.group.device.is_accelerator
-        )
-        as_nhd = form.layout == "NHD" and "NHD" in layouts
-        return spec.num_kv_heads if as_nhd and not apart else 1
 
     def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
         """Plan one step. Raises `BatchError`."""

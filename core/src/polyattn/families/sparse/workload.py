@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +15,15 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import token_places, visible_entries
+from polyattn.runtime.step.chosen_pages import choice_of, token_places, visible_entries
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
-from polyattn.workload.base import picked_rows, spoil_requests
-from polyattn.workload.choosing import ChoosingWorkload
+from polyattn.workload.attending import ChoosingWorkload
+from polyattn.workload.compare import output_error
 from polyattn.workload.dice import Dice
-from polyattn.workload.pages import copied, poison, put
-from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
+from polyattn.workload.pages import copied, put
+from polyattn.workload.steps import Lengths, held_before, lens_of, paged
 
 
 class SparseWorkload(ChoosingWorkload):
@@ -36,8 +35,8 @@ class SparseWorkload(ChoosingWorkload):
     """
 
     names = ("query", "key", "value", "choice")
+    by_token = ("query", "ids")
     choice: Tensor
-    cache: KVCache
     key: Tensor | None
     value: Tensor | None
 
@@ -67,7 +66,7 @@ class SparseWorkload(ChoosingWorkload):
             self.values = self.keys[..., : spec.v_head_size]
         if full is None:
             self.ids = drawn_choice(spec, lengths, dice)
-            self._lay(like)
+            self.lay(like)
             return
         self.cache, self.key, self.value = full, self.keys, self.values
         table, _ = dice.blocks([n // m for n in lens], full.block_size, within=full.num_blocks)
@@ -101,37 +100,35 @@ class SparseWorkload(ChoosingWorkload):
         assert self.spec.sparse is not None
         return self.spec.sparse
 
-    def _lay(self, like: SparseWorkload | None = None) -> None:
-        form, m = self.group.cache_format, self.part.tokens_per_entry
+    @property
+    def by_key(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("keys",) if self.part.value_in_key else ("keys", "values")
+
+    def entries(self, lengths: Lengths) -> list[int]:
+        return [length // self.part.tokens_per_entry for _, length in lengths]
+
+    def lay(self, like: SparseWorkload | None = None) -> None:
+        form = self.group.cache_format
         assert form is not None
-        _, lens = lens_of(self.lengths)
-        entries = [n // m for n in lens]
-        table, num_blocks = self.dice.blocks(entries, form.block_size)
-        if like is not None and like.batch.block_table is not None:
-            table, num_blocks = like.batch.block_table, like.cache.num_blocks
-        self.cache = KVCache.allocate(form, num_blocks, self.device)
-        poison(self.cache)
-        slots = Batch.from_lens(entries, entries, table, form.block_size).slot_mapping
-        assert slots is not None
+        if self.part.value_in_key:
+            self.values = self.keys[..., : self.spec.v_head_size]
+        table, num_blocks = self.table(form, like)
+        self.cache, slots = self.fresh(form, table, num_blocks)
         self.choice = self.ids
         if self.part.physical:
             self.choice = self._places(table, form.block_size)
-        if m > 1:
-            self._put(self.cache, self.keys, self.values, slots)
+        if self.part.tokens_per_entry > 1:
+            put(self.cache, self.keys, self.values, slots, self.scales)
             self.key = self.value = None
-            queries, _ = lens_of(self.lengths)
+            queries, lens = lens_of(self.lengths)
             self.batch = Batch.from_lens(queries, lens, device=self.device).with_block_table(table)
             return
         there = held_before(self.lengths).to(self.device)
-        self._put(self.cache, self.keys, self.values, slots.masked_fill(~there, -1))
-        rows = new_rows(self.lengths).to(self.device)
+        put(self.cache, self.keys, self.values, slots.masked_fill(~there, -1), self.scales)
         self.batch = paged(self.lengths, table, form.block_size)
-        held = len(self.keys) > 0
-        self.key = self.keys[rows] if held else self.keys.new_zeros(len(rows), *self.keys.shape[1:])
-        self.value = self.key[..., : self.spec.v_head_size] if self.part.value_in_key else None
-        if self.value is None:
-            shape = self.values.shape[1:]
-            self.value = self.values[rows] if held else self.values.new_zeros(len(rows), *shape)
+        self.key = self.new(self.keys)
+        in_key = self.part.value_in_key
+        self.value = self.key[..., : self.spec.v_head_size] if in_key else self.new(self.values)
 
     def _places(self, table: Tensor, block_size: int) -> Tensor:
         """Return the choice as places in the cache, of ids that the token sees."""
@@ -154,31 +151,6 @@ class SparseWorkload(ChoosingWorkload):
         shape = self.ids.shape
         return torch.tensor(rows, dtype=torch.int32, device=self.device).view(shape)
 
-    def _put(self, cache: KVCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        put(cache, keys, values, slots, (self.layer.params.k_scale, self.layer.params.v_scale))
-
-    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
-        queries, lens = lens_of(self.lengths)
-        entries = [n // self.part.tokens_per_entry for n in lens]
-        rows = picked_rows(queries, requests, self.device)
-        held = picked_rows(entries, requests, self.device)
-        work = self.but(
-            lengths=[self.lengths[i] for i in requests],
-            query=self.query[rows],
-            ids=self.ids[rows],
-            keys=self.keys[held],
-            values=self.values[held],
-        )
-        queries, lens = lens_of(work.lengths)
-        entries = [n // self.part.tokens_per_entry for n in lens]
-        spoil_requests([(work.query, queries), (work.keys, entries)], spoilt, self.dice)
-        if self.part.value_in_key:
-            work.values = work.keys[..., : self.spec.v_head_size]
-        work._lay()
-        expected, lse = self.expected
-        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
-        return work
-
     @property
     def inputs(self) -> tuple[Any, ...]:
         return self.query, self.key, self.value, self.cache
@@ -188,7 +160,7 @@ class SparseWorkload(ChoosingWorkload):
         """What the cache must hold after the step."""
         held, slots = copied(self.cache), self.batch.slot_mapping
         if slots is not None and self.key is not None and self.value is not None:
-            self._put(held, self.key, self.value, slots)
+            put(held, self.key, self.value, slots, self.scales)
         return held
 
     @cached_property
@@ -202,11 +174,36 @@ class SparseWorkload(ChoosingWorkload):
         shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
         return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
 
-    def call(self) -> Any:
-        return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)
+    def token_error(self, index: int) -> float:
+        """Return the error of the last run's last token of a sequence, by what the cache holds now."""
+        at = self.batch.query_lens[index] - 1
+        return token_error(
+            self.layer, self.query, self.cache, self.batch, self.choice, self.out, index, at
+        )
 
 
 WORKLOAD = SparseWorkload
+
+
+def token_error(
+    layer: SparseAttention,
+    query: Tensor,
+    cache: KVCache,
+    batch: Batch,
+    choice: Tensor | None,
+    out: Tensor,
+    index: int,
+    at: int,
+) -> float:
+    """Return the error of token `at` of a sequence's query; without a choice it sees the newest."""
+    assert batch.block_table is not None
+    length = batch.lens[index] - batch.query_lens[index] + at + 1
+    table = batch.block_table[index : index + 1]
+    alone = Batch.from_lens([1], [length], device=batch.device).with_block_table(table)
+    token = slice(batch.starts[index] + at, batch.starts[index] + at + 1)
+    ids = choice_of(layer.spec, None if choice is None else choice[token], alone)
+    expected, _ = reference.forward(layer.spec, query[token], cache, alone, ids, layer.params)
+    return output_error(out[token], expected)
 
 
 def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) -> Tensor:

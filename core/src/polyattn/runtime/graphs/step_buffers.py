@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
-from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch import Batch, upload
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -213,11 +213,9 @@ class StepBuffers:
         return [(self.state_targets[: len(targets)], targets[:, : self.query_len])]
 
     def _put(self, buffer: Tensor, values: Any) -> None:
-        """Copy from the host without waiting for the device, which allocates nothing."""
-        host = torch.tensor(values, dtype=buffer.dtype)
-        if buffer.is_cuda:
-            host = host.pin_memory()
-        buffer[: len(host)].copy_(host, non_blocking=True)
+        """Copy numbers to a buffer's first elements."""
+        numbers = torch.tensor(values, dtype=buffer.dtype).numpy()
+        upload(numbers, buffer.device, buffer[: len(numbers)])
 
 
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -63,26 +63,6 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
     return blocks
 
 
-def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
-    """Check on the host a step over a cache: its lengths, and the shape of its block table.
-
-    Args:
-        spec: the layer.
-        batch: the step.
-        block_size: tokens of a block.
-
-    Raises:
-        BatchError: lengths contradict one another, or the block table has too few columns.
-
-    Examples:
-        >>> spec = LayerSpec(num_heads=4, head_size=64)
-        >>> check_paged_batch(spec, Batch.from_lens([1], [5], torch.zeros(1, 1).int(), 16), 16)
-
-    """
-    batch.check_queries()
-    batch.check_pages(block_size)
-
-
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
     """Check a batch's block table and slots by their values, which costs a copy to the host.
 

@@ -23,8 +23,7 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.families.sparse import reference as reference_sparse
-from polyattn.runtime.step.chosen_pages import choice_of
+from polyattn.families.sparse import workload as sparse
 from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
@@ -120,7 +119,7 @@ class Checker:
         w_uk, w_uv = layer.weights
         indices = [i for i, n in enumerate(batch.query_lens) if n]
         for index in self._random.sample(indices, min(self.per_step, len(indices))):
-            rows, _ = reference.read_cache(spec, cache, batch, index, layer.params)
+            rows, _ = reference.read_cache(cache, batch, index, layer.params)
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
             visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
@@ -144,20 +143,10 @@ class Checker:
         out: Tensor,
     ) -> None:
         """As `check`, for a layer over chosen keys; None: the newest."""
-        assert batch.block_table is not None
         indices = [i for i, n in enumerate(batch.query_lens) if n]
         for index in self._random.sample(indices, min(self.per_step, len(indices))):
             at = self._random.randrange(batch.query_lens[index])
-            token = batch.starts[index] + at
-            length = batch.lens[index] - batch.query_lens[index] + at + 1
-            table = batch.block_table[index : index + 1]
-            alone = Batch.from_lens([1], [length]).with_block_table(table)
-            own = None if choice is None else choice[token : token + 1]
-            ids = choice_of(layer.spec, own, alone)
-            expected, _ = reference_sparse.forward(
-                layer.spec, query[token : token + 1], cache, alone, ids, layer.params
-            )
-            error = output_error(out[token : token + 1].cpu(), expected)
+            error = sparse.token_error(layer, query, cache, batch, choice, out, index, at)
             self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
 
     def sample_states(self, batch: Batch, states: StateCache) -> dict[int, Tensor]:
