@@ -202,6 +202,11 @@ def test_an_endless_window_without_a_causal_mask_shows_all(isa: str, kept: int) 
 
 @needs_library
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(isa, marks=pytest.mark.sweep if isa in build.BASES else ()) for isa in ISAS],
+    indirect=True,
+)  # of float32, which goes to the base's kernels where an instruction set has one
 def test_every_mask_of_the_grid(isa: str) -> None:
     cases = {name: case for name, case in (GRID | BEYOND).items() if case.spec.window_right is None}
     found = judged("NATIVE_ATTN", Device("cpu", "x86_64", torch_device="cpu"), cases.items())
