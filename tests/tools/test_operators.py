@@ -276,7 +276,7 @@ def test_a_trace_may_begin_with_a_bom_and_hold_line_separators(files: Path) -> N
     ("seed", "count"),
     [
         (7, 50),
-        pytest.param(8, 400, marks=pytest.mark.slow),
+        pytest.param(8, 200, marks=pytest.mark.slow),
         pytest.param(9, 2000, marks=pytest.mark.sweep),
     ],
 )
