@@ -187,9 +187,11 @@ def test_claim_writes_exactly_what_a_function_can_do(
 
 
 @pytest.mark.slow
-def test_a_failure_that_belongs_to_no_claim_is_reported() -> None:
-    """What every backend must do is looked at last: this one remembers its first call."""
-    seen: list[Tensor] = []
+def test_a_failure_that_belongs_to_no_claim_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every backend must do is looked at last: this one takes no slices."""
+    looked_at = {*PROVING, "out", "strided"}
+    few = lambda *given: [case for case in derive(*given) if case.check in looked_at]  # noqa: E731
+    monkeypatch.setattr(claim, "derive", few)
 
     def forgets_nothing(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
@@ -198,7 +200,6 @@ def test_a_failure_that_belongs_to_no_claim_is_reported() -> None:
             len(query) == query.shape[0] and query.shape[2] == 64 and query.dtype == torch.float32
         )
         assert query.is_contiguous(), "slices of one projection aren't taken"
-        seen.append(query)
         return sdpa(query, key, value, mask, scale)
 
     findings = found_of(forgets_nothing)

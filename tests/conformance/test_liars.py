@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance.case import Case
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
+from polyattn.registry.variants import variants
 
 DEVICE = resolve_device("cpu")
 SEED = 20
@@ -27,6 +29,11 @@ HONEST = [kind for kind in classes() if not kind.by]
 RECORD = Path(__file__).parent / "liars" / "caught.json"
 CAUGHT: dict[str, str] = json.loads(RECORD.read_text())
 QUICK = 12  # of so many liars one is tried without `-m slow`
+TESTED = (
+    "TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "TORCH_SCAN", "TORCH_STORE", "TORCH_MERGE",
+)  # fmt: skip
+"""Backends whose whole kits other slow tests run, most of them the honest ones' own code."""
+_derived: dict[tuple[Any, ...], list[Case]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +44,12 @@ def plugin() -> Iterator[None]:
 
 
 def cases_of(kind: type[Any]) -> list[Case]:
-    return derive(discover().backends[info(kind).name], DEVICE)
+    """Return a liar's cases. They follow from its claims, which many liars share, and the variants."""
+    backend = discover().backends[info(kind).name]
+    known = id(backend.capabilities), *variants()
+    if known not in _derived:
+        _derived[known] = derive(backend, DEVICE)
+    return _derived[known]
 
 
 def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> str | None:
@@ -76,16 +88,39 @@ def test_a_liar_is_caught(kind: type[Any]) -> None:
     )
 
 
+@cache
+def tested() -> set[Case]:
+    """Return the cases of kits that other tests run."""
+    return {case for name in TESTED for case in derive(discover().backends[name], DEVICE)}
+
+
+def passes(kind: type[Any], cases: list[Case]) -> bool:
+    return first_failure(kind, tuple(case.id for case in cases), budget=0.2) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HONEST, ids=[kind.__name__ for kind in HONEST])
 def test_the_honest_one_never(kind: type[Any]) -> None:
-    """Each case runs with the first honest one that has it, and again where its module's liars fail."""
+    """Each case that catches a liar passes, and each that no kit of `TESTED` has.
+
+    It runs with the first honest one that has it, and again where its module's liars fail.
+    """
     before = HONEST[: HONEST.index(kind)]
     known = {case for other in before for case in cases_of(other)}
-    named = {check for liar in LIARS if liar.__module__ == kind.__module__ for check in liar.by}
-    cases = [case for case in cases_of(kind) if case not in known or {case.check, case.id} & named]
-    own = tuple(case.id for case in cases)
-    assert own and first_failure(kind, own, budget=0.2) is None
+    catching = {CAUGHT[liar.__name__] for liar in LIARS if liar.__name__ in CAUGHT}
+    here = {CAUGHT.get(liar.__name__) for liar in LIARS if liar.__module__ == kind.__module__}
+    cases = [
+        case
+        for case in cases_of(kind)
+        if case.id in here or (case not in known and (case.id in catching or case not in tested()))
+    ]
+    assert cases and passes(kind, cases)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", HONEST, ids=[kind.__name__ for kind in HONEST])
+def test_the_honest_one_passes_its_whole_kit(kind: type[Any]) -> None:
+    assert passes(kind, cases_of(kind))
 
 
 def test_there_are_enough_liars() -> None:

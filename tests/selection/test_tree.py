@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from fakes import (
     A100,
@@ -23,6 +25,7 @@ from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo
+from polyattn.selection.tree import _by_rank
 from polyattn.settings import Settings, parse_overrides
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -279,3 +282,18 @@ def test_a_backend_says_what_would_bring_a_feature() -> None:
     assert rejection.remedy == "build it with ALiBi" and "(build it with ALiBi)" in str(rejection)
     with pytest.raises(ValueError, match=r"Capabilities.remedies: unknown \['albi'\]"):
         backend("MISSPELT", remedies={"albi": "build it with ALiBi"})
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), [("ABCD", "DBE"), ("A", "BCA"), ("CAB", "B")])
+def test_pairs_come_by_the_sum_of_their_ranks(prefills: str, decodes: str) -> None:
+    """At a tie one backend for both comes first, then the better decode."""
+    known = {name: backend(name) for name in "ABCDE"}
+    ranks = product(enumerate(prefills), enumerate(decodes))
+
+    def order(pair: tuple[tuple[int, str], tuple[int, str]]) -> tuple[int, bool, int]:
+        (p, prefill), (d, decode) = pair
+        return p + d, prefill != decode, d
+
+    wanted = sorted(ranks, key=order)
+    pairs = _by_rank(*([known[name] for name in names] for names in (prefills, decodes)))
+    assert [(p.name, d.name) for p, d in pairs] == [(p, d) for (_, p), (_, d) in wanted]

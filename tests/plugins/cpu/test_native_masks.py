@@ -156,13 +156,18 @@ def drawn(dice: random.Random) -> Step:
 
 @needs_library
 @pytest.mark.parametrize("draws", [8, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_layers_around_every_edge(isa: str, draws: int) -> None:
+def test_random_layers_around_every_edge(monkeypatch: pytest.MonkeyPatch, draws: int) -> None:
+    """Each instruction set runs each step: drawing it and its reference take most of the time."""
+    monkeypatch.setenv(library.PAIRS_VARIABLE, "1")
     for seed in range(draws):
         step = drawn(random.Random(f"{draws} {seed}"))
-        try:
-            step.check()
-        except AssertionError as error:
-            raise AssertionError(f"{seed}: {step.spec}, {step.queries} of {step.lens}") from error
+        for isa in ISAS:
+            monkeypatch.setenv(library.ISA_VARIABLE, isa)
+            try:
+                step.check()
+            except AssertionError as error:
+                shape = f"{step.spec}, {step.queries} of {step.lens}"
+                raise AssertionError(f"{isa}, {seed}: {shape}") from error
 
 
 def error(queries: int, keys: int, heads: int, kv_heads: int, **asked: Any) -> float:
@@ -197,6 +202,11 @@ def test_an_endless_window_without_a_causal_mask_shows_all(isa: str, kept: int) 
 
 @needs_library
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(isa, marks=pytest.mark.sweep if isa in build.BASES else ()) for isa in ISAS],
+    indirect=True,
+)  # of float32, which goes to the base's kernels where an instruction set has one
 def test_every_mask_of_the_grid(isa: str) -> None:
     cases = {name: case for name, case in (GRID | BEYOND).items() if case.spec.window_right is None}
     found = judged("NATIVE_ATTN", Device("cpu", "x86_64", torch_device="cpu"), cases.items())

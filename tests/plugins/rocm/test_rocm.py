@@ -26,22 +26,30 @@ def over_the_fakes(computes: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+OF_FP8 = "fp8 or pairs or search"
+"""Cases in which MI300X and MI355X differ: both have the same ones, layer by layer."""
+
+
 @pytest.mark.parametrize(
-    ("backend", "profile", "chip"),
+    ("backend", "profile", "chip", "chosen", "least"),
     [
-        pytest.param("ROCM_ATTN", "mi300x", "gfx942", marks=pytest.mark.slow),
-        pytest.param("ROCM_ATTN", "mi355x", "gfx950", marks=pytest.mark.slow),
-        pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", marks=pytest.mark.slow),
+        pytest.param("ROCM_ATTN", "mi300x", "gfx942", "", 40, marks=pytest.mark.slow),
+        pytest.param("ROCM_ATTN", "mi355x", "gfx950", OF_FP8, 12, marks=pytest.mark.slow),
+        pytest.param("ROCM_ATTN", "mi355x", "gfx950", "", 40, marks=pytest.mark.sweep),
+        pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", "", 40, marks=pytest.mark.slow),
     ],
 )
-def test_conforms_over_the_fake(backend: str, profile: str, chip: str) -> None:
-    conforms(backend, 40, "--polyattn-as", profile, "-x", **over_the_fakes(chip))
+def test_conforms_over_the_fake(
+    backend: str, profile: str, chip: str, chosen: str, least: int
+) -> None:
+    conforms(backend, least, "-k", chosen, "--polyattn-as", profile, "-x", **over_the_fakes(chip))
 
 
 @pytest.mark.slow
 def test_the_wrong_fp8_flavour_is_caught() -> None:
     """The negative control: a chip that computes OCP bits over a cache that was written as FNUZ."""
-    _, counts = kit("ROCM_ATTN", "--polyattn-as", "mi300x", "-x", **over_the_fakes("gfx950"))
+    of_fp8 = ("-k", OF_FP8, "--polyattn-as", "mi300x", "-x")
+    _, counts = kit("ROCM_ATTN", *of_fp8, **over_the_fakes("gfx950"))
     assert counts["failed"] == 1  # -x stops at the first
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polyattn.device import Device
@@ -357,13 +357,8 @@ def _best_pair(
     The pair with the lowest sum of ranks wins; at a tie one backend for both, then the better
     decode, where a serving engine spends most of its steps.
     """
-    pairs = [
-        ((p + d, prefill is not decode, d), prefill, decode)
-        for p, prefill in enumerate(ranking["prefill"])
-        for d, decode in enumerate(ranking["decode"])
-    ]
     refused: list[Rejection] = []
-    for _, prefill, decode in sorted(pairs, key=lambda pair: pair[0]):
+    for prefill, decode in _by_rank(ranking["prefill"], ranking["decode"]):
         # An MLA prefill works on keys and values that it makes for itself: only decode has the cache.
         apart = spec.kind is AttentionKind.MLA
         shared = share_cache(spec, decode if apart else prefill, decode, settings.layout)
@@ -375,6 +370,19 @@ def _best_pair(
         f"{who} can share one cache for {spec} on {device}:"
         + "".join(f"\n  {rejection}" for rejection in refused)
     )
+
+
+def _by_rank(
+    prefills: Sequence[BackendInfo], decodes: Sequence[BackendInfo]
+) -> Iterator[tuple[BackendInfo, BackendInfo]]:
+    """Yield pairs by the sum of their ranks; at a tie one backend for both, then the better decode."""
+    for total in range(len(prefills) + len(decodes) - 1):
+        alike = [
+            (prefills[total - d], decode)
+            for d, decode in enumerate(decodes)
+            if 0 <= total - d < len(prefills)
+        ]
+        yield from sorted(alike, key=lambda pair: pair[0] is not pair[1])
 
 
 def _answer(ranking: Mapping[str, list[BackendInfo]]) -> str:
