@@ -14,6 +14,7 @@ from polyattn_triton.configs import pick_scan
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.token import channel_kernel
 from polyattn_triton.launch import Launcher, power
+from polyattn_triton.selective import Pieces
 
 VALUES = 32
 """Value channels that a program holds which takes a token at a time, each with all keys."""
@@ -118,9 +119,9 @@ class Channels:
         out: Tensor,
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
-        tiles: tuple[Tensor, Tensor],
+        chunks: Pieces,
     ) -> None:
-        """Run a step. `tensors`, `meta`: as `by_token`; `tiles`: chunks' sequences and first tokens."""
+        """Run a step. `tensors`, `meta`: as `by_token`."""
         spec = self.spec
         q, k, v, g, beta, a, b = tensors
         tokens, per_head = len(q), self.matrices * CHUNK
@@ -132,8 +133,8 @@ class Channels:
         along = (per_token, per_head)
         starts, _, slots = meta
         _pair(
-            (len(tiles[0]), spec.num_heads, 1),
-            (q, k, g, beta, a, b, work, starts, slots, *tiles),
+            (chunks.count, spec.num_heads, 1),
+            (q, k, g, beta, a, b, work, starts, slots, chunks.seq, chunks.start),
             (),
             (*strides[:4], *strides[6:], beta.stride(0), *along),
             (),

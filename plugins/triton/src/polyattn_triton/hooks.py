@@ -218,13 +218,19 @@ TOKEN_SCAN = Capabilities(
         ),
     ),
     state_targets=True,
-    graph_capture=GraphCapture.UNIFORM,
+    graph_capture=GraphCapture.ANY,
 )
 TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
     TOKEN_SCAN.but(
-        lacks="step_invariant", excludes=(), adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        lacks="step_invariant", adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        excludes=(
+            (
+                frozenset({"batch_invariant", "captured_prompts"}),
+                "a row of one token runs as a prompt where the captured step's decodes are full",
+            ),
+        ),
         kinds=frozenset(
             {
                 AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2,

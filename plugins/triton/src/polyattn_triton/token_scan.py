@@ -107,15 +107,12 @@ class TritonTokenScan(RecurrentBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
-        if plan.phase != "prefill" or not self._tiles:
-            return plan
-        if isinstance(reuse, ScanPlan) and reuse.batch.starts == batch.starts:
-            plan.pieces = reuse.pieces  # a captured graph reads those that it was captured with
+        if plan.phase != "prefill" or not self._tiles or plan.take(reuse):
             return plan
         counts = batch.query_lens
         size = max(LEAST_PIECE, triton.cdiv(sum(counts) * self._programs, self._side))
         if batch.num_seqs * self._programs < self._places and size < max(counts):
-            plan.pieces = Pieces(counts, size, self.torch_device)
+            plan.pieces = Pieces(batch, size, self.torch_device)
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:

@@ -12,7 +12,7 @@ from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.kinds import DTYPES, AttentionKind, GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.steps import RECURRENT
@@ -134,6 +134,9 @@ def _captured(spec: LayerSpec, label: str, caps: Capabilities, device: Device) -
         if caps.state_targets and spec.recurrent is not None and not spec.recurrent.draft_tokens:
             yield Case(how, label, asked, batch, EACH)
             yield Case(how, label, asked, batch, LAST)
+    if caps.graph_capture >= GraphCapture.ANY:
+        how = how.replace("recurrent", "recurrent_mixed")
+        yield Case(how, label, spec.replace(graph_capture="any"), "mixed")
 
 
 def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
