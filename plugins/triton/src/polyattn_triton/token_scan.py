@@ -24,7 +24,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.channels import by_token, channel_constants, given_inputs
+from polyattn_triton.channels import by_token, channel_constants, feature_map, given_inputs
 from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
 from polyattn_triton.kernels.token import unit_kernel
 from polyattn_triton.launch import Launcher, multiprocessors, power
@@ -64,7 +64,6 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
     """Return the constants of the kernel of `spec`'s prompts, in its order. `part`: as it says."""
     if spec.kind is AttentionKind.RG_LRU:
         return spec.num_heads, TILE_UNITS, TILE_TOKENS, part
-    assert spec.recurrent is not None
     return (
         spec.num_heads // spec.num_kv_heads,
         spec.head_size,
@@ -72,7 +71,7 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
         power(spec.head_size),
         power(spec.v_head_size),
         CHUNK[64 if max(spec.head_size, spec.v_head_size) <= 64 else 128],
-        spec.recurrent.feature_map == "relu",
+        feature_map(spec),
         part,
     )
 

@@ -251,12 +251,14 @@ PROMPTS: tuple[tuple[StepSize, tuple[Lengths, ...]], ...] = (
         StepSize(3, prompts=3, prompt_tokens=150),
         (
             [(1, 33), (81, 81), (1, 5), (17, 22), (1, 17), (16, 50)],
-            [(3, 3), (147, 260), (1, 1), (1, 64)],
-            [(1, 5), (1, 6), (1, 7), (1, 8), (0, 9), (66, 66)],
+            [(3, 3), (146, 260), (1, 1), (1, 64), (1, 8), (1, 7)],
             [(33, 38), (49, 49), (65, 90)],
         ),
     ),
-    (StepSize(2, 3, prompts=2, prompt_tokens=9), ([(3, 9), (1, 1), (3, 3), (8, 30)], [(2, 8)])),
+    (
+        StepSize(2, 3, prompts=2, prompt_tokens=9),
+        ([(3, 9), (1, 1), (3, 3), (8, 30)], [(2, 8), (0, 9)]),
+    ),
 )
 """Captured mixed steps, and the (query length, length) of later steps' rows: prompts between decodes, one
 that fills its room, as many tiles as there can be, a decode too many, several tokens each."""
