@@ -92,6 +92,44 @@ def test_kda_is_transformers_kimi_delta_attention() -> None:
         agree(spec, inputs, params, out[0])
 
 
+def test_mamba1_of_several_heads_is_transformers_zamba() -> None:
+    """Each of the mixer's heads has a B and a C of its own: channel groups, with a gate."""
+    zamba = pytest.importorskip("transformers.models.zamba.modeling_zamba")
+    config = zamba.ZambaConfig(
+        hidden_size=12, mamba_expand=2, n_mamba_heads=3, mamba_d_state=5, mamba_dt_rank=4,
+        num_hidden_layers=4, use_associative_scan=False,
+    )  # fmt: skip
+    mixer = zamba.ZambaMambaMixer(config, 0).double()
+    for name, weight in mixer.named_parameters():
+        if name != "A_log":
+            torch.nn.init.normal_(weight, std=0.3)
+    hidden = torch.randn(1, TOKENS, 12, dtype=torch.float64)
+    with torch.no_grad():
+        theirs = mixer(hidden)[0]
+        x, z = mixer.in_proj(hidden)[0].view(TOKENS, 24, 2).unbind(-1)
+        x = torch.nn.functional.silu(mixer.conv1d(x.T)[:, :TOKENS]).T
+        of_head = torch.einsum("hri,thi->thr", mixer.x_proj_weight, x.unflatten(1, (3, 8)))
+        step, b, c = of_head.split([4, 5, 5], -1)
+        dt = torch.einsum("hir,thr->thi", mixer.dt_proj_weight, step).flatten(1)
+        inputs = {"x": x, "dt": dt, "B": b, "C": c, "z": z}
+        params = {
+            "A": -mixer.A_log.exp().flatten(0, 1), "D": mixer.D.flatten(),
+            "dt_bias": mixer.dt_proj_bias.flatten(),
+        }  # fmt: skip
+        spec = LayerSpec(
+            kind="mamba1", num_heads=24, head_size=1, dtype="float32",
+            recurrent=RecurrentSpec(state_size=5, channel_groups=3, gated=True),
+        )  # fmt: skip
+        state = torch.zeros(24, 5, dtype=torch.float64)
+        out, _ = reference.scan(spec, inputs, params, state, before=0)
+        torch.testing.assert_close(mixer.out_proj(out), theirs, rtol=1e-6, atol=1e-6)
+        single = {name: tensor.float().contiguous() for name, tensor in inputs.items()}
+        plain = {name: tensor.float() for name, tensor in params.items()}
+        for steps in ([TOKENS], [BEFORE, 1, TOKENS - BEFORE - 1]):
+            ours = layer_output(spec, single, plain, steps)
+            torch.testing.assert_close(mixer.out_proj(ours.double()), theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_rg_lru_is_transformers_recurrent_gemma() -> None:
     from transformers import RecurrentGemmaConfig
     from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "MiniMax": ("minimax", "minimax_text_01", "minimax_m2"), "gpt-oss": ("gpt_oss",),
     "Falcon": ("falcon",), "Falcon-H1": ("falcon_h1",), "Falcon-Mamba": ("falcon_mamba",),
     "Mamba 1": ("mamba",), "Mamba 2": ("mamba2",), "Bamba": ("bamba",), "Jamba": ("jamba",),
-    "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",), "RecurrentGemma": ("recurrent_gemma",),
+    "Zamba": ("zamba",), "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",), "RecurrentGemma": ("recurrent_gemma",),
     "RWKV-7": ("rwkv7",), "LFM2": ("lfm2", "lfm2_moe"), "GPT-2": ("gpt2",), "GPT-J": ("gptj",),
     "GPT-NeoX": ("gpt_neox",), "GPT-Neo": ("gpt_neo",), "GPT-BigCode": ("gpt_bigcode",),
     "StarCoder2": ("starcoder2",), "OPT": ("opt",), "BLOOM": ("bloom",), "MPT": ("mpt",),
