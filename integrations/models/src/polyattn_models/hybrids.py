@@ -160,10 +160,8 @@ def zamba(cfg: Config) -> Towers:
     channels, groups = widened(cfg, "mamba_expand"), cfg.need("n_mamba_heads")
     if channels % groups:
         raise cfg.error("n_mamba_heads", groups, f"doesn't divide the {channels} channels")
-    recurrent = mamba1(
-        cfg, channels, cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), groups,
-        activation="hidden_mamba_act",
-    )  # fmt: skip
+    sizes = (cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), groups)
+    recurrent = mamba1(cfg, channels, *sizes, activation="hidden_mamba_act")
     attention = _shared_attention(cfg, rotates=False)
     return stack(
         cfg, types, {HYBRID: lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
