@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from kits import conforms
-from polyattn import Batch, LayerGroup, LayerSpec, StepSize, select
+from polyattn import Batch, Device, LayerGroup, LayerSpec, StepSize, discover, select
 from polyattn.errors import BatchError
+from polyattn.registry.capabilities import check
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.recurrent import RecurrentSpec
 
@@ -93,7 +96,6 @@ def test_captured_plans_are_refilled(backend: str, chosen: str, least: int) -> N
 def test_a_captured_plan_s_tiles_are_read_again() -> None:
     """Rows of several tokens without targets: a replay lists no tiles that its graph wouldn't read."""
     pytest.importorskip("triton")
-    from polyattn import Device
     from polyattn_triton.scan import TritonScan
 
     backend = TritonScan(RING, None, Device(platform="cuda", arch="sm_90", torch_device="cpu"))
@@ -104,6 +106,61 @@ def test_a_captured_plan_s_tiles_are_read_again() -> None:
     )
     captured = backend.plan(first)
     again = backend.plan(second, captured)
-    assert again.tile_seq is captured.tile_seq and again.tile_start is captured.tile_start
+    assert again.pieces is captured.pieces is not None
     assert again.seq_lens.tolist() == [30, 0]
-    assert backend.plan(longer, captured).tile_seq is not captured.tile_seq
+    assert backend.plan(longer, captured).pieces is not captured.pieces
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 33, 64])
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_a_captured_step_has_tiles_for_any_prompts(tokens: int, prompts: int) -> None:
+    """As many as the worst lengths need, no more, and those left over are the row's without a slot."""
+    pytest.importorskip("triton")
+    from polyattn_triton.selective import Pieces
+
+    size = 16
+    buffers = MixedBuffers(StepSize(1, prompts=prompts, prompt_tokens=tokens), 64, None, "cpu")
+    first = buffers.longest().part(slice(0, prompts + 1)).copy()
+    first.num_contexts = prompts + 1
+    pieces, most = Pieces(first, size, torch.device("cpu")), 0
+    for lengths in itertools.product(range(tokens + 1), repeat=prompts):
+        if sum(lengths) > tokens:
+            continue
+        wanted = [(i, at) for i, n in enumerate(lengths) for at in range(0, n, size)]
+        most = max(most, len(wanted))
+        if sum(lengths) % 7 == 0 or len(wanted) == pieces.count:
+            batch = Batch(
+                [0, *itertools.accumulate([*lengths, tokens - sum(lengths)])],
+                [64] * len(first.lens),
+            )
+            batch.num_contexts = prompts + 1
+            pieces.fill(batch)
+            rest = [(prompts, 0)] * (pieces.count - len(wanted))
+            assert (
+                list(zip(pieces.seq.tolist(), pieces.start.tolist(), strict=True)) == wanted + rest
+            )
+    assert pieces.count == most
+
+
+def test_mixed_buffers_hold_each_sequence_s_slot() -> None:
+    buffers = MixedBuffers(StepSize(2, prompts=2, prompt_tokens=9), 64, None, "cpu")
+    for queries, slots, filled in (
+        ([1, 4, 1, 2], [7, 5, 3, 1], [5, 1, -1, 7, 3]),
+        ([3, 1], [2, 4], [2, -1, -1, 4, -1]),
+        ([1, 1, 1], [6, 5, 4], [4, -1, -1, 6, 5]),
+    ):
+        batch = Batch.from_lens(queries, [20] * len(queries), state_slots=torch.tensor(slots))
+        assert buffers.fill(batch).state_slots is buffers.state_slots
+        assert buffers.state_slots.tolist() == filled
+
+
+def test_bits_of_a_batch_are_not_promised_in_captured_prompts() -> None:
+    """There a row of one token may run by the prompts' kernel, and eagerly by the decodes'."""
+    pytest.importorskip("triton")
+    claims = discover().backend("TRITON_SCAN").capabilities
+    device = Device(platform="cuda", arch="sm_90", torch_device="cpu")
+    asked = GDN.replace(graph_capture="any")
+    assert not check(claims, asked, device)
+    assert not check(claims, GDN.replace(graph_capture="uniform", batch_invariant="batch"), device)
+    (problem,) = check(claims, asked.replace(batch_invariant="batch"), device)
+    assert "one token" in str(problem)

@@ -36,13 +36,19 @@ from polyattn.runtime.conventions import (
 )
 from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.encoding import trace_encode
-from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.functions.pointwise import (
+    INPUT_DTYPES,
+    Function,
+    Pointwise,
+    feature_mod,
+)
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import (
     OF_PLACES,
     Trace,
     UntraceableError,
     trace,
+    trace_features,
     trace_rows,
     untraceable,
 )
@@ -145,6 +151,7 @@ __all__ = [
     "dequantized",
     "empty_rows",
     "encoded",
+    "feature_mod",
     "in_turn",
     "inv_freq",
     "key_ranges",
@@ -162,6 +169,7 @@ __all__ = [
     "token_places",
     "trace",
     "trace_encode",
+    "trace_features",
     "trace_rows",
     "turned",
     "untraceable",

@@ -475,8 +475,10 @@ def _recurrent(module: Any) -> tuple[Any, ...] | None:
             AttentionKind.GDN, module.num_v_heads, module.num_k_heads, module.head_k_dim,
             module.head_v_dim, width, module.conv1d.weight.shape[0],
         )  # fmt: skip
-    if module.A_log.ndim == 2:
-        return (AttentionKind.MAMBA1, *module.A_log.shape, width)
+    if module.A_log.ndim > 1:  # Zamba's of several heads, which have a B and a C each
+        groups = module.A_log.shape[0] if module.A_log.ndim == 3 else 1
+        channels, state = module.A_log.flatten(0, -2).shape
+        return AttentionKind.MAMBA1, channels, state, width, groups
     return (
         AttentionKind.MAMBA2, module.A_log.shape[0], module.n_groups, module.head_dim,
         module.ssm_state_size, width, module.conv1d.weight.shape[0],
@@ -496,7 +498,7 @@ def recurrent_values(spec: LayerSpec) -> tuple[Any, ...]:
     if spec.kind is AttentionKind.LINEAR:
         return spec.kind, spec.num_heads, spec.head_size
     if spec.kind is AttentionKind.MAMBA1:
-        return spec.kind, spec.num_heads, form.state_size, form.conv_width
+        return spec.kind, spec.num_heads, form.state_size, form.conv_width, form.channel_groups
     if spec.kind is AttentionKind.RG_LRU:
         return spec.kind, spec.num_heads
     if spec.kind is AttentionKind.KDA:

@@ -259,3 +259,17 @@ def test_the_table_of_fields_is_fresh() -> None:
     assert update_classes.TABLE.read_text() == update_classes.text(), (
         "stale: python integrations/models/tests/update_classes.py"
     )
+
+
+@pytest.mark.parametrize("count", [3, 4, 9, 20])
+def test_zambas_layers_without_a_list_are_its_config_s(count: int) -> None:
+    """Three are fixed, the others go by a period that is counted from the fourth."""
+    theirs = transformers.ZambaConfig(num_hidden_layers=count, hidden_size=64).layers_block_type
+    fields = {"model_type": "zamba", "num_hidden_layers": count, "hidden_size": 64}
+    layers = model_layers(fields).layers
+    attends = [any(not spec.kind.is_recurrent for spec in layer.specs) for layer in layers]
+    assert attends == [kind == "hybrid" for kind in theirs]
+    form = layers[0].specs[-1].recurrent
+    assert form is not None and form.channel_groups == 2
+    with pytest.raises(ConfigError, match="n_mamba_heads=3 doesn't divide the 128 channels"):
+        model_layers(fields | {"n_mamba_heads": 3})

@@ -53,6 +53,50 @@ class QueriesOfTheCapture(HonestMixed):
         HonestGraph.refill(self, plan, batch)
 
 
+class HonestMixedScan(Scan):
+    """Reads slots, lengths and where queries start from its captured plan, which later steps refill."""
+
+    by = ()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        plan = super().plan(batch)
+        if reuse is None:
+            return plan
+        self.refill(reuse, plan)
+        return reuse
+
+    def refill(self, captured: Any, plan: Any) -> None:
+        captured.slots, captured.before, captured.batch = plan.slots, plan.before, plan.batch
+
+
+class PromptsOfTheCapture(HonestMixedScan):
+    """A recurrence's prompts are cut where the captured step's were."""
+
+    by = ("recurrent_mixed_reuse",)
+
+    def refill(self, captured: Any, plan: Any) -> None:
+        captured.slots, captured.before = plan.slots, plan.before
+
+
+class PromptsEndWithTheirRoom(HonestMixedScan):
+    """The last prompt also takes the tokens that its captured room has left."""
+
+    by = ("recurrent_mixed_reuse",)
+
+    def refill(self, captured: Any, plan: Any) -> None:
+        super().refill(captured, plan)
+        batch = plan.batch
+        if batch.num_contexts is None:
+            return
+        last = max(i for i, slot in enumerate([0, *plan.slots]) if slot >= 0) - 1
+        if last >= 0:
+            starts = [
+                *batch.starts[: last + 1],
+                *batch.starts[-1:] * (len(batch.starts) - last - 1),
+            ]
+            captured.batch = Batch(starts, batch.lens, state_slots=batch.state_slots)
+
+
 class HonestDrafts(Scan):
     """Takes drafts in one call: each token's state goes where it shall be."""
 

@@ -106,6 +106,7 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),
     (variances.StatesByTheBatch, SCANS),
+    (captures.HonestMixedScan, replace(SCANS, graph_capture=GraphCapture.ANY)),
     (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentFrame
+from polyattn_cpu.hooks import TORCH_SCAN
 from polyattn_cpu.recurrent import TorchScan
 from torch import Tensor
 
@@ -148,8 +150,6 @@ class OtherForm(Scan):
         return spec
 
     def form(self, spec: Any, **changes: Any) -> Any:
-        from dataclasses import replace
-
         return spec.replace(recurrent=replace(spec.recurrent, **changes))
 
 
@@ -166,6 +166,20 @@ class NeverActivates(OtherForm):
 class NeverNormalises(OtherForm):
     def other(self, spec: Any) -> Any:
         return self.form(spec, qk_norm=False)
+
+
+class AlwaysElu(OtherForm):
+    """A variant's map of features is taken for elu(x) + 1."""
+
+    claimed: ClassVar[Any] = TORCH_SCAN.capabilities.but(
+        kinds=frozenset({AttentionKind.PHI_LINEAR}), dtypes=frozenset({"float32"})
+    )
+
+    def other(self, spec: Any) -> Any:
+        if spec.variant is None:
+            return spec
+        form = replace(spec.recurrent, feature_map="elu+1")
+        return spec.replace(variant=None, recurrent=form)
 
 
 class UnscaledQueries(OtherForm):

@@ -252,8 +252,11 @@ def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
 @pytest.mark.parametrize(
     "arch", [pytest.param(a, marks=slow if a == "sm_90" else sweep) for a in TARGETS]
 )
-@pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
+@pytest.mark.parametrize(
+    "kind", ["kda", "rwkv7", "rg_lru", "phi_linear", "phi_linear of a variant"]
+)
 def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
+    from polyattn.conformance.cases.functions import FEATURES, registered
     from triton_ahead_families import compile_channels, compile_token_scan
 
     machine = "cubin" if arch.startswith("sm_") else "hsaco"
@@ -265,6 +268,9 @@ def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str
     form = RecurrentSpec(
         feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
     )
+    kind, _, own = kind.partition(" of ")
+    if own:
+        sizes, form = sizes | {"variant": registered(FEATURES)}, RecurrentSpec()
     spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
     if kind in ("kda", "rwkv7"):
         made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]

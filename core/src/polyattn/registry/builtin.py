@@ -109,7 +109,7 @@ VANILLA_SCAN = _vanilla(
     "polyattn.families.recurrent.vanilla:VanillaScan",
     "the float64 recurrences as they are published, a token at a time, on the host",
     kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
-    features=_LATENT - {"lse"} | {"gqa"} | RECURRENT,
+    features=_LATENT - {"lse"} | {"gqa", "variant"} | RECURRENT,
 )
 
 VANILLA_INDEX = _vanilla(

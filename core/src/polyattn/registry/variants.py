@@ -6,7 +6,7 @@ from polyattn.errors import PluginError, SpecError, nearest
 from polyattn.registry.discovery import changed, discover
 from polyattn.registry.info import load_object
 from polyattn.spec.decompose import unrotated
-from polyattn.spec.kinds import GraphCapture
+from polyattn.spec.kinds import AttentionKind, GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
@@ -96,6 +96,12 @@ def variant_of(spec: LayerSpec) -> AttentionVariant | None:
     if spec.variant is None:
         return None
     variant = variant_named(spec.variant)
+    linear = spec.kind is AttentionKind.PHI_LINEAR
+    if linear != (variant.feature_mod is not None):
+        raise SpecError(
+            f"kind={spec.kind.value!r} and variant={variant.name!r} don't go together: a variant of "
+            "kind='phi_linear' has a feature_mod, a variant of attention has none"
+        )
     if not variant.softmax and (spec.learned_sinks or spec.needs_lse):
         field = "learned_sinks" if spec.learned_sinks else "needs_lse"
         raise SpecError(
@@ -130,6 +136,6 @@ def kernel_spec(spec: LayerSpec) -> LayerSpec:
     dropped. Raises `SpecError`.
     """
     variant = variant_of(spec)
-    if variant is not None and not variant.of_scores:
+    if variant is not None and not (variant.of_scores or variant.feature_mod):
         spec = spec.replace(variant=None)
     return unrotated(spec)

@@ -16,7 +16,7 @@ FEATURES = {
     "sink_tokens": "kept first tokens beyond the window",
     "cache_positions": "keys rotated at their places within the cache",
     "cache_positions_by_length": "of these, frequencies that follow a sequence's length",
-    "variant": "a variant's functions of scores",
+    "variant": "a variant's functions of scores, or its map of linear attention's features",
     "custom_mask": "masks that a step brings",
     "block_sparse": "rows of blocks that a step brings",
     "tensor_scales": "scales read from tensors on the device",

@@ -585,7 +585,7 @@ def _check_pointwise(spec: LayerSpec) -> None:
             f"knows only their bounds; drop one"
         )
     for name, plain in (
-        ("variant", None),
+        ("variant", spec.variant if spec.kind is AttentionKind.PHI_LINEAR else None),
         ("mask", None),
         ("qkv_dtype", "auto"),
         ("out_dtype", "auto"),
@@ -634,7 +634,7 @@ def _check_family(spec: LayerSpec) -> None:
     if spec.indexer is not None:
         _check_indexer(spec, spec.indexer)
     if spec.recurrent is not None:
-        spec.recurrent.check_within(kind, spec.num_heads, spec.dtype)
+        spec.recurrent.check_within(kind, spec.num_heads, spec.dtype, spec.variant)
     if not kind.is_grouped and spec.num_kv_heads != spec.num_heads:
         raise SpecError(
             f"num_kv_heads={spec.num_kv_heads}: {kind.value} has no groups; leave it out, or set it to "

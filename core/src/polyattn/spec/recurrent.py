@@ -23,8 +23,8 @@ class RecurrentSpec:
         activation: after the short convolution: `"silu"` or None.
         dt_softplus: Mamba's step size is softplus(dt + dt_bias).
         qk_norm: a delta rule's queries and keys are scaled to length 1 first.
-        feature_map: of linear attention with a normaliser, applied to queries and keys: `"elu+1"` or
-            `"relu"`.
+        feature_map: of linear attention with a normaliser, applied to queries and keys: `"elu+1"`,
+            `"relu"`, or None where the layer's `variant` has another one (`feature_mod`).
         gated: Mamba takes a gate z beside x, and returns y silu(z).
         channel_groups: groups of Mamba-1's channels; each has a B and a C of its own.
         bc_in_float32: Mamba's B and C are float32 whatever the layer's dtype.
@@ -78,13 +78,16 @@ class RecurrentSpec:
         }
         return frozenset(name for name, asked in asks.items() if asked)
 
-    def check_within(self, kind: AttentionKind, num_heads: int, dtype: str) -> None:
+    def check_within(
+        self, kind: AttentionKind, num_heads: int, dtype: str, variant: str | None = None
+    ) -> None:
         """Check the options that only some kinds have.
 
         Args:
             kind: the layer's.
             num_heads: the layer's; of Mamba-1 its channels.
             dtype: the layer's.
+            variant: the layer's.
 
         Raises:
             SpecError: an option isn't one of this kind.
@@ -112,8 +115,12 @@ class RecurrentSpec:
                 f"recurrent.state_dtype={self.state_dtype!r}: a {kind.value} state of a {dtype} layer is "
                 "in the layer's dtype; leave it out"
             )
-        if (self.feature_map is not None) != (kind is AttentionKind.PHI_LINEAR):
+        phi = kind is AttentionKind.PHI_LINEAR
+        own = phi and variant is not None
+        if (self.feature_map is not None) + own != phi:
+            beside = f" beside variant={variant!r}" if own else ""
             raise SpecError(
-                f"kind={kind.value!r} and recurrent.feature_map={self.feature_map!r} don't go together: "
-                f"kind='phi_linear' takes one of {', '.join(FEATURE_MAPS)}, no other kind takes any"
+                f"kind={kind.value!r} and recurrent.feature_map={self.feature_map!r}{beside} don't go "
+                f"together: kind='phi_linear' takes one of {', '.join(FEATURE_MAPS)}, or a variant with "
+                "a feature_mod; no other kind takes any"
             )

@@ -22,7 +22,7 @@ SIZES = ("num_heads", "num_kv_heads", "num_seqs", "*")
 """What an input's dimension may be, beside a number; `*` is any."""
 TRANSFORMS = ("query_mod", "key_mod", "value_mod", "output_mod")
 """Functions of elements that a variant may have, beside those of scores."""
-FUNCTIONS = ("score_mod", "mask_mod", *TRANSFORMS)
+FUNCTIONS = ("score_mod", "mask_mod", *TRANSFORMS, "feature_mod")
 LANGUAGES = ("triton", "cuda", "jax")
 """What functions of scores are generated in, and may be written in by hand."""
 MASKS = ("custom", "block_sparse")
@@ -119,6 +119,8 @@ class AttentionVariant:
         key_mod: `key_mod(key, b, h, kv_idx, d)`.
         value_mod: `value_mod(value, b, h, kv_idx, d)`.
         output_mod: `output_mod(output, b, h, q_idx, d)`.
+        feature_mod: `feature_mod(x)`: phi of linear attention with a normaliser (kind `"phi_linear"`), of
+            a query's or key's elements, in float32. It has no inputs, and no other function beside it.
         softmax: False: the weights are what `score_mod` returns (FlashSigmoid).
         inputs: tensors that the functions take as keyword arguments, by name: `"float32"` for a number,
             `"float32[num_heads]"`, `"bool[num_seqs, *]"`. The layer or each batch brings them.
@@ -143,6 +145,7 @@ class AttentionVariant:
     key_mod: Callable[..., Any] | str | None = None
     value_mod: Callable[..., Any] | str | None = None
     output_mod: Callable[..., Any] | str | None = None
+    feature_mod: Callable[..., Any] | str | None = None
     softmax: bool = True
     inputs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str | Path] = field(default_factory=dict)
@@ -168,6 +171,8 @@ class AttentionVariant:
                 f"variant {self.name!r} changes nothing: set score_mod, mask_mod or a transform, and "
                 "score_mod where softmax=False"
             )
+        if self.feature_mod is not None:
+            self._check_alone()
         if not isinstance(self.softmax, bool):
             raise SpecError(f"AttentionVariant.softmax={shown(self.softmax)} must be True or False")
         if not isinstance(self.inputs, Mapping):
@@ -194,6 +199,8 @@ class AttentionVariant:
 
         """
         wanted: tuple[str, ...] = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
+        if which == "feature_mod":
+            wanted = ("x",)
         if which in TRANSFORMS:
             place = "kv_idx" if which in ("key_mod", "value_mod") else "q_idx"
             wanted = (which.removesuffix("_mod"), "b", "h", place, "d")
@@ -212,6 +219,16 @@ class AttentionVariant:
                 f"{', '.join(self.inputs) or 'none'}; declare inputs={{{unknown[0]!r}: 'float32'}}"
             )
         return names
+
+    def _check_alone(self) -> None:
+        """Linear attention has neither scores nor what else a variant changes."""
+        others = [name for name in FUNCTIONS[:-1] if getattr(self, name) is not None]
+        others += [name for name in ("inputs", "sources") if getattr(self, name)]
+        if others:
+            raise SpecError(
+                f"variant {self.name!r}: feature_mod is for linear attention, and {others[0]} for "
+                "attention; make two variants of them"
+            )
 
     def _check_sources(self) -> None:
         if not isinstance(self.sources, Mapping):

@@ -129,33 +129,62 @@ def jamba(cfg: Config) -> Towers:
     )
 
 
+HYBRID = "hybrid"
+"""Zamba's layers that have attention before their Mamba."""
+
+
+def _shared_attention(cfg: Config, rotates: bool) -> LayerSpec:
+    """Return Zamba's attention, of twice the hidden size: half of it are the token's embedding."""
+    width, heads = 2 * cfg.need("hidden_size"), cfg.need("num_attention_heads")
+    cfg.only("attention_hidden_size", width)
+    size = cfg.integer("attention_head_dim") or width // heads
+    return LayerSpec(
+        num_heads=heads,
+        num_kv_heads=cfg.integer("num_key_value_heads") or heads,
+        head_size=size,
+        scale=(size / 2) ** -0.5,
+        dtype=cfg.dtype,
+        rope=read_rope(cfg, size) if rotates else None,
+    )
+
+
+def zamba(cfg: Config) -> Towers:
+    """Mamba-1 of several heads in every layer; in the hybrid ones, shared attention before it."""
+    count = cfg.need("num_hidden_layers")
+    kinds = cfg.items("layers_block_type", str, count)
+    if kinds is None:
+        period, offset = cfg.need("attn_layer_period"), cfg.get("attn_layer_offset", default=4)
+        rest = [HYBRID if i % period == offset else LINEAR for i in range(count - 3)]
+        kinds = [LINEAR, LINEAR, HYBRID, *rest][:count]
+    types = named(cfg, "layers_block_type", kinds, (LINEAR, HYBRID))
+    channels, groups = widened(cfg, "mamba_expand"), cfg.need("n_mamba_heads")
+    if channels % groups:
+        raise cfg.error("n_mamba_heads", groups, f"doesn't divide the {channels} channels")
+    sizes = (cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), groups)
+    recurrent = mamba1(cfg, channels, *sizes, activation="hidden_mamba_act")
+    attention = _shared_attention(cfg, rotates=False)
+    return stack(
+        cfg, types, {HYBRID: lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
+    )
+
+
 def zamba2(cfg: Config) -> Towers:
     """Mamba-2 in every layer; in the hybrid ones, shared attention of twice the width before it."""
     count = cfg.need("num_hidden_layers")
     kinds = cfg.items("layers_block_type", str, count)
     if kinds is None:
         raise cfg.error("layers_block_type", None, "is needed: which layers have attention")
-    types = named(cfg, "layers_block_type", kinds, (LINEAR, "hybrid"))
+    types = named(cfg, "layers_block_type", kinds, (LINEAR, HYBRID))
     channels, recurrent_heads = widened(cfg, "mamba_expand"), cfg.need("n_mamba_heads")
     recurrent = mamba2(
         cfg, recurrent_heads, cfg.need("mamba_ngroups"), channels // recurrent_heads,
         cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), activation="",
     )  # fmt: skip
     cfg.only("mamba_headdim", channels // recurrent_heads)
-    cfg.only("hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
-    width, heads = 2 * cfg.need("hidden_size"), cfg.need("num_attention_heads")
-    cfg.only("attention_hidden_size", width)
-    size = cfg.integer("attention_head_dim") or width // heads
-    attention = LayerSpec(
-        num_heads=heads,
-        num_kv_heads=cfg.integer("num_key_value_heads") or heads,
-        head_size=size,
-        scale=(size / 2) ** -0.5,
-        dtype=cfg.dtype,
-        rope=read_rope(cfg, size) if cfg.flag("use_mem_rope") else None,
-    )
+    cfg.only("hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == HYBRID])
+    attention = _shared_attention(cfg, rotates=cfg.flag("use_mem_rope"))
     return stack(
-        cfg, types, {"hybrid": lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
+        cfg, types, {HYBRID: lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
     )
 
 
@@ -361,6 +390,7 @@ READERS: dict[str, Reader] = {
     "granitemoehybrid": granite_hybrid,
     "falcon_h1": falcon_h1,
     "jamba": jamba,
+    "zamba": zamba,
     "zamba2": zamba2,
     "nemotron_h": nemotron_h,
     "recurrent_gemma": recurrent_gemma,

@@ -10,14 +10,29 @@ from polyattn_models.config import Config
 from polyattn_models.layers import Reader, Towers, unserved
 
 
-def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:
-    """Return a Mamba-1 layer."""
+def mamba1(
+    cfg: Config,
+    channels: int,
+    state: int,
+    width: int,
+    groups: int = 1,
+    activation: str = "hidden_act",
+) -> LayerSpec:
+    """Return a Mamba-1 layer; `groups` of its channels each have a B and a C of their own.
+
+    `activation` names the field of the convolution's.
+    """
     return LayerSpec(
         kind=AttentionKind.MAMBA1,
         num_heads=channels,
         head_size=1,
         dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation=silu(cfg)),
+        recurrent=RecurrentSpec(
+            state_size=state,
+            conv_width=width,
+            activation=silu(cfg, activation),
+            channel_groups=groups,
+        ),
     )
 
 
@@ -208,6 +223,5 @@ READERS: dict[str, Reader] = {
     "rwkv5": unserved("the RWKV-5 recurrence"),
     "rwkv6": unserved("the RWKV-6 recurrence"),
     "rwkv7": _rwkv7,
-    "zamba": unserved("Mamba-1 with several heads"),
     "xlstm": unserved("the mLSTM recurrence"),
 }

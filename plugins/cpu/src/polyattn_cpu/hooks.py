@@ -283,7 +283,7 @@ TORCH_SCAN = BackendInfo(
         dtypes=ALL_DTYPES,
         features=names(
             "causal gqa v_head_size deterministic batch_invariant step_invariant gated "
-            "grouped_channels bc_in_float32 narrow_states wide_conv_states"
+            "grouped_channels bc_in_float32 narrow_states wide_conv_states variant"
         ),
         excludes=(
             (

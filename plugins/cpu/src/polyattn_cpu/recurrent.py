@@ -14,6 +14,7 @@ from polyattn.kernel import (
     Plan,
     RecurrentBackend,
     RecurrentFrame,
+    feature_mod,
 )
 from torch import Tensor
 from torch.nn.functional import conv1d, elu, relu, silu, softplus
@@ -243,6 +244,8 @@ def _rg_lru_sequence(
 
 def _phi(spec: LayerSpec, tensor: Tensor) -> Tensor:
     assert spec.recurrent is not None
+    if (phi := feature_mod(spec)) is not None:
+        return phi(tensor)
     return elu(tensor) + 1.0 if spec.recurrent.feature_map == "elu+1" else relu(tensor)
 
 

@@ -11,9 +11,11 @@ from polyattn.kernel import AttentionKind, LayerSpec, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import pick_scan
+from polyattn_triton.functions.pointwise import features
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
-from polyattn_triton.kernels.token import channel_kernel
+from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
 from polyattn_triton.launch import Launcher, power
+from polyattn_triton.selective import Pieces
 
 VALUES = 32
 """Value channels that a program holds which takes a token at a time, each with all keys."""
@@ -30,16 +32,26 @@ INPUTS = {
 _channel, _pair, _chunk = Launcher(channel_kernel), Launcher(pair_kernel), Launcher(chunk_kernel)
 
 
+def feature_map(spec: LayerSpec) -> Any:
+    """Return phi of linear attention with a normaliser in Triton's language; None of other kinds."""
+    if spec.kind is not AttentionKind.PHI_LINEAR:
+        return None
+    assert spec.recurrent is not None
+    name = spec.recurrent.feature_map
+    return features(spec) if name is None else {"elu+1": elu_plus_one, "relu": relu}[name]
+
+
 def channel_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
     """Return `channel_kernel`'s constants, in its order. `drafts`: each token's state is kept."""
     form = spec.recurrent
     assert form is not None
-    phi = spec.kind is AttentionKind.PHI_LINEAR
-    values = spec.v_head_size + phi  # the normaliser's column is a program's with all values
-    block = power(values) if phi else min(VALUES, power(values))
+    phi = feature_map(spec)
+    values = spec.v_head_size + (phi is not None)
+    # The normaliser's column is a program's with all values.
+    block = power(values) if phi is not None else min(VALUES, power(values))
     return (
         spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
-        spec.kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm, drafts,
+        spec.kind is AttentionKind.KDA, phi, form.qk_norm, drafts,
     )  # fmt: skip
 
 
@@ -118,9 +130,9 @@ class Channels:
         out: Tensor,
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
-        tiles: tuple[Tensor, Tensor],
+        chunks: Pieces,
     ) -> None:
-        """Run a step. `tensors`, `meta`: as `by_token`; `tiles`: chunks' sequences and first tokens."""
+        """Run a step. `tensors`, `meta`: as `by_token`."""
         spec = self.spec
         q, k, v, g, beta, a, b = tensors
         tokens, per_head = len(q), self.matrices * CHUNK
@@ -132,8 +144,8 @@ class Channels:
         along = (per_token, per_head)
         starts, _, slots = meta
         _pair(
-            (len(tiles[0]), spec.num_heads, 1),
-            (q, k, g, beta, a, b, work, starts, slots, *tiles),
+            (chunks.count, spec.num_heads, 1),
+            (q, k, g, beta, a, b, work, starts, slots, chunks.seq, chunks.start),
             (),
             (*strides[:4], *strides[6:], beta.stride(0), *along),
             (),

@@ -216,7 +216,7 @@ TOKEN_SCAN = Capabilities(
     head_sizes=multiples(1, high=256),
     v_head_sizes=multiples(1, high=256),
     features=names(
-        "causal gqa v_head_size deterministic batch_invariant step_invariant narrow_states"
+        "causal gqa v_head_size deterministic batch_invariant step_invariant narrow_states variant"
     ),
     excludes=(
         (
@@ -225,13 +225,19 @@ TOKEN_SCAN = Capabilities(
         ),
     ),
     state_targets=True,
-    graph_capture=GraphCapture.UNIFORM,
+    graph_capture=GraphCapture.ANY,
 )
 TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
     TOKEN_SCAN.but(
-        lacks="step_invariant", excludes=(), adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        lacks="step_invariant variant", adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        excludes=(
+            (
+                frozenset({"batch_invariant", "captured_prompts"}),
+                "a row of one token runs as a prompt where the captured step's decodes are full",
+            ),
+        ),
         kinds=frozenset(
             {
                 AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2,
@@ -248,6 +254,7 @@ TRITON_TOKEN_SCAN = declared(
     TOKEN_SCAN,
     Priority(score=60, why="a launch or two; prompts by tiles of tokens, decodes by the token"),
     summary="RG-LRU and linear attention with a normaliser, in Triton",
+    variant_check="polyattn_triton.functions.pointwise:variant_problem",
 )
 
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)

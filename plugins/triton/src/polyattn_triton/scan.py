@@ -20,12 +20,11 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, given_inputs
-from polyattn_triton.configs import pick_scan
+from polyattn_triton.configs import SelectiveConfig, pick_scan
 from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.selective import (
-    Cut,
     Pieces,
     Selective,
     mamba1_strides,
@@ -108,36 +107,41 @@ def scan_constants(
 
 
 class ScanPlan(Plan):
-    """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's how its sequences are cut, for RG-LRU's and linear attention's
-    with a normaliser their pieces, None where they are whole. `targets`: of drafts, where the state
-    after each token goes.
+    """The step's metadata on the device.
+
+    `pieces`: of a prefill: a convolution's tiles of tokens, KDA's and RWKV-7's chunks; others' parts of
+    sequences, None where they are whole. `config`: Mamba-1's. `targets`: of drafts, where the state
+    after each token goes. A captured step's prompts are a prefill however short they are.
     """
 
-    __slots__ = (
-        "cut",
-        "phase",
-        "pieces",
-        "seq_lens",
-        "slots",
-        "starts",
-        "targets",
-        "tile_seq",
-        "tile_start",
-    )
-    cut: Cut | None
+    __slots__ = ("config", "phase", "pieces", "seq_lens", "slots", "starts", "targets")
+    config: SelectiveConfig | None
     pieces: Pieces | None
-    tile_seq: Tensor
-    tile_start: Tensor
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
-        self.phase, self.targets = "decode" if batch.all_decode else "prefill", batch.state_targets
+        single = batch.all_decode and batch.num_contexts is None
+        self.phase, self.targets = "decode" if single else "prefill", batch.state_targets
         if self.targets is not None:
             self.phase = "drafts"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.cut, self.pieces = batch.state_slots, None, None
+        self.slots, self.config, self.pieces = batch.state_slots, None, None
+
+    def take(self, captured: Plan | None) -> bool:
+        """Take a captured plan's pieces, which its graph reads; of prompts they become this step's.
+
+        Returns whether there is such a plan: one of rows of the same lengths, or of prompts.
+        """
+        if not isinstance(captured, ScanPlan):
+            return False
+        batch = self.batch
+        if batch.num_contexts is None and captured.batch.starts != batch.starts:
+            return False
+        self.config, self.pieces = captured.config, captured.pieces
+        if batch.num_contexts is not None and self.pieces is not None:
+            self.pieces.fill(batch)
+        return True
 
     @property
     def goal(self) -> tuple[Tensor, int]:
@@ -164,19 +168,12 @@ class TritonScan(RecurrentBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
-        if plan.phase != "prefill":
+        if plan.phase != "prefill" or plan.take(reuse):
             return plan
-        # A captured graph, whose rows are always as long, reads the tiles that it was captured with.
-        known = (
-            reuse if isinstance(reuse, ScanPlan) and reuse.batch.starts == batch.starts else None
-        )
-        if self.spec.kind in TILES and known is not None:
-            plan.tile_seq, plan.tile_start = known.tile_seq, known.tile_start
-        elif self.spec.kind in TILES:
-            tiles = Pieces(batch.query_lens, TILES[self.spec.kind], self.torch_device)
-            plan.tile_seq, plan.tile_start = tiles.seq, tiles.start
-        if self._selective is not None:
-            plan.cut = self._selective.cut(batch.query_lens) if known is None else known.cut
+        if self.spec.kind in TILES:
+            plan.pieces = Pieces(batch, TILES[self.spec.kind], self.torch_device)
+        elif self._selective is not None:
+            plan.config, plan.pieces = self._selective.cut(batch)
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
@@ -203,14 +200,13 @@ class TritonScan(RecurrentBackend):
         tensors = given_inputs(self.spec, inputs, self._none)
         if plan.phase != "prefill":
             by_token(self.spec, tensors, out, states, meta, TOKEN_OPTIONS, plan.targets)
-        elif len(plan.tile_seq):
-            self._channels(tensors, out, states, meta, (plan.tile_seq, plan.tile_start))
+        elif plan.pieces is not None and plan.pieces.count:
+            self._channels(tensors, out, states, meta, plan.pieces)
 
     def _convolve(
         self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        decode = plan.phase == "decode"
         x, bias = dense(x), params.get("bias", self._none)
         if plan.targets is not None:
             _conv_drafts(
@@ -223,15 +219,16 @@ class TritonScan(RecurrentBackend):
                 {"num_warps": 4},
             )  # fmt: skip
             return
-        tiles = plan.batch.num_seqs if decode else len(plan.tile_seq)
+        tiles, cells = plan.batch.num_seqs, (plan.slots, plan.slots)
+        if plan.pieces is not None:
+            tiles, cells = plan.pieces.count, (plan.pieces.seq, plan.pieces.start)
         if tiles == 0:
             return
         _conv(
             (tiles, triton.cdiv(self.spec.num_heads, CONV_CHANNELS), 1),
             (
-                x, out, states, params["weight"], bias, plan.starts, plan.seq_lens,
-                plan.slots, plan.slots if decode else plan.tile_seq,
-                plan.slots if decode else plan.tile_start,
+                x, out, states, params["weight"], bias, plan.starts, plan.seq_lens, plan.slots,
+                *cells,
             ),
             (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
         )  # fmt: skip
@@ -244,8 +241,8 @@ class TritonScan(RecurrentBackend):
         tensors.append(dense(inputs["z"]) if "z" in inputs else tensors[0])
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
-            assert self._selective is not None and plan.cut is not None
-            self._selective(tensors, params, out, states, meta, plan.cut)
+            assert self._selective is not None and plan.config is not None
+            self._selective(tensors, params, out, states, meta, plan.config, plan.pieces)
             return
         x, dt, B, C, z = tensors
         config = pick_scan(self.device.arch, self.spec.kind, "decode")

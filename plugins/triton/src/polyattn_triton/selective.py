@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import LayerSpec, at_least
+from polyattn.kernel import Batch, LayerSpec, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import SELECTIVE, SelectiveConfig
@@ -120,22 +120,35 @@ def mamba1_strides(
 
 
 class Pieces:
-    """A step's sequences cut into pieces: on the device, each one's sequence and first token."""
+    """A step's sequences cut into pieces: on the device, each one's sequence and first token.
 
-    def __init__(self, counts: Sequence[int], size: int, device: torch.device):
-        starts = [(i, at) for i, count in enumerate(counts) for at in range(0, count, size)]
+    A captured step has as many as any lengths of its prompts need. Those that a step leaves over are of
+    the last row, which has no slot: their programs end at once.
+    """
+
+    def __init__(self, batch: Batch, size: int, device: torch.device):
+        self.size, self._device = size, device
+        starts = self._starts(batch)
+        self.count = len(starts)
+        if batch.num_contexts is not None:
+            prompts = batch.num_seqs - 1
+            self.count = (batch.num_tokens + prompts * (size - 1)) // size
+        self.seq, self.start = self._packed = self._on_device(starts, batch)
+
+    def fill(self, batch: Batch) -> None:
+        """Replace the pieces by those of a later step of the same captured room."""
+        self._packed.copy_(self._on_device(self._starts(batch), batch), non_blocking=True)
+
+    def _starts(self, batch: Batch) -> list[tuple[int, int]]:
+        counts = batch.query_lens if batch.num_contexts is None else batch.query_lens[:-1]
+        return [(i, at) for i, count in enumerate(counts) for at in range(0, count, self.size)]
+
+    def _on_device(self, starts: list[tuple[int, int]], batch: Batch) -> Tensor:
+        starts = starts + [(batch.num_seqs - 1, 0)] * (self.count - len(starts))
         packed = torch.tensor(starts, dtype=torch.int32).view(-1, 2).T.contiguous()
-        if device.type == "cuda":
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        self.count, self.size = len(starts), size
-        self.seq, self.start = packed
-
-
-class Cut(NamedTuple):
-    """How a step runs: its configuration, and its pieces, None where sequences stay whole."""
-
-    config: SelectiveConfig
-    pieces: Pieces | None
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return packed
 
 
 class Selective:
@@ -150,14 +163,16 @@ class Selective:
         self.left = self.steps = self.none
         self._outgrown: list[Tensor] = []
 
-    def cut(self, counts: Sequence[int]) -> Cut:
-        """Return how a step's sequences run.
+    def cut(self, batch: Batch) -> tuple[SelectiveConfig, Pieces | None]:
+        """Return the configuration in which a step runs, and its pieces, None of whole sequences.
 
         A layer whose bits may not depend on the batch has them whole.
         """
         spec, slots = self.spec, SCHEDULERS * multiprocessors(self.device)
-        config, size = way_of(counts, spec.num_heads, self.configs, slots, not spec.batch_invariant)
-        return Cut(config, Pieces(counts, size, self.device) if size else None)
+        config, size = way_of(
+            batch.query_lens, spec.num_heads, self.configs, slots, not spec.batch_invariant
+        )
+        return config, Pieces(batch, size, self.device) if size else None
 
     def __call__(
         self,
@@ -166,16 +181,17 @@ class Selective:
         out: Tensor,
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
-        cut: Cut,
+        config: SelectiveConfig,
+        pieces: Pieces | None,
     ) -> None:
         """Run a step. `inputs`: x, dt, B, C, z (or any); `meta`: sequences' starts, lengths and slots."""
-        spec, form, none, config = self.spec, self.spec.recurrent, self.none, cut.config
+        spec, form, none = self.spec, self.spec.recurrent, self.none
         assert form is not None
         x, dt, B, C, z = inputs
         has = ("D" in params, "dt_bias" in params)
         parts: tuple[str, ...] = ("whole",)
         cells = (self.whole, self.whole)
-        programs, size, pieces = meta[2].numel(), 0, cut.pieces
+        programs, size = meta[2].numel(), 0
         if pieces is not None:
             parts, cells, programs = ("left", "out"), (pieces.seq, pieces.start), pieces.count
             size, channels = pieces.size, spec.num_heads

@@ -24,7 +24,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.channels import by_token, channel_constants, given_inputs
+from polyattn_triton.channels import by_token, channel_constants, feature_map, given_inputs
 from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
 from polyattn_triton.kernels.token import unit_kernel
 from polyattn_triton.launch import Launcher, multiprocessors, power
@@ -64,7 +64,6 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
     """Return the constants of the kernel of `spec`'s prompts, in its order. `part`: as it says."""
     if spec.kind is AttentionKind.RG_LRU:
         return spec.num_heads, TILE_UNITS, TILE_TOKENS, part
-    assert spec.recurrent is not None
     return (
         spec.num_heads // spec.num_kv_heads,
         spec.head_size,
@@ -72,7 +71,7 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
         power(spec.head_size),
         power(spec.v_head_size),
         CHUNK[64 if max(spec.head_size, spec.v_head_size) <= 64 else 128],
-        spec.recurrent.feature_map == "relu",
+        feature_map(spec),
         part,
     )
 
@@ -107,15 +106,12 @@ class TritonTokenScan(RecurrentBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
-        if plan.phase != "prefill" or not self._tiles:
-            return plan
-        if isinstance(reuse, ScanPlan) and reuse.batch.starts == batch.starts:
-            plan.pieces = reuse.pieces  # a captured graph reads those that it was captured with
+        if plan.phase != "prefill" or not self._tiles or plan.take(reuse):
             return plan
         counts = batch.query_lens
         size = max(LEAST_PIECE, triton.cdiv(sum(counts) * self._programs, self._side))
         if batch.num_seqs * self._programs < self._places and size < max(counts):
-            plan.pieces = Pieces(counts, size, self.torch_device)
+            plan.pieces = Pieces(batch, size, self.torch_device)
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:

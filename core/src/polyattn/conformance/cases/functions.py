@@ -24,6 +24,12 @@ TRANSFORMS = AttentionVariant(
     summary="the conformance kit's transforms",
 )
 
+FEATURES = AttentionVariant(
+    name="conformance_features",
+    feature_mod=f"{_HOME}:of_features",
+    summary="the conformance kit's map of linear attention's features",
+)
+
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "relative bias": {"variant": "relative_bias"},
     "vision local": {"variant": "vision_local", "causal": False},
@@ -60,11 +66,8 @@ def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterat
             for name in names:
                 yield Case("functions", f"{where} {label}", spec, name)
     if "variant" in info.capabilities.features:
-        if TRANSFORMS.name not in variants():
-            register_variant(TRANSFORMS)
-        yield Case(
-            "functions", f"{where} transforms", base.replace(variant=TRANSFORMS.name), names[0]
-        )
+        spec = base.replace(variant=registered(TRANSFORMS))
+        yield Case("functions", f"{where} transforms", spec, names[0])
     spec = base.replace(mask="block_sparse")
     if base.role is Role.DECODER and base.cached and refused(info, spec) is None:
         for name in names:  # which kernels may read alone
@@ -74,6 +77,13 @@ def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterat
         for label, fields in BESIDE.items():
             if refused(info, spec) is None:
                 yield Case("functions", f"{where} {label}", spec.replace(**fields), names[0])
+
+
+def registered(variant: AttentionVariant) -> str:
+    """Return the name of one of the kit's variants, which is registered by then."""
+    if variant.name not in variants():
+        register_variant(variant)
+    return variant.name
 
 
 def refusals(info: BackendInfo, base: LayerSpec) -> Iterator[Case]:

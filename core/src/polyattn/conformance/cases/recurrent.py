@@ -8,11 +8,12 @@ from typing import Any
 
 from polyattn.conformance.case import Case, captures
 from polyattn.conformance.cases import invariance
+from polyattn.conformance.cases.functions import FEATURES, refused, registered
 from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.kinds import DTYPES, AttentionKind, GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.steps import RECURRENT
@@ -103,7 +104,12 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         cases += invariance.of_others(caps, base, kind.value, "mixed")
         cases += _with_drafts(kind, dtype, exact, caps, device)
         cases += refusals(caps, base, device, "prefill")
-    return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]
+    return [
+        c
+        for c in cases
+        if c.check == "refusal"
+        or not (check(caps, c.spec, device) or (c.spec.variant and refused(info, c.spec)))
+    ]
 
 
 def _with_drafts(
@@ -134,6 +140,9 @@ def _captured(spec: LayerSpec, label: str, caps: Capabilities, device: Device) -
         if caps.state_targets and spec.recurrent is not None and not spec.recurrent.draft_tokens:
             yield Case(how, label, asked, batch, EACH)
             yield Case(how, label, asked, batch, LAST)
+    if caps.graph_capture >= GraphCapture.ANY:
+        how = how.replace("recurrent", "recurrent_mixed")
+        yield Case(how, label, spec.replace(graph_capture="any"), "mixed")
 
 
 def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -156,9 +165,11 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
     def spec(
         heads: int, size: int = 1, groups: int = 0, value: int = 0, scale: float = 0, **form: Any
     ) -> LayerSpec:
+        own = kind is AttentionKind.PHI_LINEAR and "feature_map" not in form
         return LayerSpec(
             kind=kind, num_heads=heads, num_kv_heads=groups, head_size=size, v_head_size=value,
             scale=scale, dtype=dtype, recurrent=RecurrentSpec(**form),
+            variant=registered(FEATURES) if own else None,
         )  # fmt: skip
 
     if kind is AttentionKind.SHORT_CONV:
@@ -199,6 +210,7 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
     if kind is AttentionKind.PHI_LINEAR:
         return [
             ("elu+1, grouped", spec(4, 64, 2, state_size=64, feature_map="elu+1")),
+            ("a variant's", spec(4, 24, 2, 40, state_size=24)),
             ("relu, odd", spec(3, 24, 3, 40, state_size=24, feature_map="relu")),
         ]
     return [

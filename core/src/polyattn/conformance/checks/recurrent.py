@@ -17,6 +17,7 @@ from polyattn.registry.capabilities import check
 from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.pages import bits, spoiled
@@ -243,6 +244,69 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
         assert torch.equal(bits(states.data[others]), bits(start[others])), (
             "a stranger's slot was written"
         )
+
+
+PROMPTS: tuple[tuple[StepSize, tuple[Lengths, ...]], ...] = (
+    (
+        StepSize(3, prompts=3, prompt_tokens=96),
+        (
+            [(1, 33), (33, 33), (1, 5), (47, 52), (1, 17), (16, 50)],
+            [(3, 3), (92, 260), (1, 1), (1, 64), (1, 8), (1, 7)],
+            [(17, 22), (65, 65), (14, 90)],
+        ),
+    ),
+    (
+        StepSize(2, 3, prompts=2, prompt_tokens=9),
+        ([(3, 9), (1, 1), (3, 3), (8, 30)], [(2, 8), (0, 9)]),
+    ),
+)
+"""Captured mixed steps, and the (query length, length) of later steps' rows: prompts between decodes, one
+that fills its room, as many tiles as there can be, a decode too many, several tokens each."""
+LONGEST = 300
+
+
+def recurrent_mixed_reuse(case: Case, harness: Harness) -> None:
+    """What a captured step with prompts reads is refilled: the first plan, after others were planned."""
+    layer = harness.layer(case.spec)
+    for size, steps in PROMPTS:
+        buffers = MixedBuffers(size, LONGEST, None, harness.torch_device)
+        captured = layer.group.plan(buffers.longest())
+        for lengths in steps:
+            work = harness.step(layer, lengths)
+            start = work.states.data.clone()
+            assert buffers.fits(work.batch)
+            layer.group.plan(buffers.fill(work.batch), reuse=captured)
+            places = buffers.places[: work.batch.num_tokens]
+            wide = [
+                t.new_full((size.tokens, *t.shape[1:]), torch.nan).index_copy_(0, places, t)
+                for t in work.tokens
+            ]
+            states = StateCache(start.clone())
+            result = work.but(tokens=wide, states=states).run(captured)[places]
+            _same(work, result, work.check(), states)
+            others = [slot for slot in range(len(start)) if slot not in work.used]
+            assert torch.equal(bits(states.data[others]), bits(start[others])), (
+                "a stranger's slot was written"
+            )
+
+
+def recurrent_mixed_graph(case: Case, harness: Harness) -> None:
+    """A captured step with prompts, replayed over other rows and lengths, equals eager."""
+    layer = harness.layer(case.spec)
+    first = harness.step(layer, PROMPTS[0][1][0])
+    states = layer.group.allocate_states(64)
+
+    def step(plans, **inputs):  # type: ignore[no-untyped-def]
+        return layer(*inputs.values(), states=states, plan=plans[layer.group])
+
+    for size, steps in PROMPTS:
+        graphs = StepGraphs([layer.group], step, [size], LONGEST)
+        graphs.capture(first.tensors())
+        for lengths in steps:
+            work = harness.step(layer, lengths)
+            states.data[: work.states.num_slots] = work.states.data
+            replayed = graphs.replay(work.batch, work.tensors()).clone()
+            _same(work, replayed, work.check(), states)
 
 
 def _room(batch: Batch, padding: int) -> tuple[StepSize, int]:

@@ -54,6 +54,7 @@ _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
     recurrent.rejected_drafts, recurrent.recurrent_out, recurrent.recurrent_strided,
     recurrent.recurrent_plans, recurrent.recurrent_graph, recurrent.recurrent_reuse,
+    recurrent.recurrent_mixed_graph, recurrent.recurrent_mixed_reuse,
     search.recurrent_search,
 )  # fmt: skip
 _SPARSE: tuple[Check, ...] = (

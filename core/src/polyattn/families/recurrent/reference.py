@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, relu, silu, softplus
 
+from polyattn.runtime.functions.pointwise import feature_mod
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -171,7 +172,9 @@ def _phi_linear(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     assert spec.recurrent is not None
-    phi = (lambda t: elu(t) + 1) if spec.recurrent.feature_map == "elu+1" else relu
+    phi = feature_mod(spec)
+    if phi is None:
+        phi = (lambda t: elu(t) + 1) if spec.recurrent.feature_map == "elu+1" else relu
     each = spec.num_heads // spec.num_kv_heads
     q, k = (phi(x[name].repeat_interleave(each, 0)) for name in "qk")
     value = torch.cat([x["v"], torch.ones_like(x["v"][:, :1])], 1)

@@ -19,6 +19,9 @@ from polyattn.runtime.functions.pointwise import (
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import FUNCTIONS, TRANSFORMS, AttentionVariant
 
+OF_ELEMENTS = (*TRANSFORMS, "feature_mod")
+"""Functions that see a head of a token whole."""
+
 SIZE = 4
 """Sequences, heads, elements, queries and keys of an example: one number, so that sizes can't tell a
 dimension that was forgotten from the right one."""
@@ -61,12 +64,16 @@ def _check(variant: AttentionVariant, spec: LayerSpec) -> None:
 
 def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Tensor]:
     """Return a function's arguments, all of as many dimensions, the values first where it has any."""
-    if which in TRANSFORMS:
+    if which in OF_ELEMENTS:
         heads = spec.num_kv_heads if which in ("key_mod", "value_mod") else spec.num_heads
         size = spec.v_head_size if which in ("value_mod", "output_mod") else spec.head_size
         values = torch.randn(SIZE, heads, size, generator=generator)
         tokens = torch.arange(SIZE)[:, None, None]
-        return [values, tokens, torch.arange(heads)[:, None], tokens + 1, torch.arange(size)]
+        return (
+            [values]
+            if which == "feature_mod"
+            else [values, tokens, torch.arange(heads)[:, None], tokens + 1, torch.arange(size)]
+        )
     sizes = (SIZE, spec.num_heads, SIZE, SIZE)
     places = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes)]
     drawn = [] if which == "mask_mod" else [torch.randn(sizes, generator=generator)]
@@ -95,10 +102,10 @@ def _problem(
         return "writes to its arguments; return new tensors"
     if all(_alone(call, args, whole, unit) for unit in _units(function, shape)):
         return None
-    what = "one head of one token" if function.which in TRANSFORMS else "one pair of query and key"
+    what = "one head of one token" if function.which in OF_ELEMENTS else "one pair of query and key"
     remedy = (
         "reduce over a head's elements only, as in .mean(-1, keepdim=True)"
-        if function.which in TRANSFORMS
+        if function.which in OF_ELEMENTS
         else "a function of scores reduces nothing"
     )
     return f"gives {what} other results beside others, and would couple requests; {remedy}"
@@ -106,7 +113,7 @@ def _problem(
 
 def _units(function: Function, shape: torch.Size) -> Iterator[tuple[slice, ...]]:
     """Heads of tokens, or scores: the first and the last of each dimension."""
-    free = shape[:-1] if function.which in TRANSFORMS else shape
+    free = shape[:-1] if function.which in OF_ELEMENTS else shape
     for at in itertools.product(*(sorted({0, n - 1}) for n in free)):
         yield tuple(slice(i, i + 1) for i in at)
 

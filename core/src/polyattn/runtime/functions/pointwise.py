@@ -194,6 +194,25 @@ def function_of(variant: AttentionVariant, which: str, language: str = "") -> Fu
     return Function(function, variant.names_of(which, function), which, variant.source(language))
 
 
+def feature_mod(spec: LayerSpec) -> Callable[[Tensor], Tensor] | None:
+    """Return phi of a layer of linear attention that its variant has; None where it has none.
+
+    Args:
+        spec: a layer of kind `"phi_linear"`.
+
+    Raises:
+        SpecError: the function can't be imported.
+
+    Examples:
+        >>> recurrent = RecurrentSpec(feature_map="relu")
+        >>> feature_mod(LayerSpec(kind="phi_linear", num_heads=2, head_size=8, recurrent=recurrent))
+
+    """
+    variant = variant_of(spec)
+    function = None if variant is None else function_of(variant, "feature_mod")
+    return None if function is None else function.call
+
+
 def layer_inputs(
     spec: LayerSpec, values: Mapping[str, Any] | None, device: torch.device
 ) -> tuple[dict[str, Weight], tuple[str, ...]]:

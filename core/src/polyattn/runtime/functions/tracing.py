@@ -19,6 +19,7 @@ from polyattn.errors import BatchError, PolyattnError, describe
 from polyattn.runtime.cache.bits import half, single
 from polyattn.runtime.cache.rows import function_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.functions.pointwise import function_of as function_of_variant
 from polyattn.runtime.functions.written import written_problem
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
@@ -268,6 +269,31 @@ def trace(
         operations.mask = (
             mask if operations.mask is None else operations.add("and", (operations.mask, mask))
         )
+    return operations
+
+
+def trace_features(feature_mod: Callable[[Tensor], Tensor]) -> Trace:
+    """Return the operations of a variant's `feature_mod`, of one element by itself.
+
+    Args:
+        feature_mod: the function, as `polyattn.kernel.feature_mod` returns it.
+
+    Returns:
+        The operations; `score` says which is the result, and the place `"score"` is the element.
+
+    Raises:
+        UntraceableError: the function does what no operation is for, or reads a tensor.
+
+    Examples:
+        >>> [node.op for node in trace_features(lambda x: x * x).nodes]
+        ['place', 'mul', 'to_float']
+
+    """
+    operations = Trace()
+    result = _Reader(operations, {}).read(Function(feature_mod, ()), PLACES[:1])
+    operations.score = operations.add("to_float", (result,))
+    if operations.inputs or operations.constants:
+        raise UntraceableError("feature_mod reads a tensor beside its argument")
     return operations
 
 
@@ -560,6 +586,8 @@ def untraceable(variant: AttentionVariant, target: str, language: str = "") -> s
     pointwise = Pointwise.of_variant(variant, language)
     try:
         trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
+        if (features := function_of_variant(variant, "feature_mod")) is not None:
+            trace_features(features.call)
     except UntraceableError as error:
         return f"{error}, which isn't generated for {target}"
     return None

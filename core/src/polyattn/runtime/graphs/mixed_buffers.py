@@ -7,11 +7,13 @@ front, decodes behind them. One more row fills the room that prompts leave. It r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
@@ -78,10 +80,10 @@ class MixedBuffers(StepBuffers):
         self._place(batch, prompts, decodes)
         places = self.places[: batch.num_tokens]
         self._fill_table(batch, len(prompts), len(decodes))
-        if self.slot_mapping is not None:
-            self.slot_mapping.fill_(-1)
-            if batch.slot_mapping is not None:
-                self.slot_mapping.index_copy_(0, places, batch.slot_mapping)
+        self.slots.fill_(-1)
+        if self.slot_mapping is not None and batch.slot_mapping is not None:
+            self.slot_mapping.index_copy_(0, places, batch.slot_mapping)
+        self._fill_states(batch, len(prompts), len(decodes))
         if self.positions is not None:
             self.positions.zero_()
             self.positions.index_copy_(-1, places, batch.token_positions)
@@ -104,15 +106,27 @@ class MixedBuffers(StepBuffers):
                 at += int(queries[i])
         self._put(self.places, places)
 
+    def _runs(self, prompts: int, decodes: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield where the buffers' rows of each kind are, and which rows of the step they are."""
+        behind = self.size.prompts + 1
+        for at, first, count in ((0, 0, prompts), (behind, prompts, decodes)):
+            yield slice(at, at + count), self.order[first : first + count]
+
     def _fill_table(self, batch: Batch, prompts: int, decodes: int) -> None:
         if self.block_table is None or batch.block_table is None:
             return
         width = min(batch.block_table.shape[1], self.block_table.shape[1])
-        table, behind = batch.block_table[:, :width], self.size.prompts + 1
+        table = batch.block_table[:, :width]
         self.block_table.zero_()
-        for at, first, count in ((0, 0, prompts), (behind, prompts, decodes)):
-            goal = self.block_table[at : at + count, :width]
-            torch.index_select(table, 0, self.order[first : first + count], out=goal)
+        for rows, seqs in self._runs(prompts, decodes):
+            torch.index_select(table, 0, seqs, out=self.block_table[rows, :width])
+
+    def _fill_states(self, batch: Batch, prompts: int, decodes: int) -> None:
+        """Copy the sequences' state slots; the row that fills the prompts' room has none."""
+        if batch.state_slots is None:
+            return
+        for rows, seqs in self._runs(prompts, decodes):
+            self.state_slots[rows] = batch.state_slots.index_select(0, seqs)
 
     def _over(self, queries: list[int], lens: list[int]) -> Batch:
         """Return a batch over these buffers, of rows of so many tokens."""

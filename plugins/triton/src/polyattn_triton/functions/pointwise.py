@@ -13,11 +13,20 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from polyattn.kernel import AttentionVariant, LayerSpec, Pointwise, Trace, trace, untraceable
+from polyattn.kernel import (
+    AttentionVariant,
+    LayerSpec,
+    Pointwise,
+    Trace,
+    feature_mod,
+    trace,
+    trace_features,
+    untraceable,
+)
 from torch import Tensor
 
 from polyattn_triton.compiling.side_by_side import folder
-from polyattn_triton.functions.source import by_row, source
+from polyattn_triton.functions.source import by_row, of_element, source
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,13 @@ class Generated:
 
 NOTHING = (None, None, 0)
 """The constants of a layer without functions."""
+
+
+def features(spec: LayerSpec) -> Any:
+    """Return phi of a layer's variant in Triton's language. Raises `UntraceableError`."""
+    function = feature_mod(spec)
+    assert function is not None
+    return imported(of_element(trace_features(function))).phi
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:

@@ -53,6 +53,11 @@ def source(traced: Trace, softmax: bool, written: str = "") -> str:
     return _Writer(traced).module("-float('inf')" if softmax else "0.0", written)
 
 
+def of_element(traced: Trace) -> str:
+    """Return the text of the module that holds a function of one element: `phi` of a tile of them."""
+    return _Writer(traced).element()
+
+
 def by_row(traced: Trace) -> bool:
     """Whether nothing is hidden, and whatever is read is one number for a row of scores."""
     writer = _Writer(traced)
@@ -114,6 +119,13 @@ class _Writer:
         elif score is not None:
             lines += ["", "", "rescore = change"]
         return "\n".join(lines) + "\n"
+
+    def element(self) -> str:
+        assert self.trace.score is not None
+        needed = _reached(self.trace, [self.trace.score])
+        lines = [HEADING, "", "@triton.jit", "def phi(s):"]
+        lines += [self._line(i) for i in needed if self.nodes[i].op != "constant"]
+        return "\n".join([*lines, *self._ending(self.trace.score, None, "")]) + "\n"
 
     def _function(
         self, name: str, handed: list[str], score: int | None, mask: int | None, hidden: str

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.scan import _softplus
-from polyattn_triton.kernels.token import _phi
 
 
 @triton.jit
@@ -129,9 +128,9 @@ def unit_tiles_kernel(
 
 
 @triton.jit
-def _features(X, row, stride, ok, offsets, RELU: tl.constexpr, kind: tl.constexpr):
+def _features(X, row, stride, ok, offsets, PHI: tl.constexpr, kind: tl.constexpr):
     x = tl.load(X + row[:, None] * stride + offsets[None, :], mask=ok, other=0.0).to(tl.float32)
-    return tl.where(ok, _phi(x, RELU), 0.0).to(kind)
+    return tl.where(ok, PHI(x), 0.0).to(kind)
 
 
 @triton.jit(do_not_specialize=["piece_tokens"])
@@ -139,7 +138,7 @@ def phi_kernel(
     Q, K, V, OUT, STATE, LEFT, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START,
     q_t, q_g, k_t, k_g, v_t, v_h, o_t, o_h, st_s, st_h, piece_tokens,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, RELU: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PHI: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Linear attention with a normaliser. Grid: (sequences or pieces, heads).
 
@@ -179,11 +178,11 @@ def phi_kernel(
     for at in range(first, stop, CHUNK):
         ok = (at + rows < stop)[:, None]
         row = (start + at + rows).to(tl.int64)
-        k = _features(K, row, k_t, ok & k_ok[None, :], group * k_g + kk, RELU, kind)
+        k = _features(K, row, k_t, ok & k_ok[None, :], group * k_g + kk, PHI, kind)
         place = V + row[:, None] * v_t + head * v_h + vv[None, :]
         v = tl.load(place, mask=ok & v_ok[None, :], other=0.0).to(kind)
         if PART != "left":
-            q = _features(Q, row, q_t, ok & k_ok[None, :], group * q_g + kk, RELU, kind)
+            q = _features(Q, row, q_t, ok & k_ok[None, :], group * q_g + kk, PHI, kind)
             s = tl.where(past, tl.dot(q, tl.trans(k), input_precision=precision), 0.0)
             y = tl.dot(q, h.to(kind), input_precision=precision)
             y = tl.dot(s.to(kind), v, y, input_precision=precision)

@@ -11,9 +11,12 @@ from polyattn_triton.kernels.scan import _softplus, draft_place, sequence_of
 
 
 @triton.jit
-def _phi(x, RELU: tl.constexpr):
-    if RELU:
-        return tl.maximum(x, 0.0)
+def relu(x):
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def elu_plus_one(x):
     return tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
 
 
@@ -22,10 +25,10 @@ def channel_kernel(
     Q, K, V, G, BETA, A, B, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS, scale,
     q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, o_t, o_h, st_s, st_h, targets_t,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PHI: tl.constexpr, RELU: tl.constexpr,
-    NORM: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """KDA where `DELTA`, linear attention with a normaliser where `PHI`, else RWKV-7.
+    """KDA where `DELTA`, linear attention with a normaliser where it has a `PHI`, else RWKV-7.
 
     Grid: (sequences, heads, value blocks). `VS` counts a normaliser's column, which is one block with
     the values. `DRAFTS`: the state after each token goes to its own slot of TARGETS.
@@ -41,7 +44,7 @@ def channel_kernel(
     k_ok = kk < KS
     v_ok = vv < VS
     given = v_ok
-    if PHI:
+    if PHI is not None:
         given = vv < VS - 1
     inner = head * st_h + kk[:, None] * VS + vv[None, :]
     ok = k_ok[:, None] & v_ok[None, :]
@@ -51,9 +54,9 @@ def channel_kernel(
         q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
         k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
         v = tl.load(V + row * v_t + head * v_h + vv, mask=given, other=0.0).to(tl.float32)
-        if PHI:
-            q = tl.where(k_ok, _phi(q, RELU), 0.0)
-            k = tl.where(k_ok, _phi(k, RELU), 0.0)
+        if PHI is not None:
+            q = tl.where(k_ok, PHI(q), 0.0)
+            k = tl.where(k_ok, PHI(k), 0.0)
             v = tl.where(vv == VS - 1, 1.0, v)
         else:
             g = tl.load(G + row * g_t + head * g_h + kk, mask=k_ok, other=0.0).to(tl.float32)
@@ -71,7 +74,7 @@ def channel_kernel(
                 h = h * tl.exp(g)[:, None] + b[:, None] * read[None, :]
         h += k[:, None] * v[None, :]
         y = tl.sum(h * q[:, None], 0)
-        if PHI:
+        if PHI is not None:
             y = y / (tl.sum(tl.where(vv == VS - 1, y, 0.0), 0) + 1e-6)
         else:
             y = y * scale
