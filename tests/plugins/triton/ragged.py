@@ -35,6 +35,7 @@ SPECS = {
     "not causal": BASE.replace(causal=False),
     "int8": BASE.replace(kv_cache_dtype="int8"),
     "captured": BASE.replace(graph_capture="single_token_decode"),
+    "wide groups": BASE.replace(num_heads=20, num_kv_heads=1, head_size=264),
     "latent": LayerSpec(
         kind=AttentionKind.MLA, num_heads=20, num_kv_heads=1, head_size=48, v_head_size=32,
         dtype="float32", latent=LatentSpec(rank=64, rope_head_size=16), needs_lse=True,
