@@ -57,19 +57,14 @@ def declared(
     path: str,
     claims: Capabilities,
     *priorities: Priority,
-    interpreted: GraphCapture | None = None,
     **fields: Any,
 ) -> BackendInfo:
-    """Return a backend of two builds: the compiled one, and the interpreted one for tests.
-
-    `interpreted`: what the interpreter's may be captured in, where that differs.
-    """
+    """Return a backend of two builds: the compiled one, and the interpreted one for tests."""
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features
     on_cpu = claims.but(
         lacks=" ".join(NOT_INTERPRETED & words),
         platforms={"cpu": ()},
         excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
-        graph_capture=claims.graph_capture if interpreted is None else interpreted,
     )
     compiled = Variant(
         name="compiled",
@@ -181,14 +176,13 @@ MLA = Capabilities(
         ),
         *NO_E4M3,
     ),
-    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    graph_capture=GraphCapture.ANY,
 )
 TRITON_MLA = declared(
     "TRITON_MLA",
     "mla:TritonMLA",
     MLA,
     Priority(score=60, why="a good general kernel wherever Triton runs"),
-    interpreted=GraphCapture.NONE,
     summary="absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )
 TRITON_MLA_SPARSE = declared(
@@ -202,7 +196,6 @@ TRITON_MLA_SPARSE = declared(
         decode_query_lens=1,
     ),
     Priority(score=60, why="a good general kernel wherever Triton runs"),
-    interpreted=GraphCapture.NONE,
     summary="MLA over the chosen rows of the latent cache, in Triton",
 )
 

@@ -130,7 +130,8 @@ class Kernels:
     def plan(self, batch: Batch, tiles: Tiles, few: bool, reuse: Plan | None) -> LatentPlan:
         """Deal tiles out whole where they end together, else a stretch of them to each program.
 
-        A captured graph's programs always take stretches: lengths that come later may need it.
+        A captured graph's programs always take stretches: lengths that come later may need it. Of
+        prompts, so may other tiles: its buffer has room for as many as any prompts have.
         """
         before = reuse.work if isinstance(reuse, LatentPlan) else None
         count, programs = len(tiles.keys), self.programs
@@ -148,11 +149,16 @@ class Kernels:
         dealt = stretches(Line.of(tiles.keys, self.rates.item), programs, self.rates)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
         cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
+        most = count
+        if batch.num_contexts is not None:
+            most = batch.num_tokens * self.spec.num_heads // self.config.block_h + batch.num_seqs
+        work = dealt.work(tiles)
+        room = len(work) + 3 * max(0, most - count)
         return LatentPlan(
             batch,
             Way(True, few),
             programs,
-            to_device(dealt.work(tiles), self.torch_device, before),
+            to_device(work, self.torch_device, before, room),
             Merge(programs, *cut),
         )
 
@@ -244,7 +250,8 @@ class TritonMLA(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal (token, head) rows and the keys that they see out to the programs."""
-        config, heads, few = self.kernels.config, self.spec.num_heads, not batch.all_decode
+        config, heads = self.kernels.config, self.spec.num_heads
+        few = not batch.all_decode or batch.num_contexts is not None
         queries, lens = np.array(batch.query_lens, np.int64), np.array(batch.lens, np.int64)
         seq, row = rows_of(queries, heads, config.block_h)
         last = np.minimum(row + config.block_h, queries[seq] * heads) - 1

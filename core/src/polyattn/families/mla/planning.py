@@ -1,5 +1,7 @@
 """How is a step of MLA planned? Short rows absorbed, over latents; long ones expanded, in pieces.
 
+In a captured step all rows are absorbed.
+
 Multi-head latent attention (DeepSeek-AI, 2024): all heads' keys and values are made from one latent
 a token, `k = [W_UK c, k_rope]`, `v = W_UV c`, and the cache holds `[c, k_rope]` alone.
 """
@@ -147,18 +149,23 @@ class Planner(StepPlanner):
         batch.check_queries(list(self.names.values()))
         assert self.group.cache_format is not None
         batch.check_pages(self.group.cache_format.block_size)
-        if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):
-            raise BatchError(
-                "a captured step of MLA has rows of one token only; run longer rows eagerly"
-            )
+        before: dict[str, Call] = {}
+        if reuse is not None:
+            before = {call.phase: call for call in reuse.calls}
         phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
+        parts = {"decode": phases.decode, "prefill": phases.prefill}
+        asked = {n: part for n, part in parts.items() if part is not None and part.batch.num_tokens}
+        if before and (asked.keys() != before.keys() or batch.num_tokens != reuse.batch.num_tokens):
+            raise BatchError(
+                f"the captured step has {reuse.batch.num_tokens} tokens in phases {sorted(before)}, this "
+                f"one {batch.num_tokens} in {sorted(asked)}; capture a graph for each kind of step"
+            )
+        # A captured step makes no keys of latents: how many there are changes from replay to replay.
+        captured = bool(self.spec.graph_capture) and batch.lens_are_bounds
         ops: list[Op] = []
-        for phase, part in (("decode", phases.decode), ("prefill", phases.prefill)):
-            if part is None or not part.batch.num_tokens:
-                continue
-            if phase == "decode" or self.sparse:
-                earlier = reuse.calls[0] if reuse is not None else None
-                call = self._absorbed(phase, part, earlier)
+        for phase, part in asked.items():
+            if phase == "decode" or self.sparse or captured:
+                call = self._absorbed(phase, part, before.get(phase))
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
@@ -181,7 +188,9 @@ class Planner(StepPlanner):
             return planned_call(
                 self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
             )
-        fastest = self.chooser.decode(part.batch)
+        fastest = self.chooser.chosen["decode"]
+        if phase == "decode":
+            fastest = self.chooser.decode(part.batch)
         name = fastest.info.name
         return planned_call(self.group.cache_format, phase, name, fastest.backend, part)
 
