@@ -266,7 +266,8 @@ def triton_mla(dice: Dice, **fields: Any) -> Drawn:
         backend = TritonMLA(spec, form, Device("cuda", arch, torch_device="cpu"))
 
     def step(dice: Dice) -> Batch:
-        return batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+        batch = batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+        return batch.over_context() if decodes > 1 and not dice.integer(0, 4) else batch
 
     return backend, step
 

@@ -193,6 +193,7 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
     "whole, few": ([3, 1, 2], [200, 1, 65], 8),
     "pieces": ([1, 1], [900, 130], 5),
     "pieces, few": ([4, 2], [700, 129], 9),
+    "pieces, few over a context": ([5, 1, 3], [320, 64, 128], 7),
 }
 
 
@@ -201,7 +202,7 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla(name: str, block: int, heads: int) -> None:
     queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, heads, sms, None)
+    latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -227,9 +228,18 @@ def latents(
 
 
 def latent(
-    queries: list[int], lens: list[int], block: int, heads: int, sms: int, topk: int | None
+    queries: list[int],
+    lens: list[int],
+    block: int,
+    heads: int,
+    sms: int,
+    topk: int | None,
+    context: bool = False,
 ) -> None:
-    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once."""
+    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
+
+    `context`: all keys are before the queries.
+    """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
@@ -245,7 +255,7 @@ def latent(
     lse = torch.full(out.shape[:2], float("nan"))
     # Which slots each token sees: those up to its own, or some of these, and none in between.
     tokens = [
-        (seq, n - q + at + 1)
+        (seq, n if context else n - q + at + 1)
         for seq, (q, n) in enumerate(zip(queries, lens, strict=True))
         for at in range(q)
     ]
@@ -268,7 +278,7 @@ def latent(
     ):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     batch = Batch.from_lens(queries, lens, table, block)
-    plan = backend.plan(batch)
+    plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     assert [k.fn.__name__ for k, _ in launches] == ["mla_hopper_kernel"] + [

@@ -278,9 +278,9 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
     if spec.latent:
-        few = () if spec.sparse else (True,)
+        few = () if spec.sparse else (1, 2)
         made = [compile_mla(spec, arch, split) for split in (False, True)]
-        made += [compile_mla(spec, arch, True, few=True) for _ in few]
+        made += [compile_mla(spec, arch, True, few=way) for way in few]
     else:
         parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
         made = [

@@ -168,7 +168,7 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal v_head_size lse deterministic batch_invariant"),
+    features=names("causal non_causal v_head_size lse deterministic batch_invariant"),
     excludes=(
         (
             frozenset({"batch_invariant", "captured"}),
@@ -190,7 +190,7 @@ TRITON_MLA_SPARSE = declared(
     "mla:TritonMLASparse",
     MLA.but(
         adds="prefill",
-        lacks="batch_invariant",
+        lacks="batch_invariant non_causal",
         excludes=NO_E4M3,
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         decode_query_lens=1,

@@ -29,6 +29,9 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             batches += ["mixed", "prefills first", "chunked", "long", "late padding"]
         if caps.decode_query_lens > 1:
             batches.append("short queries")
+            if "non_causal" in caps.features:
+                free = base.replace(causal=False)
+                cases.append(Case("latent", f"{kind.value} not causal", free, "short queries"))
         cases += [Case("latent", kind.value, base, name) for name in batches]
         for label, spec in _latent_variants(caps, base):
             cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))

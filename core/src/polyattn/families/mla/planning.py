@@ -18,6 +18,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
+from polyattn.families.attention.sharing import Sharing
 from polyattn.families.mla.absorption import absorb, expand_rows, project
 from polyattn.runtime.backend import (
     AttentionBackend,
@@ -143,6 +144,7 @@ class Planner(StepPlanner):
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)
         self.buffers = MergeBuffers()
+        self.sharing = Sharing.of(group)
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
@@ -162,6 +164,7 @@ class Planner(StepPlanner):
             )
         # A captured step makes no keys of latents: how many there are changes from replay to replay.
         captured = bool(self.spec.graph_capture) and batch.lens_are_bounds
+        read_back = self.sharing.looks and self.sharing.look(batch)
         ops: list[Op] = []
         for phase, part in asked.items():
             if phase == "decode" or self.sparse or captured:
@@ -169,6 +172,8 @@ class Planner(StepPlanner):
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
+        if read_back:
+            self.sharing.learn(any(call.saved_bytes for op in ops for call in op.calls))
         if self.sparse and ops:
             (call, *_) = ops[0].calls
             assert isinstance(call.backend, SparseBackend)
@@ -188,11 +193,16 @@ class Planner(StepPlanner):
             return planned_call(
                 self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
             )
+        if phase == "decode" and (shared := self.sharing.call(part.batch, part.rows)):
+            return shared
         fastest = self.chooser.chosen["decode"]
         if phase == "decode":
             fastest = self.chooser.decode(part.batch)
         name = fastest.info.name
         return planned_call(self.group.cache_format, phase, name, fastest.backend, part)
+
+    def note(self, step: StepPlan, call: Call) -> str:
+        return self.sharing.note(step.batch, call)
 
     def _expanded(self, part: Part) -> Expanded:
         """List the pieces: each query's own new tokens, then the context in pieces that fit."""
