@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 sweep = pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
-    "not causal", "int8", "captured", "wide groups", "latent",
-    "latent, not causal",
+    "not causal", "int8", "captured", "wide groups", "latent", "latent, not causal",
 )  # fmt: skip
 slow = pytest.mark.slow
-MARKS = dict.fromkeys(("soft cap, sinks", "captured", "wide groups", "latent", "latent, not causal"), slow)
+SLOW = ("soft cap, sinks", "captured", "wide groups", "latent", "latent, not causal")
+MARKS = dict.fromkeys(SLOW, slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, sweep)) for n in NAMES])

@@ -151,16 +151,18 @@ class Planner(StepPlanner):
         batch.check_queries(list(self.names.values()))
         assert self.group.cache_format is not None
         batch.check_pages(self.group.cache_format.block_size)
-        before: dict[str, Call] = {}
+        earlier: dict[str, Call] = {}
         if reuse is not None:
-            before = {call.phase: call for call in reuse.calls}
+            earlier = {call.phase: call for call in reuse.calls}
         phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
         parts = {"decode": phases.decode, "prefill": phases.prefill}
         asked = {n: part for n, part in parts.items() if part is not None and part.batch.num_tokens}
-        if before and (asked.keys() != before.keys() or batch.num_tokens != reuse.batch.num_tokens):
+        if earlier and (
+            asked.keys() != earlier.keys() or batch.num_tokens != reuse.batch.num_tokens
+        ):
             raise BatchError(
-                f"the captured step has {reuse.batch.num_tokens} tokens in phases {sorted(before)}, this "
-                f"one {batch.num_tokens} in {sorted(asked)}; capture a graph for each kind of step"
+                f"the captured step has {reuse.batch.num_tokens} tokens in phases {sorted(earlier)}, "
+                f"this one {batch.num_tokens} in {sorted(asked)}; capture a graph for each kind of step"
             )
         # A captured step makes no keys of latents: how many there are changes from replay to replay.
         captured = bool(self.spec.graph_capture) and batch.lens_are_bounds
@@ -168,7 +170,7 @@ class Planner(StepPlanner):
         ops: list[Op] = []
         for phase, part in asked.items():
             if phase == "decode" or self.sparse or captured:
-                call = self._absorbed(phase, part, before.get(phase))
+                call = self._absorbed(phase, part, earlier.get(phase))
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))

@@ -187,8 +187,9 @@ def mla_kernel(
     """Tiles of (token, head) rows over their sequence's cached rows, whole or in pieces.
 
     Grid: (tiles), WORK their sequences, then their first rows; `SPLIT`: (programs), whose stretches
-    WORK holds. `FEW`: sequences have a few query tokens instead of one; 1: causal, 2: each sees all keys. `SPARSE`: a sequence is a
-    token, its rows SLOTS. `table_s`: the width of the block table, or of SLOTS.
+    WORK holds. `FEW`: sequences have a few query tokens instead of one; 1: causal, 2: each sees all
+    keys. `SPARSE`: a sequence is a token, its rows SLOTS. `table_s`: the width of the block table, or
+    of SLOTS.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
