@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -253,19 +253,43 @@ def prefixes(dice: Dice) -> Drawn:
     return backend, step
 
 
-def triton_mla(dice: Dice) -> Drawn:
+def triton_mla(dice: Dice, **fields: Any) -> Drawn:
     from polyattn_triton.mla import TritonMLA
 
     arch, sms = dice.choice(CHIPS)
-    capture = {"graph_capture": "single_token_decode"} if not dice.integer(0, 4) else {}
-    spec, form = latents(dice).replace(**capture), latent_form(dice)
-    decodes = 1 if capture or not dice.integer(0, 3) else 4
+    if not dice.integer(0, 4):
+        fields.setdefault("graph_capture", "single_token_decode")
+    spec, form = latents(dice).replace(**fields), latent_form(dice)
+    decodes = 1 if fields or not dice.integer(0, 3) else 4
     with ExitStack() as stack:
         on_chip(stack, sms)
         backend = TritonMLA(spec, form, Device("cuda", arch, torch_device="cpu"))
 
     def step(dice: Dice) -> Batch:
-        return batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+        batch = batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+        return batch.over_context() if decodes > 1 and not dice.integer(0, 4) else batch
+
+    return backend, step
+
+
+def mla_captured(dice: Dice) -> Drawn:
+    """Prompts that have so many tokens together, or drafts, in the buffers of the first step."""
+    backend, _ = triton_mla(dice, graph_capture="any")
+    prompts, tokens, rows = (
+        dice.choice((0, 1, 3, 6)),
+        dice.choice((7, 40, 300)),
+        dice.choice((1, 8)),
+    )
+    each, size = dice.choice((1, 3, 16, 20)), backend.cache.block_size
+    table = torch.zeros(max(prompts, rows), -(-2 * LONGEST // size), dtype=torch.int32)
+
+    def step(dice: Dice) -> Batch:
+        ends = [*sorted(dice.integers(0, tokens + 1, prompts - 1)), tokens] if prompts else []
+        starts = [0, *ends] if prompts else list(range(0, rows * each + 1, each))
+        lens = [b - a + dice.integer(0, LONGEST) for a, b in pairwise(starts)]
+        batch = Batch(starts, lens, table[: len(lens)])
+        batch.num_contexts = prompts or None
+        return batch
 
     return backend, step
 
@@ -387,6 +411,7 @@ KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "TRITON_ATTN, invariant": invariant,
     "TRITON_ATTN, row formats": triton_formats,
     "TRITON_MLA": triton_mla,
+    "TRITON_MLA, captured": mla_captured,
     "TRITON_MLA_SPARSE": triton_sparse,
     "PALLAS_ATTN": pallas,
     "HPU_ATTN": hpu,

@@ -58,6 +58,8 @@ ROWS = [
     other("sinks, gpt-oss", model("gpt-oss-20b")),
     other("a soft cap, heads of 256, Gemma 2", model("gemma-2-9b")),
     other("a window, heads of 256, Gemma 3", model("gemma-3-12b")),
+    *(Row(f"32/4 heads of {size}: 64 x 4k", LayerSpec(num_heads=32, num_kv_heads=4, head_size=size),
+          "64q1s4k", {"cuda": ("TRITON_ATTN", "TORCH_SDPA")}, LEVEL) for size in (320, 512, 576)),
     Row("cached keys turned as they are loaded", LLAMA.replace(
             sliding_window=2044, sink_tokens=4, rope=RopeSpec(rotary_size=128, positions="cache")),
         "64q1s4k", {"cuda": ("TRITON_ATTN",), "cpu": ("TORCH_SDPA",)}, part="attend"),

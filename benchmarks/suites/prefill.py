@@ -17,6 +17,8 @@ LAYERS = {
     "16/4 of 256": LayerSpec(num_heads=16, num_kv_heads=4, head_size=256),
     "28/4 of 128": QWEN,
 }
+WIDE = {"cuda": ("TRITON_ATTN", "TORCH_SDPA")}
+"""Of heads over 256, which no library serves."""
 GIVEN = LLAMA.replace(cached=False, causal=False)
 
 ROWS = [
@@ -31,6 +33,8 @@ ROWS = [
     Row("few tiles: 16 x 60 after 500", LLAMA, "16q60s560", ATTENTION, LEVEL),
     Row("few tiles: 1 x 512 after 8k", LLAMA, "q512s8704", ATTENTION, LEVEL),
     *(Row(f"{name}: 4 x 4k", spec, "4q4k", PLAIN_CUDA, LEVEL) for name, spec in LAYERS.items()),
+    *(Row(f"32/4 of {size}: 1 x 4k", LayerSpec(num_heads=32, num_kv_heads=4, head_size=size), "q4k",
+          WIDE, LEVEL) for size in (320, 512, 576)),
     Row("gpt-oss: 1 x 4k", model("gpt-oss-20b"), "q4k", PLAIN_CUDA, LEVEL),
     Row("Gemma 2: 1 x 4k", model("gemma-2-9b"), "q4k", PLAIN_CUDA, LEVEL),
     Row("encoder, keys given whole: 8 x 1500", GIVEN, "8q1500",

@@ -185,11 +185,6 @@ def test_what_is_refused_by_name_is_served_whole(
 
 
 def test_other_layers_are_refused_by_name() -> None:
-    from polyattn.spec.latent import LatentSpec
-
-    latent = LatentSpec(rank=16, rope_head_size=8)
-    mla = LayerSpec(num_heads=4, head_size=24, v_head_size=16, latent=latent, kind="mla")
-    assert "MLA" in str(why_not(mla))
     encoder = LayerSpec(num_heads=4, head_size=16, role=Role.ENCODER_ONLY, causal=False)
     assert "only a causal decoder" in str(why_not(encoder))
 

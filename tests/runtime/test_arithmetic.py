@@ -200,8 +200,8 @@ def latents(topk: int | None) -> Any:
 KINDS = (
     "NATIVE_ATTN", "NATIVE_ATTN, invariant", "NATIVE_ATTN, row formats", "NATIVE_MLA", "TRITON_ATTN",
     "TRITON_ATTN, captured", "TRITON_ATTN, shared prefixes", "TRITON_ATTN, invariant",
-    "TRITON_ATTN, row formats", "TRITON_MLA", "TRITON_MLA_SPARSE", "PALLAS_ATTN", "HPU_ATTN",
-    "steps taken apart",
+    "TRITON_ATTN, row formats", "TRITON_MLA", "TRITON_MLA, captured", "TRITON_MLA_SPARSE", "PALLAS_ATTN",
+    "HPU_ATTN", "steps taken apart",
 )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from liars.plain import GraphPlan, HonestGraph, Plain
 from liars.recurrences import Scan
 from polyattn.kernel import AttentionKind, Batch, Frame, Plan, RecurrentFrame
+from polyattn_cpu.mla import TorchMLA
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
@@ -95,6 +96,51 @@ class PromptsEndWithTheirRoom(HonestMixedScan):
                 *batch.starts[-1:] * (len(batch.starts) - last - 1),
             ]
             captured.batch = Batch(starts, batch.lens, state_slots=batch.state_slots)
+
+
+class HonestLatentGraph(TorchMLA):
+    """Absorbs all rows of a captured step, and reads its plan's tensors alone."""
+
+    by: ClassVar[tuple[str, ...]] = ()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        if not isinstance(reuse, MixedPlan):
+            return MixedPlan(batch)
+        self.refill(reuse, batch)
+        return reuse
+
+    def refill(self, plan: MixedPlan, batch: Batch) -> None:
+        assert batch.block_table is not None
+        plan.lens.copy_(batch.seq_lens)
+        plan.table.copy_(batch.block_table)
+        plan.starts.copy_(batch.query_start_loc)
+
+    def run(self, plan: Any, frame: Frame) -> None:
+        held = Batch(plan.starts, plan.lens, plan.table)
+        super().run(super().plan(held), frame)
+
+
+class LatentQueriesOfTheCapture(HonestLatentGraph):
+    """Prompts over latents are cut where the captured step's were."""
+
+    by = ("mixed_reuse",)
+
+    def refill(self, plan: MixedPlan, batch: Batch) -> None:
+        starts = plan.starts.clone()
+        super().refill(plan, batch)
+        plan.starts.copy_(starts)
+
+
+class LatentLengthsOfTheCapture(HonestLatentGraph):
+    """Drafts over latents see as many keys as the captured step's: the most there may be."""
+
+    by = ("reuse",)
+
+    def refill(self, plan: MixedPlan, batch: Batch) -> None:
+        lens = plan.lens.clone()
+        super().refill(plan, batch)
+        if batch.max_query_len > 1:
+            plan.lens.copy_(lens)
 
 
 class HonestDrafts(Scan):

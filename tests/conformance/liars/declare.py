@@ -112,6 +112,10 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
+    (
+        captures.HonestLatentGraph,
+        replace(TORCH_MLA.capabilities, graph_capture=GraphCapture.ANY),
+    ),
     (TorchMLA, TORCH_MLA.capabilities),
     (TorchSparseMLA, TORCH_MLA_SPARSE.capabilities),
     (captures.HonestDrafts, replace(TORCH_SCAN.capabilities, state_targets=True)),

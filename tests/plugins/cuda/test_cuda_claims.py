@@ -58,7 +58,10 @@ def test_bf16_begins_with_ampere() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"head_size": 96}, "head_size: wanted 96"),
+        *(
+            ({"head_size": size}, f"head_size: wanted {size}.*by 64 elements.*flashinfer#4299")
+            for size in (80, 96, 112, 160)
+        ),
         ({"head_size": 192, "kv_cache_dtype": "fp8_e4m3"}, "multiples of 128"),
         ({"head_size": 192, "v_head_size": 128}, "one size for keys and values"),
         ({"mask": "custom", "graph_capture": "single_token_decode"}, "no buffers of a graph's"),

@@ -35,11 +35,13 @@ SPECS = {
     "not causal": BASE.replace(causal=False),
     "int8": BASE.replace(kv_cache_dtype="int8"),
     "captured": BASE.replace(graph_capture="single_token_decode"),
+    "wide groups": BASE.replace(num_heads=20, num_kv_heads=1, head_size=264),
     "latent": LayerSpec(
         kind=AttentionKind.MLA, num_heads=20, num_kv_heads=1, head_size=48, v_head_size=32,
         dtype="float32", latent=LatentSpec(rank=64, rope_head_size=16), needs_lse=True,
     ),
 }  # fmt: skip
+SPECS["latent, not causal"] = SPECS["latent"].replace(causal=False)
 STEPS: dict[str, list[tuple[int, int]]] = {
     "one long decode": [(1, 300), (1, 5), (1, 0), (1, 70)],
     "equal decodes": [(1, 290), (1, 300)],
@@ -110,7 +112,7 @@ def check(name: str, step: str, sms: int, splits: int = 0) -> str:
     if spec.latent:  # absorbed: attention of all heads to one key, whose first part is the value
         plain = LayerSpec(
             num_heads=spec.num_heads, num_kv_heads=1, head_size=form.head_size,
-            v_head_size=form.v_head_size, dtype=spec.dtype, scale=spec.scale,
+            v_head_size=form.v_head_size, dtype=spec.dtype, scale=spec.scale, causal=spec.causal,
         )  # fmt: skip
     wanted, wanted_lse = reference.forward(plain, query, None, None, cache, batch, params)
     limit = tolerance_of(spec)
@@ -127,7 +129,7 @@ if __name__ == "__main__":
             if name == "captured" and step != "one long decode":
                 continue
             print(f"{name}, {step}: {check(name, step, 4)}", flush=True)
-        if name not in ("latent", "captured"):
+        if not name.startswith(("latent", "captured")):
             for splits in (3, 8):
                 way = check(name, "equal decodes", 4, splits)
                 print(f"{name}, equal decodes in {splits}: {way}", flush=True)

@@ -193,6 +193,7 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
     "whole, few": ([3, 1, 2], [200, 1, 65], 8),
     "pieces": ([1, 1], [900, 130], 5),
     "pieces, few": ([4, 2], [700, 129], 9),
+    "pieces, few over a context": ([5, 1, 3], [320, 64, 128], 7),
 }
 
 
@@ -201,7 +202,7 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla(name: str, block: int, heads: int) -> None:
     queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, heads, sms, None)
+    latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -226,10 +227,41 @@ def latents(
     return cache, table
 
 
+def seen(
+    tokens: list[tuple[int, int]],
+    table: torch.Tensor,
+    block: int,
+    topk: int | None,
+    chance: torch.Generator,
+) -> tuple[list[list[int]], torch.Tensor | None]:
+    """Return the slots that tokens of (sequence, keys) see, and the choice of some of these."""
+    slots = [
+        [int(table[s, at // block]) * block + at % block for at in range(max(n, 0))]
+        for s, n in tokens
+    ]
+    if not topk:
+        return slots, None
+    slots = [
+        [x[at] for at in torch.randperm(len(x), generator=chance)[: topk - 7].tolist()]
+        for x in slots
+    ]
+    padded = [[-1] * 3 + x + [-1] * (topk - 3 - len(x)) for x in slots]
+    return slots, torch.tensor(padded, dtype=torch.int32)
+
+
 def latent(
-    queries: list[int], lens: list[int], block: int, heads: int, sms: int, topk: int | None
+    queries: list[int],
+    lens: list[int],
+    block: int,
+    heads: int,
+    sms: int,
+    topk: int | None,
+    context: bool = False,
 ) -> None:
-    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once."""
+    """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
+
+    `context`: all keys are before the queries.
+    """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
@@ -243,46 +275,30 @@ def latent(
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
     out = query.new_full((len(query), heads, 512), float("nan"))
     lse = torch.full(out.shape[:2], float("nan"))
-    # Which slots each token sees: those up to its own, or some of these, and none in between.
-    tokens = [
-        (seq, n - q + at + 1)
-        for seq, (q, n) in enumerate(zip(queries, lens, strict=True))
-        for at in range(q)
-    ]
-    slots = [
-        [int(table[s, at // block]) * block + at % block for at in range(max(n, 0))]
-        for s, n in tokens
-    ]
-    choice = None
-    if topk:
-        slots = [
-            [x[at] for at in torch.randperm(len(x), generator=chance)[: topk - 7].tolist()]
-            for x in slots
-        ]
-        choice = torch.tensor(
-            [[-1] * 3 + x + [-1] * (topk - 3 - len(x)) for x in slots], dtype=torch.int32
-        )
+    rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
+    tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
+    slots, choice = seen(tokens, table, block, topk, chance)
     with (
         patch.object(mla, "multiprocessors", lambda _: sms),
         patch.object(mla, "fitting", lambda *_: 1),
     ):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     batch = Batch.from_lens(queries, lens, table, block)
-    plan = backend.plan(batch)
+    plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     assert [k.fn.__name__ for k, _ in launches] == ["mla_hopper_kernel"] + [
         "merge_kernel"
     ] * plan.way.split
-    rows = cache.key.double().view(-1, 576)
+    held = cache.key.double().view(-1, 576)
     wanted, sums = (
         torch.zeros(out.shape, dtype=torch.float64),
         torch.full(lse.shape, -torch.inf).double(),
     )
     for at, mine in enumerate(slots):
         if mine:
-            scores = query[at].double() @ rows[mine].T * spec.scale
-            wanted[at], sums[at] = scores.softmax(1) @ rows[mine][:, :512], scores.logsumexp(1)
+            scores = query[at].double() @ held[mine].T * spec.scale
+            wanted[at], sums[at] = scores.softmax(1) @ held[mine][:, :512], scores.logsumexp(1)
     assert output_error(out, wanted) <= tolerance_of(spec).output
     assert lse_error(lse, sums) <= tolerance_of(spec).lse
     each_written_once(launches, out, lse)

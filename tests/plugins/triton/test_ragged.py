@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 sweep = pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
-    "not causal", "int8", "captured", "latent",
+    "not causal", "int8", "captured", "wide groups", "latent", "latent, not causal",
 )  # fmt: skip
 slow = pytest.mark.slow
-MARKS = {"soft cap, sinks": slow, "captured": slow, "latent": slow}
+SLOW = ("soft cap, sinks", "captured", "wide groups", "latent", "latent, not causal")
+MARKS = dict.fromkeys(SLOW, slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, sweep)) for n in NAMES])
@@ -23,6 +24,8 @@ def test_uneven_steps(name: str) -> None:
     told = interpreted(Path(__file__).with_name("ragged.py"), name, seconds=1400)
     if name == "captured":
         assert "listed" in told
+    elif name == "wide groups":  # of more rows than a tile has: several tiles a decode
+        assert "one long decode: few" in told and "listed" not in told
     elif name == "soft cap, sinks":
         assert all(way in told for way in ("listed", "split", "many", "few", "pieces"))
         assert "drafts: few" in told

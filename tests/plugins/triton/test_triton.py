@@ -92,6 +92,66 @@ def test_each_kernel_compiles_at_its_largest(arch: str, variant: str) -> None:
     assert len(sizes) >= 3 and all(size > 500 for size in sizes.values())
 
 
+WIDE = BASE.replace(num_heads=32, num_kv_heads=1, head_size=512)
+WIDE_HEADS = {
+    "512": WIDE,
+    "320, groups of 128": WIDE.replace(num_heads=128, head_size=320),
+    "512, soft cap, window, e4m3 cache": WIDE.replace(
+        logit_soft_cap=50.0, sliding_window=1024, kv_cache_dtype="fp8_e4m3"
+    ),
+    "512, fp32, ALiBi": WIDE.replace(dtype="float32", alibi=True),
+    "576": WIDE.replace(head_size=576),
+    "576, values of 512, e5m2 cache": WIDE.replace(
+        head_size=576, v_head_size=512, kv_cache_dtype="fp8_e5m2"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads"),
+    [
+        pytest.param(arch, heads, marks=() if (arch, heads) == ("sm_90", "512") else slow)
+        for arch in ("sm_80", "sm_89", "sm_90", "gfx90a", "gfx942")
+        for heads in WIDE_HEADS
+        if not ("e4m3" in heads and arch in ("sm_80", "gfx90a", "gfx942"))
+    ],
+)
+def test_wide_heads_fit_in_shared_memory(arch: str, heads: str) -> None:
+    """Tiles of fewer rows than a group has, where the chip's memory holds no more."""
+    from polyattn_triton.variants import tallest_tile
+
+    spec = WIDE_HEADS[heads]
+    phases = ("prefill", "paged pieces", "few", "merge", "merge many", "write")
+    if spec.gqa_ratio <= tallest_tile(spec, arch):
+        phases += ("decode", "listed", "prefix low", "prefix high")
+    sizes = compiled_bytes(spec, arch, phases)
+    assert len(sizes) >= 6 and all(size > 500 for size in sizes.values())
+
+
+@pytest.mark.parametrize("profile", ["h100-sxm", "a100", "rtx4090", "b200"])
+def test_wide_heads_are_its_own(profile: str) -> None:
+    """No library has a kernel of heads over 256; beyond 576 torch's operators are left."""
+    from polyattn import select
+
+    for size, changes in ((264, {}), (512, {"kv_cache_dtype": "int8"}), (576, {"cached": False})):
+        decision = select(WIDE.replace(head_size=size, **changes), profile).decision
+        assert {decision.prefill, decision.decode} <= {"TRITON_ATTN", None}
+    for spec in (WIDE.replace(head_size=584), WIDE.replace(head_size=576, dtype="float32")):
+        assert select(spec, profile).decision.prefill == "TORCH_SDPA"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["decode", "listed", "few"])
+def test_hoppers_registers_hold_a_program_of_wide_heads(way: str, tmp_path: Path) -> None:
+    from polyattn_triton.variants import on_one, tile_config
+    from triton_ahead import compile_phase
+
+    spec = WIDE.replace(num_heads=8)
+    config = tile_config(spec, "sm_90", "few", 32 if way == "few" else 0)
+    held = programs_on_one(compile_phase(spec, "sm_90", way), tmp_path, 32)
+    assert held == on_one(spec, config, way) == 1
+
+
 def programs_on_one(kernel: object, folder: Path, most_spilled: int = 0) -> int:
     """How many programs of a compiled kernel Hopper's multiprocessor holds at once.
 
@@ -218,9 +278,9 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
     if spec.latent:
-        few = () if spec.sparse else (True,)
+        few = () if spec.sparse else (1, 2)
         made = [compile_mla(spec, arch, split) for split in (False, True)]
-        made += [compile_mla(spec, arch, True, few=True) for _ in few]
+        made += [compile_mla(spec, arch, True, few=way) for way in few]
     else:
         parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
         made = [

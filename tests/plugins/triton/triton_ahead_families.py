@@ -50,9 +50,7 @@ DECODES = {AttentionKind.SHORT_CONV: conv_kernel, AttentionKind.MAMBA1: mamba1_k
 OPTIONAL = frozenset({"D", "dt_bias", "bias"})
 
 
-def compile_mla(
-    spec: LayerSpec, arch: str, split: bool, few: bool = False, block_size: int = 64
-) -> Any:
+def compile_mla(spec: LayerSpec, arch: str, split: bool, few: int = 0, block_size: int = 64) -> Any:
     """Compile TRITON_MLA's kernel (TRITON_MLA_SPARSE's for a sparse layer) to machine code."""
     assert spec.latent is not None
     element = ELEMENT[spec.dtype]

@@ -99,22 +99,23 @@ class Sizes:
         return sorted(self.values) if self.values else [size for size in wanted if size in self]
 
     def __str__(self) -> str:
-        if self.values:
-            return ", ".join(map(str, sorted(self.values)))
         words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
         if self.high:
             words.append(f"{self.low} to {self.high}")
         elif self.low > 1:
             words.append(f"{self.low} or more")
         text = ", ".join(words) or "any"
+        if self.values:
+            text = ", ".join(map(str, sorted(self.values)))
         return f"{text} ({self.why})" if self.why else text
 
 
-def one_of(*values: int) -> Sizes:
+def one_of(*values: int, why: str = "") -> Sizes:
     """Return a set of sizes that allows the listed ones alone.
 
     Args:
         values: the sizes, at least one.
+        why: the reason, for people.
 
     Returns:
         The set.
@@ -129,7 +130,7 @@ def one_of(*values: int) -> Sizes:
     """
     if not values:
         raise ValueError("one_of() lists no size; such a backend can serve nothing")
-    return Sizes(values=frozenset(values))
+    return Sizes(values=frozenset(values), why=why)
 
 
 def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
@@ -215,7 +216,7 @@ EXCLUDABLE = frozenset(
         *(role.value for role in Role), "cached", "uncached", "captured", "captured_prompts",
     }
 )  # fmt: skip
-"""What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
+"""What `Capabilities.excludes` may name, beside archs and the claimed sizes (`"head_size 192"`)."""
 _CPU_ARCHS = re.compile("x86_64|aarch64")
 _ARCH_WORD = re.compile("[a-z]+_?[0-9]+[a-z]*")
 """What an arch looks like, where a platform names none: a feature's name has no number in it."""
@@ -440,7 +441,8 @@ class Capabilities:
                     )
 
     def _bad_excludes(self) -> Iterator[str]:
-        sizes = {f"head_size {size}" for size in self.head_sizes.values}
+        bounded = range(1, 1 + (self.head_sizes.high or 0))
+        sizes = {f"head_size {size}" for size in self.head_sizes.examples(bounded)}
         words = EXCLUDABLE | sizes | set(self.platforms)
         for together, _ in self.excludes:
             if len(together) < 2:

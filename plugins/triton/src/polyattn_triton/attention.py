@@ -96,7 +96,7 @@ class TritonAttention(AlikeAttention):
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
         if self.spec.batch_invariant:
             return self.plan_alike(batch)
-        if batch.shared_prefix is not None and batch.all_decode:
+        if batch.shared_prefix is not None and batch.all_decode and self.in_one_tile:
             if self.prefixes is None:
                 assert self.cache is not None
                 self.prefixes = PrefixLauncher(

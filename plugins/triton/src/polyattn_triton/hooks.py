@@ -57,19 +57,14 @@ def declared(
     path: str,
     claims: Capabilities,
     *priorities: Priority,
-    interpreted: GraphCapture | None = None,
     **fields: Any,
 ) -> BackendInfo:
-    """Return a backend of two builds: the compiled one, and the interpreted one for tests.
-
-    `interpreted`: what the interpreter's may be captured in, where that differs.
-    """
+    """Return a backend of two builds: the compiled one, and the interpreted one for tests."""
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features
     on_cpu = claims.but(
         lacks=" ".join(NOT_INTERPRETED & words),
         platforms={"cpu": ()},
         excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
-        graph_capture=claims.graph_capture if interpreted is None else interpreted,
     )
     compiled = Variant(
         name="compiled",
@@ -100,9 +95,9 @@ TRITON_ATTN = declared(
         dtypes=DTYPES,
         kv_cache_dtypes=CACHES | {ANY_ROWS},
         fp8_formats=names("ocp fnuz"),
-        head_sizes=multiples(8, high=256),
+        head_sizes=multiples(8, high=576),
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
-        v_head_sizes=multiples(8, low=32, high=256),
+        v_head_sizes=multiples(8, low=32, high=512),
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
         # A head's rows fill no whole lines of memory: by token, its program loads others' bytes too.
@@ -126,6 +121,10 @@ TRITON_ATTN = declared(
             (
                 frozenset({"step_invariant", "cache_positions"}),
                 "keys are turned to places after the last token of a tile of rows",
+            ),
+            *(
+                (frozenset({f"head_size {size}", "float32"}), "tiles outgrow shared memory")
+                for size in range(520, 577, 8)
             ),
             *(
                 (frozenset({"step_invariant", other}), "its bits were compared within a step alone")
@@ -169,7 +168,7 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal v_head_size lse deterministic batch_invariant"),
+    features=names("causal non_causal v_head_size lse deterministic batch_invariant"),
     excludes=(
         (
             frozenset({"batch_invariant", "captured"}),
@@ -177,14 +176,13 @@ MLA = Capabilities(
         ),
         *NO_E4M3,
     ),
-    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    graph_capture=GraphCapture.ANY,
 )
 TRITON_MLA = declared(
     "TRITON_MLA",
     "mla:TritonMLA",
     MLA,
     Priority(score=60, why="a good general kernel wherever Triton runs"),
-    interpreted=GraphCapture.NONE,
     summary="absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )
 TRITON_MLA_SPARSE = declared(
@@ -192,7 +190,7 @@ TRITON_MLA_SPARSE = declared(
     "mla:TritonMLASparse",
     MLA.but(
         adds="prefill",
-        lacks="batch_invariant",
+        lacks="batch_invariant non_causal",
         excludes=NO_E4M3,
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         decode_query_lens=1,
@@ -205,7 +203,6 @@ TRITON_MLA_SPARSE = declared(
         why="64 x 32k on an H100: 0.62 of FLASHMLA_SPARSE's time",
     ),
     Priority(score=60, why="a good general kernel wherever Triton runs"),
-    interpreted=GraphCapture.NONE,
     summary="MLA over the chosen rows of the latent cache, in Triton",
 )
 

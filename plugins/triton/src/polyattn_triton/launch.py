@@ -153,11 +153,13 @@ def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0)
     return into
 
 
-def to_device(array: NDArray[np.int32], device: torch.device, into: Tensor | None) -> Tensor:
+def to_device(
+    array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
+) -> Tensor:
     """Copy what was planned elsewhere, likewise."""
     host = staged(len(array), device)
     host.numpy()[:] = array
-    return sent(host, device, into)
+    return sent(host, device, into, room)
 
 
 class Workspace:

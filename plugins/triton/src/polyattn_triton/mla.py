@@ -127,17 +127,18 @@ class Kernels:
         rows = config.block_h + config.num_stages * config.block_n
         return fitting(self.torch_device, rows * spec.latent.size * item, 2)
 
-    def plan(self, batch: Batch, tiles: Tiles, few: bool, reuse: Plan | None) -> LatentPlan:
+    def plan(self, batch: Batch, tiles: Tiles, few: int, reuse: Plan | None) -> LatentPlan:
         """Deal tiles out whole where they end together, else a stretch of them to each program.
 
-        A captured graph's programs always take stretches: lengths that come later may need it.
+        A captured graph's programs always take stretches: lengths that come later may need it. Of
+        prompts, so may other tiles: its buffer has room for as many as any prompts have.
         """
         before = reuse.work if isinstance(reuse, LatentPlan) else None
         count, programs = len(tiles.keys), self.programs
         if not count:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
-            return self._in_segments(batch, tiles)
+            return self._in_segments(batch, tiles, few)
         order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
@@ -148,15 +149,20 @@ class Kernels:
         dealt = stretches(Line.of(tiles.keys, self.rates.item), programs, self.rates)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
         cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
+        most = count
+        if batch.num_contexts is not None:
+            most = batch.num_tokens * self.spec.num_heads // self.config.block_h + batch.num_seqs
+        work = dealt.work(tiles)
+        room = len(work) + 3 * max(0, most - count)
         return LatentPlan(
             batch,
             Way(True, few),
             programs,
-            to_device(dealt.work(tiles), self.torch_device, before),
+            to_device(work, self.torch_device, before, room),
             Merge(programs, *cut),
         )
 
-    def _in_segments(self, batch: Batch, tiles: Tiles) -> LatentPlan:
+    def _in_segments(self, batch: Batch, tiles: Tiles, few: int) -> LatentPlan:
         """Cut each tile after as many keys, whatever else is in the step; a program has one segment."""
         height = self.config.block_h
         each = max(1, SEGMENT * height // self.config.block_n)
@@ -171,7 +177,7 @@ class Kernels:
             if dealt.parts > 1:  # as many at a time whatever other tiles have
                 merging = Merge(dealt.programs, len(some), max(dealt.parts, FEW_PARTS + 1))
                 self.workspace.reserve(max_parts(dealt.programs) * height, self.rank, 0)
-            plans.append(LatentPlan(batch, Way(True, True), dealt.programs, work, merging))
+            plans.append(LatentPlan(batch, Way(True, few or 1), dealt.programs, work, merging))
         plans[0].others = plans[1:]
         return plans[0]
 
@@ -244,11 +250,14 @@ class TritonMLA(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal (token, head) rows and the keys that they see out to the programs."""
-        config, heads, few = self.kernels.config, self.spec.num_heads, not batch.all_decode
+        config, heads = self.kernels.config, self.spec.num_heads
+        few = 0
+        if not batch.all_decode or batch.num_contexts is not None:
+            few = 1 if self.spec_of(batch).causal else 2
         queries, lens = np.array(batch.query_lens, np.int64), np.array(batch.lens, np.int64)
         seq, row = rows_of(queries, heads, config.block_h)
         last = np.minimum(row + config.block_h, queries[seq] * heads) - 1
-        seen = (lens - queries)[seq] + last // heads + 1
+        seen = lens[seq] if few == 2 else (lens - queries)[seq] + last // heads + 1
         keys = np.maximum(-(-seen // config.block_n), 0)
         return self.kernels.plan(batch, Tiles(seq, row, keys), few, reuse)
 
@@ -308,7 +317,7 @@ class TritonMLASparse(SparseBackend):
         config, ones = self.kernels.config, np.ones(batch.num_tokens, np.int64)
         seq, row = rows_of(ones, self.spec.num_heads, config.block_h)
         keys = np.full(len(seq), -(-self.topk // config.block_n))
-        return self.kernels.plan(batch, Tiles(seq, row, keys), False, reuse)
+        return self.kernels.plan(batch, Tiles(seq, row, keys), 0, reuse)
 
     def run(self, plan: LatentPlan, frame: Frame) -> None:
         """Attend as planned."""

@@ -52,10 +52,13 @@ class AttentionPlan(Plan):
 
 
 class Way(NamedTuple):
-    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
+    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one.
+
+    `few`: 0 for one, 1 for a few that see no key after their own, 2 for a few that see all keys.
+    """
 
     split: bool
-    few: bool
+    few: int
 
     def __str__(self) -> str:
         return ("pieces" if self.split else "whole") + (", few" if self.few else "")

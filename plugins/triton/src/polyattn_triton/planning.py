@@ -67,6 +67,7 @@ from polyattn_triton.variants import (
     on_one,
     part_rows,
     shared_bytes,
+    tallest_tile,
     tile_config,
 )
 
@@ -104,7 +105,9 @@ class PlannedAttention(AttentionBackend):
         self.places = self.num_sms * (PLACES if self.in_rows else 1)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
-        self.rates, self.most_few_rows, self.tallest_few = RATES, MOST_FEW_ROWS, TALLEST_FEW
+        self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        tallest = tallest_tile(spec, arch)
+        self.tallest_few, self.in_one_tile = min(TALLEST_FEW, tallest), spec.gqa_ratio <= tallest
         self.most_few_keys = MOST_FEW_KEYS
         # The fewest keys of one of several blocks that share a sequence; 0: none share one.
         asked = current_settings().multi_block
@@ -145,9 +148,10 @@ class PlannedAttention(AttentionBackend):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if table is not None and batch.all_decode and not batch.num_contexts and lister is None:
+        captured = table is None or bool(batch.num_contexts)
+        if batch.all_decode and not captured and lister is None and self.in_one_tile:
             self._plan_decode(plan, before)
-        elif table is not None and not batch.num_contexts and self._are_few(batch):
+        elif not captured and self._are_few(batch):
             self._plan_few(plan, before, lister)
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
             self._plan_captured(plan, before)
@@ -250,7 +254,8 @@ class PlannedAttention(AttentionBackend):
         What a captured graph runs doesn't follow from lengths.
         """
         group = self.spec.gqa_ratio
-        if batch.max_query_len * group <= self.most_few_rows:
+        single = batch.max_query_len == 1 and not self.in_one_tile
+        if single or batch.max_query_len * group <= self.most_few_rows:
             return True
         bound = self.spec.graph_capture or self.spec.length_bounds
         if bound or batch.max_query_len > LONGEST_FEW:

@@ -430,7 +430,7 @@ def latent_reads(
     queries = step.queries if plan.way.few else np.ones_like(step.queries)
     there, length = queries[seq] * heads, step.lens[seq]
     high = length
-    if plan.way.few:
+    if plan.way.few == 1:
         last = (np.minimum(pieces.row + height, there) - 1) // heads
         high = length - queries[seq] + last + 1
     tiles = -(-high // block)
@@ -448,4 +448,6 @@ def latent_reads(
         room = room_of((space.parts, space.part_lse), spec.latent.rank)
         if plan.merging is not None:
             merges = merges_of(plan.merging, work, plan.grid, True, height, heads, 1, queries)
+    if plan.way.few == 2:
+        spec = spec.replace(causal=False)
     return Reads(heads, 1, items, keys, merges, room, 0, faults=faults, spec=spec)

@@ -48,6 +48,8 @@ steps of 80 to 192 rows) its tiles of 64 rows took 14.7 us and 1.05 for each 64 
 Hopper's prefill, of 128 rows, 24.4 and 2.58 for each 128: alike at about 1,536."""
 TALLEST_FEW = 64
 """Rows of the decode kernel's highest tile. Of 128, registers spill: 54 us for 22."""
+WIDE = 256
+"""Columns of a head above which a tile of a large group's rows and its keys outgrow a chip's memory."""
 
 
 SCALES = {"number": 0, "tensor": 1, "head": 2}
@@ -241,7 +243,15 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
         return replace(config, num_stages=1) if spec.sink_tokens else config
     rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
+    rows = min(rows, tallest_tile(spec, arch))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+
+
+def tallest_tile(spec: LayerSpec, arch: str) -> int:
+    """Return how many rows the decode kernel's tiles may have: of wide heads no more than a prefill's."""
+    if power(max(spec.head_size, spec.v_head_size)) <= WIDE:
+        return max(TALLEST_FEW, power(spec.gqa_ratio))
+    return tile_config(spec, arch, "prefill").block_m
 
 
 STEPS_ROWS = 64
@@ -264,8 +274,10 @@ stretches, of stretches with a few query tokens a sequence; prefill of whole til
 
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
+    if config.num_warps > 4:
+        return 1
     if way in ("prefill", "pieces"):
-        return 1 if config.num_warps > 4 else 2
+        return 2
     wide = power(max(spec.head_size, spec.v_head_size)) > 128
     tall = way == "few" and config.block_m > 16
     small = storage_dtype(spec.stored_dtype).itemsize == 1
@@ -300,10 +312,11 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     if known:
         return tuple(replace(c, block_n=_most_keys(spec, arch, c.block_n)) for c in known)
     configs: list[PrefixConfig] = []
-    height = least
-    while not configs or height <= UNTUNED_TALLEST:
+    height, tallest = least, min(UNTUNED_TALLEST, tallest_tile(spec, arch))
+    while not configs or height <= tallest:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
+        on_one = 1 if config.num_warps > 4 else on_one
         small = 18 if height > 16 else 22  # as Hopper's, until others are measured
         tile = (height, config.block_n, config.num_warps, config.num_stages)
         configs.append(PrefixConfig(*tile, on_one, small, 22, 40))

@@ -9,7 +9,7 @@ from polyattn.conformance.cases import invariance, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind, GraphCapture
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
@@ -29,6 +29,9 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             batches += ["mixed", "prefills first", "chunked", "long", "late padding"]
         if caps.decode_query_lens > 1:
             batches.append("short queries")
+            if "non_causal" in caps.features:
+                free = base.replace(causal=False)
+                cases.append(Case("latent", f"{kind.value} not causal", free, "short queries"))
         cases += [Case("latent", kind.value, base, name) for name in batches]
         for label, spec in _latent_variants(caps, base):
             cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))
@@ -41,9 +44,15 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         if "mixed" in batches:
             cases.append(Case("latent_isolation", f"{kind.value} numbers", base, "mixed"))
         if caps.graph_capture:
-            spec = base.replace(graph_capture="single_token_decode")
-            how = "latent_graph" if captures(device) else "latent_reuse"
-            cases.append(Case(how, kind.value, spec, "decode"))
+            how = "latent_graph" if captures(device) else "reuse"
+            for level, name in (("single_token_decode", "decode"), ("uniform", "three each")):
+                spec = base.replace(graph_capture=level)
+                if spec.graph_capture <= caps.graph_capture:
+                    cases.append(Case(how, kind.value, spec, name))
+            if caps.graph_capture >= GraphCapture.ANY:
+                how = "mixed_graph" if captures(device) else "mixed_reuse"
+                spec = base.replace(graph_capture="any")
+                cases.append(Case(how, kind.value, spec, "mixed"))
         if kind is min(caps.kinds, key=lambda k: k.value):
             cases += [Case(name, kind.value, base, "tiny") for name in ("many_calls", "process")]
         if "long" in batches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,14 +45,11 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
         layer.group.plan(filled, reuse=captured)
         places = buffers.places[:tokens]
 
-        def wide(tensor: Tensor | None, places: Tensor = places) -> Tensor:
-            assert tensor is not None
-            whole = tensor.new_zeros(SIZE.tokens, *tensor.shape[1:])
-            return whole.index_copy_(0, places, tensor)
-
-        step = work.remembered().but(
-            batch=filled, query=wide(work.query), key=wide(work.key), value=wide(work.value)
-        )
+        widened = {
+            name: tensor.new_zeros(SIZE.tokens, *tensor.shape[1:]).index_copy_(0, places, tensor)
+            for name, tensor in work.tensors().items()
+        }
+        step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[places]
         work.compare(step.out[places], lse, "a mixed plan reused: ")
@@ -64,8 +63,9 @@ def mixed_graph(case: Case, harness: Harness) -> None:
     first = harness.step(layer, STEPS[0])
     cache = layer.group.allocate_cache(64)
 
-    def step(plans, query, key, value):  # type: ignore[no-untyped-def]
-        return layer(query, key, value, cache, plans[layer.group])
+    def step(plans: Any, choice: Tensor | None = None, **inputs: Tensor) -> Any:
+        chosen = {} if choice is None else {"choice": choice}
+        return layer(*inputs.values(), cache, plans[layer.group], **chosen)
 
     graphs = StepGraphs([layer.group], step, [SIZE], 64)
     graphs.capture(first.tensors())
@@ -80,7 +80,7 @@ def mixed_graph(case: Case, harness: Harness) -> None:
         graph = graphs.find(work.batch)
         assert graph is not None
         filled = graph.buffers.fill(work.batch)
-        eager = layer(*graph.inputs.values(), cache, filled)
+        eager = step({layer.group: filled}, **graph.inputs)
         rows = slice(0, len(replayed))
         if isinstance(graph.buffers, MixedBuffers):
             eager = eager[graph.buffers.places[rows]]
@@ -98,7 +98,7 @@ def graph(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
     assert form is not None
-    first = harness.step(layer, _captured_lengths(case, form.block_size))
+    first = harness.step(layer, captured_lengths(case, form.block_size))
     cache, count = first.cache, first.batch.num_seqs
     query_len, block = first.batch.max_query_len, form.block_size
 
@@ -112,7 +112,7 @@ def graph(case: Case, harness: Harness) -> None:
         for size in (1 << 13,) * 128 + (1 << 19,) * 32
     ]
     for reverse in (False, True):
-        lengths = _captured_lengths(case, block)
+        lengths = captured_lengths(case, block)
         work = harness.step(layer, lengths[::-1] if reverse else lengths)
         assert work.cache is not None and cache is not None
         cache.key[: work.cache.num_blocks] = work.cache.key
@@ -132,7 +132,7 @@ def reuse(case: Case, harness: Harness) -> None:
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
-    lengths = _captured_lengths(case, form.block_size)
+    lengths = captured_lengths(case, form.block_size)
     rows = len(lengths) + 2
     query_len = max(query for query, _ in lengths)
     buffers = StepBuffers(
@@ -143,49 +143,16 @@ def reuse(case: Case, harness: Harness) -> None:
         harness.torch_device,
         padding_rows=layer.group.planner.padding_rows,
     )
-    buffers.seq_lens.fill_(buffers.padding_len)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    captured = layer.group.plan(buffers.longest())
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
         work = harness.step(layer, chosen)
         tokens = work.batch.num_tokens
         filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
-        query, key, value = (
-            torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
-            for t in (work.query, work.key, work.value)
-            if t is not None
-        )
-        step = work.remembered().but(batch=filled, query=query, key=key, value=value)
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        work.compare(step.out[:tokens], lse, "a plan reused: ")
-
-
-def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
-    """Run a captured plan of single tokens after each of several other steps was planned into it.
-
-    `fields`: what of a workload is widened by the padding rows; None stays None.
-    """
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    rows = len(lengths) + 2
-    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        work = harness.step(layer, chosen)
-        tokens = work.batch.num_tokens
-        filled = buffers.fill(work.batch)
-        layer.group.plan(filled, reuse=captured)
-
-        def wide(tensor: Tensor | None, short: int = rows - tokens) -> Tensor | None:
-            if tensor is None:
-                return None
-            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
-
-        widened = {name: wide(getattr(work, name)) for name in fields}
+        widened = {
+            name: torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
+            for name, t in work.tensors().items()
+        }
         step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
@@ -245,6 +212,7 @@ def _by_address(work: AttentionWorkload, plan: StepPlan) -> None:
     work.compare(out, lse, "over pages by addresses: ")
 
 
-def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:
+def captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:
+    """Return the rows of a case whose rows have as many query tokens each."""
     lengths = batches("decode", block)
     return [(3, length + 2) for _, length in lengths] if case.batch == "three each" else lengths

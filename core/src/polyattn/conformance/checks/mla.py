@@ -7,7 +7,7 @@ import torch
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.mla import further
 from polyattn.conformance.checks.attention import with_stale_tables
-from polyattn.conformance.checks.captured import refilled
+from polyattn.conformance.checks.captured import captured_lengths
 from polyattn.conformance.harness.base import Harness
 from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
@@ -93,24 +93,23 @@ def latent_isolation(case: Case, harness: Harness) -> None:
 def latent_graph(case: Case, harness: Harness) -> None:
     """A captured decode, planned anew with other lengths and tables, equals eager bit for bit."""
     layer = harness.layer(case.spec)
-    first = harness.step(layer, case.batch)
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = captured_lengths(case, form.block_size)
+    first = harness.step(layer, lengths)
     cache, count = first.cache, first.batch.num_seqs
     names = ["query", "latent", "rope"] + (["choice"] if first.choice is not None else [])
 
     def step(plans, query, latent, rope, choice=None):  # type: ignore[no-untyped-def]
         return layer(query, latent, rope, cache, plans[layer.group], choice=choice)
 
-    graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
+    each, longest = first.batch.max_query_len, 8 * cache.block_size
+    graphs = StepGraphs([layer.group], step, [count], longest, each)
     graphs.capture({name: getattr(first, name) for name in names})
-    for lengths in (pairs(first.batch), pairs(first.batch)[::-1]):
-        given = harness.step(layer, lengths)
+    for chosen in (lengths, lengths[::-1]):
+        given = harness.step(layer, chosen)
         cache.key[: given.cache.num_blocks] = given.cache.key
         eager = given.remembered().run()
         replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
         assert torch.equal(replayed, eager)
         given.check()  # not only the same as eager: right
-
-
-def latent_reuse(case: Case, harness: Harness) -> None:
-    """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    refilled(case, harness, ("query", "latent", "rope", "choice"))

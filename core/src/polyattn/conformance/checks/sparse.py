@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.sparse import serves
-from polyattn.conformance.checks.captured import refilled
 from polyattn.conformance.draws import drawn, lengths
 from polyattn.conformance.harness.base import Harness
 from polyattn.registry.discovery import discover
@@ -98,11 +97,6 @@ def sparse_graph(case: Case, harness: Harness) -> None:
         replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
         assert torch.equal(replayed, eager)
         work.check()
-
-
-def sparse_reuse(case: Case, harness: Harness) -> None:
-    """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    refilled(case, harness, ("query", "key", "value", "choice"))
 
 
 def sparse_search(case: Case, harness: Harness) -> None:

@@ -48,7 +48,7 @@ _ATTENTION: tuple[Check, ...] = (
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
-    mla.latent_isolation, mla.latent_graph, mla.latent_reuse, search.latent_search,
+    mla.latent_isolation, mla.latent_graph, search.latent_search,
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
@@ -62,7 +62,6 @@ _SPARSE: tuple[Check, ...] = (
     sparse.sparse_plans,
     sparse.sparse_others,
     sparse.sparse_graph,
-    sparse.sparse_reuse,
     sparse.sparse_search,
 )
 _INDEX: tuple[Check, ...] = (index.index, index.index_ranked)

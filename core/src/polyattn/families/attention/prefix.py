@@ -21,6 +21,7 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import without_first
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.decompose import over_context, unrotated
+from polyattn.spec.layer import LayerSpec
 
 
 class OverShared(Op):
@@ -44,6 +45,11 @@ class PrefixPlan(Plan):
         self.merged = merged
 
 
+def _over(spec: LayerSpec) -> str:
+    """Return the phase whose backends read shared keys: MLA's prefill has keys of its own."""
+    return "prefill" if spec.latent is None else "decode"
+
+
 class PrefixDecode:
     """Runs decodes that share leading blocks, in a backend's place in a step's calls."""
 
@@ -52,7 +58,7 @@ class PrefixDecode:
         self.cache = group.cache_format
         with_lse, load, form = spec.replace(needs_lse=True), group.load, group.kernel_format
         plain = with_lse.replace(learned_sinks=False)
-        self.shared = load("prefill", shared, AttentionBackend, plain, form(shared))
+        self.shared = load(_over(spec), shared, AttentionBackend, plain, form(shared))
         self.own = load("decode", own, AttentionBackend, with_lse, form(own))
         self.merge = group.backend("merge", MergeBackend)
         self.buffers = MergeBuffers()
@@ -66,7 +72,7 @@ class PrefixDecode:
         candidates = dict(selection.candidates)
         whole = group.cache_format
         infos: list[BackendInfo] = []
-        for phase, asked in (("prefill", over_all), ("decode", with_lse)):
+        for phase, asked in ((_over(spec), over_all), ("decode", with_lse)):
             able = [
                 info
                 for info in candidates.get(phase, ())

@@ -1,5 +1,7 @@
 """How is a step of MLA planned? Short rows absorbed, over latents; long ones expanded, in pieces.
 
+In a captured step all rows are absorbed.
+
 Multi-head latent attention (DeepSeek-AI, 2024): all heads' keys and values are made from one latent
 a token, `k = [W_UK c, k_rope]`, `v = W_UV c`, and the cache holds `[c, k_rope]` alone.
 """
@@ -16,6 +18,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
+from polyattn.families.attention.sharing import Sharing
 from polyattn.families.mla.absorption import absorb, expand_rows, project
 from polyattn.runtime.backend import (
     AttentionBackend,
@@ -141,27 +144,38 @@ class Planner(StepPlanner):
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)
         self.buffers = MergeBuffers()
+        self.sharing = Sharing.of(group)
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
         batch.check_queries(list(self.names.values()))
         assert self.group.cache_format is not None
         batch.check_pages(self.group.cache_format.block_size)
-        if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):
-            raise BatchError(
-                "a captured step of MLA has rows of one token only; run longer rows eagerly"
-            )
+        earlier: dict[str, Call] = {}
+        if reuse is not None:
+            earlier = {call.phase: call for call in reuse.calls}
         phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
+        parts = {"decode": phases.decode, "prefill": phases.prefill}
+        asked = {n: part for n, part in parts.items() if part is not None and part.batch.num_tokens}
+        if earlier and (
+            asked.keys() != earlier.keys() or batch.num_tokens != reuse.batch.num_tokens
+        ):
+            raise BatchError(
+                f"the captured step has {reuse.batch.num_tokens} tokens in phases {sorted(earlier)}, "
+                f"this one {batch.num_tokens} in {sorted(asked)}; capture a graph for each kind of step"
+            )
+        # A captured step makes no keys of latents: how many there are changes from replay to replay.
+        captured = bool(self.spec.graph_capture) and batch.lens_are_bounds
+        read_back = self.sharing.looks and self.sharing.look(batch)
         ops: list[Op] = []
-        for phase, part in (("decode", phases.decode), ("prefill", phases.prefill)):
-            if part is None or not part.batch.num_tokens:
-                continue
-            if phase == "decode" or self.sparse:
-                earlier = reuse.calls[0] if reuse is not None else None
-                call = self._absorbed(phase, part, earlier)
+        for phase, part in asked.items():
+            if phase == "decode" or self.sparse or captured:
+                call = self._absorbed(phase, part, earlier.get(phase))
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
+        if read_back:
+            self.sharing.learn(any(call.saved_bytes for op in ops for call in op.calls))
         if self.sparse and ops:
             (call, *_) = ops[0].calls
             assert isinstance(call.backend, SparseBackend)
@@ -181,9 +195,16 @@ class Planner(StepPlanner):
             return planned_call(
                 self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
             )
-        fastest = self.chooser.decode(part.batch)
+        if phase == "decode" and (shared := self.sharing.call(part.batch, part.rows)):
+            return shared
+        fastest = self.chooser.chosen["decode"]
+        if phase == "decode":
+            fastest = self.chooser.decode(part.batch)
         name = fastest.info.name
         return planned_call(self.group.cache_format, phase, name, fastest.backend, part)
+
+    def note(self, step: StepPlan, call: Call) -> str:
+        return self.sharing.note(step.batch, call)
 
     def _expanded(self, part: Part) -> Expanded:
         """List the pieces: each query's own new tokens, then the context in pieces that fit."""

@@ -91,4 +91,5 @@ def _plain(spec: LayerSpec) -> LayerSpec:
         head_size=spec.head_size,
         v_head_size=spec.v_head_size,
         scale=spec.scale,
+        causal=spec.causal,
     )

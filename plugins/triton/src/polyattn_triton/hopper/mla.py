@@ -116,7 +116,7 @@ def _attend(
     )
 
     high_key = length
-    if FEW:
+    if FEW == 1:
         high_key = length - query_len + (gl.minimum(start + BLOCK_H, queries) - 1) // HEADS + 1
     first = 0
     last = gl.cdiv(high_key, BLOCK_N)
@@ -148,7 +148,7 @@ def _attend(
         key = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
         if SPARSE:
             seen = (gl.load(PICKED + key, mask=key < length, other=-1) >= 0)[None, :]
-        elif FEW:
+        elif FEW == 1:
             row_s = start + gl.arange(0, BLOCK_H, layout=S_ROW)
             seen = key[None, :] <= (length - query_len + row_s // HEADS)[:, None]
             seen = seen & (key < length)[None, :]

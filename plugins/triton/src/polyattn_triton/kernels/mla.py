@@ -110,7 +110,7 @@ def _rows(
             MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
         )  # fmt: skip
         seen = inside[None, :]
-        if MASK and FEW:
+        if MASK and FEW == 1:
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             seen = seen & (at[None, :] <= row_pos[:, None])
         acc, m, l = _take(acc, m, l, q, q_rope, k, k_rope, seen, scale, last > 0, MASK, APART)
@@ -151,7 +151,7 @@ def _attend(
     first = 0
     high = length
     full = length // BLOCK_N
-    if FEW:
+    if FEW == 1:
         context = length - query_len
         high = context + (tl.minimum(start + BLOCK_H, query_len * HEADS) - 1) // HEADS + 1
         full = (context + start // HEADS + 1) // BLOCK_N
@@ -187,8 +187,9 @@ def mla_kernel(
     """Tiles of (token, head) rows over their sequence's cached rows, whole or in pieces.
 
     Grid: (tiles), WORK their sequences, then their first rows; `SPLIT`: (programs), whose stretches
-    WORK holds. `FEW`: sequences have a few query tokens instead of one. `SPARSE`: a sequence is a
-    token, its rows SLOTS. `table_s`: the width of the block table, or of SLOTS.
+    WORK holds. `FEW`: sequences have a few query tokens instead of one; 1: causal, 2: each sees all
+    keys. `SPARSE`: a sequence is a token, its rows SLOTS. `table_s`: the width of the block table, or
+    of SLOTS.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
