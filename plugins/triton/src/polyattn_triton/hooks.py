@@ -169,7 +169,7 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal v_head_size lse deterministic batch_invariant"),
+    features=names("causal v_head_size lse deterministic batch_invariant step_invariant"),
     excludes=(
         (
             frozenset({"batch_invariant", "captured"}),
@@ -192,8 +192,6 @@ TRITON_MLA_SPARSE = declared(
     "mla:TritonMLASparse",
     MLA.but(
         adds="prefill",
-        lacks="batch_invariant",
-        excludes=NO_E4M3,
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         decode_query_lens=1,
     ),
@@ -224,7 +222,7 @@ TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
     TOKEN_SCAN.but(
-        lacks="step_invariant", excludes=(), adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        adds="gated grouped_channels bc_in_float32 wide_conv_states",
         kinds=frozenset(
             {
                 AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2,

@@ -137,7 +137,7 @@ class Kernels:
         if not count:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
-            return self._in_segments(batch, tiles)
+            return self._in_segments(batch, tiles, few)
         order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
@@ -156,7 +156,7 @@ class Kernels:
             Merge(programs, *cut),
         )
 
-    def _in_segments(self, batch: Batch, tiles: Tiles) -> LatentPlan:
+    def _in_segments(self, batch: Batch, tiles: Tiles, few: bool) -> LatentPlan:
         """Cut each tile after as many keys, whatever else is in the step; a program has one segment."""
         height = self.config.block_h
         each = max(1, SEGMENT * height // self.config.block_n)
@@ -171,7 +171,7 @@ class Kernels:
             if dealt.parts > 1:  # as many at a time whatever other tiles have
                 merging = Merge(dealt.programs, len(some), max(dealt.parts, FEW_PARTS + 1))
                 self.workspace.reserve(max_parts(dealt.programs) * height, self.rank, 0)
-            plans.append(LatentPlan(batch, Way(True, True), dealt.programs, work, merging))
+            plans.append(LatentPlan(batch, Way(True, few), dealt.programs, work, merging))
         plans[0].others = plans[1:]
         return plans[0]
 
@@ -244,7 +244,8 @@ class TritonMLA(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal (token, head) rows and the keys that they see out to the programs."""
-        config, heads, few = self.kernels.config, self.spec.num_heads, not batch.all_decode
+        config, heads = self.kernels.config, self.spec.num_heads
+        few = bool(self.spec.batch_invariant) or not batch.all_decode
         queries, lens = np.array(batch.query_lens, np.int64), np.array(batch.lens, np.int64)
         seq, row = rows_of(queries, heads, config.block_h)
         last = np.minimum(row + config.block_h, queries[seq] * heads) - 1

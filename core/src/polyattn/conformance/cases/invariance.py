@@ -105,5 +105,13 @@ def of_others(caps: Capabilities, base: LayerSpec, label: str, batch: str) -> It
             spec = base.replace(batch_invariant="batch", **fields)
             words = " ".join(f"{name} {value}" for name, value in fields.items())
             yield Case("regrouped", f"{label} {words}", spec, batch)
-    if level >= Invariance.STEPS and base.kind.is_recurrent:
-        yield Case("divided", label, base.replace(batch_invariant="steps"), "none")
+    if level < Invariance.STEPS:
+        return
+    spec = base.replace(batch_invariant="steps")
+    if base.kind.is_recurrent:
+        yield Case("divided", label, spec, "none")
+        return
+    yield from (Case(name, label, spec, "short") for name in ("chunked", "drafted", "hits"))
+    for fields in _LATENTS:
+        words = " ".join(f"{name} {value}" for name, value in fields.items())
+        yield Case("chunked", f"{label} {words}", spec.replace(**fields), "short")

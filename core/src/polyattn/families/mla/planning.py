@@ -31,7 +31,7 @@ from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
-from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 
 ALIGNED = 16
@@ -40,6 +40,18 @@ EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
 """Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
+
+
+def each_token(batch: Batch) -> Batch:
+    """Return the step with a row for each token, which sees what comes up to it."""
+    table = batch.block_table
+    assert table is not None
+    queries, tokens = batch.host_query_lens, np.arange(batch.num_tokens)
+    seq = np.repeat(np.arange(len(queries)), queries)
+    ends = np.asarray(batch.host_starts)[1:]
+    lens = np.maximum(np.asarray(batch.host_lens)[seq] - (ends[seq] - 1 - tokens), 0)
+    at = torch.from_numpy(seq).to(table.device)
+    return Batch([*range(len(seq) + 1)], lens.tolist(), table.index_select(0, at))
 
 
 class ChosenRows(Op):
@@ -140,6 +152,7 @@ class Planner(StepPlanner):
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)
+        self.by_token = self.spec.batch_invariant >= Invariance.STEPS
         self.buffers = MergeBuffers()
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
@@ -151,7 +164,8 @@ class Planner(StepPlanner):
             raise BatchError(
                 "a captured step of MLA has rows of one token only; run longer rows eagerly"
             )
-        phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
+        rows = batch if not self.by_token or batch.all_decode else each_token(batch)
+        phases = by_phase(rows, 1 if self.sparse else self.longest_decode)
         ops: list[Op] = []
         for phase, part in (("decode", phases.decode), ("prefill", phases.prefill)):
             if part is None or not part.batch.num_tokens:
