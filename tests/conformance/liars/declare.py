@@ -102,6 +102,7 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (variances.Same, SAME),
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
+    (variances.SplitsOfTheLongest, replace(GRAPHS, features=SAME.features)),
     (variances.ChunksFromTheStep, SCANS),
     (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),

@@ -239,7 +239,7 @@ def questions(
 
 
 def by_token(spec: LayerSpec) -> bool:
-    """Whether every token is a decode: a sparse layer's, and MLA's whose bits don't follow from the step."""
+    """Whether every token is a decode: of sparse layers, and of MLA where steps must change no bit."""
     steps = spec.batch_invariant >= Invariance.STEPS
     return spec.kind is AttentionKind.SPARSE or (spec.kind is AttentionKind.MLA and steps)
 

@@ -40,11 +40,11 @@ NO_E4M3_KEYS = tuple(
     for arch in ("sm_80", "sm_86", "sm_87", "gfx90a", "gfx942")
     for form in ("index_fp8_e4m3", "index_fp8_scaled")
 )
-NOT_INTERPRETED = names(
-    "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
-)
-"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. Its host's BLAS multiplies,
-whose bits follow from a row's place in a tile."""
+NOT_INTERPRETED = names("bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output")
+"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats."""
+IN_TILES = names("step_invariant call_invariant")
+"""Attention doesn't have these there: its tiles hold several tokens, and the host's BLAS multiplies them,
+whose bits follow from a row's place."""
 
 ALIKE_WITHOUT = {
     "captured": "the number of programs follows the step's keys",
@@ -65,8 +65,9 @@ def declared(
     `interpreted`: what the interpreter's may be captured in, where that differs.
     """
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features
+    tiles = IN_TILES if AttentionKind.ATTENTION in claims.kinds else frozenset()
     on_cpu = claims.but(
-        lacks=" ".join(NOT_INTERPRETED & words),
+        lacks=" ".join((NOT_INTERPRETED | tiles) & words),
         platforms={"cpu": ()},
         excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
         graph_capture=claims.graph_capture if interpreted is None else interpreted,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +32,14 @@ many beside a row without a query."""
 
 def mixed_reuse(case: Case, harness: Harness) -> None:
     """What a captured mixed step reads is refilled: the first plan, run after others were planned."""
-    layer = harness.layer(case.spec)
+    for work, out, lse in mixed_refills(harness, harness.layer(case.spec)):
+        work.compare(out, lse, "a mixed plan reused: ")
+
+
+def mixed_refills(
+    harness: Harness, layer: Any
+) -> Iterator[tuple[AttentionWorkload, Tensor, Tensor | None]]:
+    """Yield mixed steps with what a captured plan of the layer gives, as `refills` does."""
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
@@ -53,7 +63,7 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
         )
         step.run(captured)
         lse = None if step.lse is None else step.lse[places]
-        work.compare(step.out[places], lse, "a mixed plan reused: ")
+        yield work, step.out[places], lse
 
 
 def mixed_graph(case: Case, harness: Harness) -> None:
@@ -128,13 +138,27 @@ def reuse(case: Case, harness: Harness) -> None:
 
     A device that records no graphs can still tell whether the new step is in the old plan's buffers.
     """
-    layer = harness.layer(case.spec)
+    refilled(case, harness, ("query", "key", "value"))
+
+
+def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
+    """A captured plan agrees with the reference after each of several steps was planned into it."""
+    for work, out, lse in refills(case, harness, harness.layer(case.spec), fields):
+        work.compare(out, lse, "a plan reused: ")
+
+
+def refills(
+    case: Case, harness: Harness, layer: Any, fields: tuple[str, ...]
+) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+    """Yield several steps with what a captured plan of the layer gives after each was planned into it.
+
+    `fields`: what of a workload is widened by the padding rows; None stays None.
+    """
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
     lengths = _captured_lengths(case, form.block_size)
-    rows = len(lengths) + 2
-    query_len = max(query for query, _ in lengths)
+    rows, query_len = len(lengths) + 2, max(query for query, _ in lengths)
     buffers = StepBuffers(
         rows,
         query_len,
@@ -150,37 +174,8 @@ def reuse(case: Case, harness: Harness) -> None:
         tokens = work.batch.num_tokens
         filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
-        query, key, value = (
-            torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
-            for t in (work.query, work.key, work.value)
-            if t is not None
-        )
-        step = work.remembered().but(batch=filled, query=query, key=key, value=value)
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        work.compare(step.out[:tokens], lse, "a plan reused: ")
 
-
-def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
-    """Run a captured plan of single tokens after each of several other steps was planned into it.
-
-    `fields`: what of a workload is widened by the padding rows; None stays None.
-    """
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    rows = len(lengths) + 2
-    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        work = harness.step(layer, chosen)
-        tokens = work.batch.num_tokens
-        filled = buffers.fill(work.batch)
-        layer.group.plan(filled, reuse=captured)
-
-        def wide(tensor: Tensor | None, short: int = rows - tokens) -> Tensor | None:
+        def wide(tensor: Tensor | None, short: int = rows * query_len - tokens) -> Tensor | None:
             if tensor is None:
                 return None
             return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
@@ -189,7 +184,7 @@ def refilled(case: Case, harness: Harness, fields: tuple[str, ...]) -> None:
         step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
-        work.compare(step.out[:tokens], lse, "a plan reused: ")
+        yield work, step.out[:tokens], lse
 
 
 def bounds(case: Case, harness: Harness) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.checks.captured import mixed_refills, refills
+from polyattn.conformance.checks.recurrent import recurrent_refills
 from polyattn.conformance.harness.base import Harness
+from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.spec.kinds import GraphCapture
 from polyattn.workload.base import picked_rows
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import bits, copied
@@ -85,12 +91,35 @@ def kept_lse(step: Any) -> Tensor | None:
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
-    """A step that is planned for a captured graph has the bits of one that isn't."""
+    """A step has the same bits eagerly and by a captured plan, whatever was planned into that before."""
     layer = harness.layer(case.spec)
+    eager = _as_eager(layer, harness.group(case.spec.replace(graph_capture="none")))
+    if case.spec.kind.is_recurrent:
+        for work, out, states in recurrent_refills(case, harness, layer):
+            plain = work.but(layer=eager, states=StateCache(work.states.data.clone()))
+            real = work.real_rows()
+            same_bits(out[real], plain.run()[real], "by a captured plan, and eagerly")
+            same_bits(states.data[work.used], plain.states.data[work.used], "the states so")
+        return
     step = harness.step(layer, case.batch)
     captured = step.check().clone()
-    eager = harness.layer(case.spec.replace(graph_capture="none"))
     same_bits(step.but(layer=eager).run(), captured, "planned for a graph, and not")
+    mixed = case.spec.graph_capture is GraphCapture.ANY
+    steps = mixed_refills(harness, layer) if mixed else refills(case, harness, layer, step.names)
+    for work, out, lse in steps:
+        plain = work.but(layer=eager)
+        same_bits(out, plain.run(), "by a captured plan, and eagerly")
+        if lse is not None and plain.lse is not None:
+            same_bits(lse, plain.lse, "the LSE so")
+
+
+def _as_eager(layer: Any, group: LayerGroup) -> Any:
+    """Return a layer of another group with the same parameters."""
+    if isinstance(layer, Recurrent):
+        return Recurrent(group, **layer.params)
+    other = copy(layer)
+    other.group = group
+    return other
 
 
 class Told:
