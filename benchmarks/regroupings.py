@@ -25,7 +25,7 @@ from polyattn.conformance.derive import derive
 from polyattn.registry.discovery import discover
 from random_batches import revision
 
-DRAWN = {"regrouped": 1, "given_alike": 1, "divided": 3, "chunked": 4}
+DRAWN = {"regrouped": 1, "index_regrouped": 1, "given_alike": 1, "divided": 3, "chunked": 4}
 """The checks that draw, and by what each divides `DRAWS`."""
 
 

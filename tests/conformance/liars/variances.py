@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from liars.plain import HonestGraph, Plain
-from polyattn.kernel import Batch, Frame, Plan, RecurrentFrame
+from polyattn.families.sparse.torch_index import TorchIndex
+from polyattn.kernel import Batch, Frame, IndexFrame, Plan, RecurrentFrame
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
 from polyattn_cpu.recurrent import TorchScan
 from polyattn_cpu.sdpa import TorchSDPA
@@ -292,6 +294,18 @@ class ChoicesOfManyTokens(TorchSparseMLA):
         super().run(plan, frame)
         if len(frame.query) > 4:
             frame.out.mul_(NUDGE)
+
+
+class ScoresByTheBatch(TorchIndex):
+    """Scores of several tokens are summed in another order."""
+
+    by = ("index_regrouped",)
+
+    def run(self, plan: Plan, frame: IndexFrame) -> None:
+        if plan.batch.num_seqs > 2:
+            turned = frame.query.flip(-1) * (1.0 + 2.0**-22)
+            frame = replace(frame, query=turned.flip(-1))
+        super().run(plan, frame)
 
 
 class LatentsByTheBatch(TorchMLA):

@@ -95,11 +95,11 @@ def planned_alike(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     eager = _as_eager(layer, harness.group(case.spec.replace(graph_capture="none")))
     if case.spec.kind.is_recurrent:
-        for work, out, states in recurrent_refills(case, harness, layer):
-            plain = work.but(layer=eager, states=StateCache(work.states.data.clone()))
-            real = work.real_rows()
-            same_bits(out[real], plain.run()[real], "by a captured plan, and eagerly")
-            same_bits(states.data[work.used], plain.states.data[work.used], "the states so")
+        for scan, out, states in recurrent_refills(case, harness, layer):
+            now = scan.but(layer=eager, states=StateCache(scan.states.data.clone()))
+            real = scan.real_rows()
+            same_bits(out[real], now.run()[real], "by a captured plan, and eagerly")
+            same_bits(states.data[scan.used], now.states.data[scan.used], "the states so")
         return
     step = harness.step(layer, case.batch)
     captured = step.check().clone()
@@ -116,7 +116,7 @@ def planned_alike(case: Case, harness: Harness) -> None:
 def _as_eager(layer: Any, group: LayerGroup) -> Any:
     """Return a layer of another group with the same parameters."""
     if isinstance(layer, Recurrent):
-        return Recurrent(group, **layer.params)
+        return Recurrent(group, checks=layer.checks, **layer.params)
     other = copy(layer)
     other.group = group
     return other
