@@ -48,7 +48,9 @@ def derive(info: BackendInfo, base: LayerSpec, device: Device) -> list[Case]:
     cases.append(Case("sparse_search", "", groups, "drawn"))
     level = invariance.level_of(caps)
     if level:
-        cases.append(Case("regrouped", "groups", groups.replace(batch_invariant="batch"), "choices"))
+        cases.append(
+            Case("regrouped", "groups", groups.replace(batch_invariant="batch"), "choices")
+        )
     if level >= Invariance.STEPS:
         cases.append(Case("chunked", "groups", groups.replace(batch_invariant="steps"), "short"))
     return [case for case in cases if serves(caps, case.spec, device)]
