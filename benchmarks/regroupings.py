@@ -25,7 +25,7 @@ from polyattn.conformance.derive import derive
 from polyattn.registry.discovery import discover
 from random_batches import revision
 
-DRAWN = {"regrouped": 1, "given_alike": 1, "divided": 3, "chunked": 4}
+DRAWN = {"regrouped": 1, "index_regrouped": 1, "given_alike": 1, "divided": 3, "chunked": 4}
 """The checks that draw, and by what each divides `DRAWS`."""
 
 
@@ -54,14 +54,16 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=10_000, help="of each backend")
     parser.add_argument("--jobs", type=int, default=1, help="processes; one for a GPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="cases whose name has this, with their share")
     parser.add_argument("--out", type=Path, default=Path("regroupings.jsonl"))
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
     jobs = []
     for backend in args.backends:
-        count = len(cases_of(backend, args.device))
-        each = -(-args.draws // max(1, count))
-        jobs += [(backend, args.device, index, each, args.seed) for index in range(count)]
+        cases = cases_of(backend, args.device)
+        each = -(-args.draws // max(1, len(cases)))
+        chosen = [index for index, case in enumerate(cases) if args.only in case.id]
+        jobs += [(backend, args.device, index, each, args.seed) for index in chosen]
     where = {"revision": args.commit or revision(), "machine": str(resolve_device(args.device)),
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0

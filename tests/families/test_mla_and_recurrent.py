@@ -22,13 +22,14 @@ from polyattn import (
     StateCache,
     select,
 )
-from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
+from polyattn.errors import BatchError, CacheError, PluginError, SelectionError, SpecError
 from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.runtime.plan_checks import check_calls
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.latent import LatentSpec
@@ -130,6 +131,35 @@ def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(pieces) >= 3  # its own tokens, and more than one context piece
     expected, _ = reference_latent.forward(MLA, step.query, step.cache, step.batch, step.weights)
     assert output_error(out, expected) < 1e-12
+
+
+@pytest.mark.parametrize("lost", ["none", "a key", "a token"])
+def test_tokens_are_rows_of_their_own_where_steps_must_change_no_bit(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, each = MLA.replace(batch_invariant="steps"), mla_planning.each_token
+
+    def less(batch: Batch) -> Batch:
+        rows = each(batch)
+        if lost == "a key":
+            return Batch(rows.starts, [4, *rows.lens[1:]], rows.block_table)
+        return rows if lost == "none" else rows.part(slice(1, None))
+
+    monkeypatch.setattr(mla_planning, "each_token", less)
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_MLA"))
+    group.plan_checks = None
+    form = group.cache_format
+    assert form is not None
+    lens, table = [7, 0, 5, 40], torch.arange(12, dtype=torch.int32).view(4, 3)
+    step = group.plan(Batch.from_lens([3, 1, 0, 2], lens, table, form.block_size))
+    if lost != "none":
+        with pytest.raises(PluginError, match="sequence 0, query token 0|5 tokens are planned"):
+            check_calls(step)
+        return
+    check_calls(step)
+    (call,) = step.calls
+    assert (call.phase, call.plan.batch.lens) == ("decode", [5, 6, 7, 0, 39, 40])
+    assert call.plan.batch.block_table[:, 0].tolist() == [0, 0, 0, 3, 9, 9]
 
 
 @pytest.mark.parametrize(

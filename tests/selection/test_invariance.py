@@ -63,15 +63,17 @@ def test_a_cache_that_rounds_is_no_call_without_one() -> None:
         SPEC.replace(batch_invariant="calls", kv_cache_dtype="int8")
 
 
-def test_mla_has_the_first_level_on_a_cpu_and_other_levels_and_gpus_are_refused_by_name() -> None:
+def test_mla_has_two_levels_and_what_it_lacks_is_refused_by_name() -> None:
     spec = SPEC.replace(
         kind="mla", num_kv_heads=4, head_size=48, v_head_size=32,
         latent=LatentSpec(rank=64, rope_head_size=16),
     )  # fmt: skip
     for name in ("NATIVE_MLA", "TORCH_MLA"):
         assert select(spec, "cpu", backend=f"decode={name}").decision.decode == name
-    with pytest.raises(SelectionError, match="ask for batch_invariant='batch'"):
-        select(spec.replace(batch_invariant="steps"), "cpu")
+        steps = select(spec.replace(batch_invariant="steps"), "cpu", backend=name).decision
+        assert (steps.decode, steps.prefill) == (name, name)  # each token is a decode
+    with pytest.raises(SelectionError, match="ask for batch_invariant='steps'"):
+        select(spec.replace(batch_invariant="calls"), "cpu")
     with pytest.raises(SelectionError, match="a GPU's products were not compared"):
         select(spec, "h200", backend="decode=TORCH_MLA")
     assert select(spec, "h200").decision.decode == "TRITON_MLA"

@@ -102,6 +102,14 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (variances.Same, SAME),
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
+    (variances.SplitsOfTheLongest, replace(GRAPHS, features=SAME.features)),
+    (
+        variances.ScoresByTheBatch,
+        TORCH_INDEX.capabilities.but(
+            dtypes=frozenset({"float32"}),
+            adds="batch_invariant",
+        ),
+    ),
     (variances.ChunksFromTheStep, SCANS),
     (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),

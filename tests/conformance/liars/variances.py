@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from liars.plain import HonestGraph, Plain
-from polyattn.kernel import Batch, Frame, Plan, RecurrentFrame
-from polyattn_cpu.mla import TorchMLA
+from polyattn.families.sparse.torch_index import TorchIndex
+from polyattn.kernel import Batch, Frame, IndexFrame, Plan, RecurrentFrame
+from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
 from polyattn_cpu.recurrent import TorchScan
 from polyattn_cpu.sdpa import TorchSDPA
 
@@ -187,6 +189,22 @@ class PlansForGraphs(HonestGraph):
             frame.out.mul_(NUDGE)
 
 
+class SplitsOfTheLongest(HonestGraph):
+    """What is planned into a captured plan keeps the splits of the longest lengths."""
+
+    by = ("planned_alike",)
+    refilled = False
+
+    def refill(self, plan: Any, batch: Batch) -> None:
+        super().refill(plan, batch)
+        self.refilled = True
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if self.refilled:
+            frame.out.mul_(NUDGE)
+
+
 class OneSequenceAtATime(TorchSDPA):
     """torch's tiles of queries follow from how many there are."""
 
@@ -241,6 +259,53 @@ class StatesByTheBatch(TorchScan):
         super().run(plan, frame)
         written = [slot for slot in plan.slots if slot >= 0]
         frame.states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
+
+
+class RoundsDrafts(TorchScan):
+    """A draft's state is rounded where it is put."""
+
+    by = ("divided",)
+
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        if plan.batch.max_query_len == 1 and plan.batch.num_seqs > 1:
+            frame.states[plan.slots] *= 1.0 + 1e-6
+
+
+class RowsOfOneRequest(TorchMLA):
+    """Rows over the same pages are attended to together."""
+
+    by = ("chunked", "drafted")
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        table = plan.batch.block_table
+        assert table is not None
+        same = (table[1:, :1] == table[:-1, :1]).nonzero()[:, 0]
+        frame.out[same + 1] *= NUDGE
+
+
+class ChoicesOfManyTokens(TorchSparseMLA):
+    """Chosen rows of several tokens are multiplied in one call."""
+
+    by = ("regrouped",)
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        if len(frame.query) > 4:
+            frame.out.mul_(NUDGE)
+
+
+class ScoresByTheBatch(TorchIndex):
+    """Scores of several tokens are summed in another order."""
+
+    by = ("index_regrouped",)
+
+    def run(self, plan: Plan, frame: IndexFrame) -> None:
+        if plan.batch.num_seqs > 2:
+            turned = frame.query.flip(-1) * (1.0 + 2.0**-22)
+            frame = replace(frame, query=turned.flip(-1))
+        super().run(plan, frame)
 
 
 class LatentsByTheBatch(TorchMLA):

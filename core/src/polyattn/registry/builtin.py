@@ -116,6 +116,7 @@ VANILLA_INDEX = _vanilla(
     "VANILLA_INDEX",
     "polyattn.families.sparse.torch_index:VanillaIndex",
     "the float64 reference of an indexer, a token at a time, on the host",
+    features=Capabilities.features | {"batch_invariant", "step_invariant"},
     **_INDEXING,
 )
 

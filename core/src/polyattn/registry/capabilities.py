@@ -529,6 +529,7 @@ def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _N
     assert indexer is not None
     size, forms = indexer.head_size, indexer.forms
     need(size in caps.head_sizes, "indexer.head_size", size, caps.head_sizes)
+    _check_features(caps, spec.features & LEVELS, need)
     for form in sorted(forms - caps.indexes):
         need(False, form, INDEX_FORMS[form], caps.indexes or "none of the forms")
     asked = forms | {spec.dtype, device.arch}
@@ -603,6 +604,10 @@ def rotates(caps: Capabilities, spec: LayerSpec) -> bool:
 
 STORED = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
 """The features that a store must claim, too: they are of the keys and values that it is given."""
+
+
+LEVELS = frozenset({"batch_invariant", "step_invariant", "call_invariant"})
+"""The features that an indexer must claim, too: what it chooses decides what a token attends to."""
 
 
 def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> None:

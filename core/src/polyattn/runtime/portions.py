@@ -7,6 +7,7 @@ for, and where its keys lie. What a call's own plan does with them is `reads`' t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,7 +159,7 @@ def _gaps(batch: Batch, portions: list[Portion]) -> Iterator[str]:
     for seq, (first, last) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
         mine = held[held[:, 0] == seq]
         cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last]]))
-        for token in cuts[:-1].tolist() if last > first else ():
+        for token, stop in pairwise(cuts.tolist()) if last > first else ():
             there = mine[(mine[:, 1] <= token) & (token < mine[:, 2])]
             name = f"sequence {seq}, query token {token - first}"
             if not len(there):
@@ -169,5 +170,5 @@ def _gaps(batch: Batch, portions: list[Portion]) -> Iterator[str]:
                     calls = "no call" if begin > at else "several calls"
                     yield f"{name}, key {min(begin, at)}: by {calls}"
                 at = max(at, end)
-            if at < batch.lens[seq]:
+            if at < batch.lens[seq] - (last - stop):  # calls of fewer tokens end with their keys
                 yield f"{name}, key {at}: by no call"

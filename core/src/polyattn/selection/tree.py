@@ -14,7 +14,7 @@ from polyattn.registry.names import backend_named, not_a_backend
 from polyattn.selection.cache_format import SharedCache, format_of, share_cache, walks
 from polyattn.selection.selection import Decision, Step, Verdict
 from polyattn.settings import Override, Settings
-from polyattn.spec.decompose import asked_phase, questions, sparse_blocks
+from polyattn.spec.decompose import asked_phase, by_token, questions, sparse_blocks
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -269,7 +269,9 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
     latent = "no"
     if spec.latent is not None:
         latent = f"yes: {spec.kind.value}; absorbed, MQA over a latent of {spec.latent.size}"
-        if spec.kind is AttentionKind.MLA:
+        if by_token(spec):
+            latent += "; each token a decode"
+        elif spec.kind is AttentionKind.MLA:
             latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = "no" if spec.recurrent is None else f"yes: {spec.kind.value}"
     steps = [Step("Is it MLA?", latent), Step("Is it something other than attention?", recurrent)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from polyattn.errors import SpecError
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrent import RecurrentSpec
@@ -101,7 +101,8 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
     """Return the attention layer that an MLA layer's decode computes.
 
     It is multi-query attention: the one key of a token is its latent beside its rope key, and the value
-    is the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query).
+    is the latent (DeepSeek-V2, 2024, section 2.1: W_UK is absorbed into the query). Where bits don't
+    follow from the step, its rows are single tokens, so it needs the first level alone.
 
     Args:
         spec: an MLA layer's spec.
@@ -133,6 +134,7 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
         rope=None,
         sparse=None,
         indexer=None,
+        batch_invariant=min(spec.batch_invariant, Invariance.BATCH),
     )
 
 
@@ -233,16 +235,22 @@ def questions(
     if spec.kind is AttentionKind.SPARSE and phase in ("prefill", "decode"):
         rows = over_rows(spec) if AttentionKind.SPARSE_MLA in kinds else None
         return (rows or paged(spec, accelerator, nhd),)
-    if spec.kind is AttentionKind.MLA and phase == "prefill":
+    if spec.kind is AttentionKind.MLA and phase == "prefill" and not by_token(spec):
         return expanded(spec), expanded_context(spec)
     if spec.dense_context:
         return (windowed(spec), dense(spec)) if phase == "prefill" else (windowed(spec),)
     return (spec,)
 
 
+def by_token(spec: LayerSpec) -> bool:
+    """Whether every token is a decode: of sparse layers, and of MLA where steps must change no bit."""
+    steps = spec.batch_invariant >= Invariance.STEPS
+    return spec.kind is AttentionKind.SPARSE or (spec.kind is AttentionKind.MLA and steps)
+
+
 def asked_phase(spec: LayerSpec, phase: str) -> str:
-    """Return the phase that a backend must serve: every token of a sparse layer is a decode."""
-    return "decode" if spec.kind is AttentionKind.SPARSE and phase == "prefill" else phase
+    """Return the phase that a backend must serve."""
+    return "decode" if phase == "prefill" and by_token(spec) else phase
 
 
 def dense(spec: LayerSpec) -> LayerSpec:

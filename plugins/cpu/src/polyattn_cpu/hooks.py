@@ -139,7 +139,7 @@ NATIVE_MLA = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         phases=names("decode"),
-        features=names("causal v_head_size lse deterministic batch_invariant"),
+        features=names("causal v_head_size lse deterministic batch_invariant step_invariant"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
     proof=PROOF,
@@ -197,6 +197,7 @@ NATIVE_INDEX = BackendInfo(
         kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
         dtypes=NATIVE_DTYPES,
         phases=names("index"),
+        features=Capabilities.features | {"batch_invariant"},
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),
@@ -241,7 +242,7 @@ LATENTS = Capabilities(
     kv_cache_dtypes=QUANTISED | {ANY_ROWS},
     fp8_formats=names("ocp fnuz"),
     phases=names("decode"),
-    features=names("causal v_head_size lse deterministic batch_invariant"),
+    features=names("causal v_head_size lse deterministic batch_invariant step_invariant"),
     excludes=NOT_COMPARED,
 )
 TORCH_MLA = BackendInfo(
@@ -261,10 +262,8 @@ TORCH_MLA_SPARSE = BackendInfo(
     summary="sparse MLA: attention to chosen rows of the latent cache, in torch",
     path="polyattn_cpu.mla:TorchSparseMLA",
     capabilities=LATENTS.but(
-        lacks="batch_invariant",
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         phases=Capabilities.phases,
-        excludes=(),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each chosen latent once for all heads"),

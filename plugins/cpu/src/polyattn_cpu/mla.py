@@ -44,7 +44,9 @@ class TorchSparseMLA(SparseBackend):
         rank, formats = form.v_head_size, form.rows
         compute = torch.float64 if query.dtype == torch.float64 else torch.float32
         scale = frame.params.k_scale if stored.dtype.itemsize == 1 else 1.0
-        step = max(1, SPARSE_ELEMENTS // (choice.shape[1] * stored.shape[3]))
+        # Products of several tokens in a call may be summed otherwise than one's.
+        elements = 1 if self.spec.batch_invariant else SPARSE_ELEMENTS
+        step = max(1, elements // (choice.shape[1] * stored.shape[3]))
         for start in range(0, len(query), step):
             part = slice(start, start + step)
             chosen = choice[part].long()

@@ -40,11 +40,11 @@ NO_E4M3_KEYS = tuple(
     for arch in ("sm_80", "sm_86", "sm_87", "gfx90a", "gfx942")
     for form in ("index_fp8_e4m3", "index_fp8_scaled")
 )
-NOT_INTERPRETED = names(
-    "bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output step_invariant call_invariant"
-)
-"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats. Its host's BLAS multiplies,
-whose bits follow from a row's place in a tile."""
+NOT_INTERPRETED = names("bfloat16 fp8_e4m3 fp8_e5m2 fp8_inputs fp8_output")
+"""The interpreter computes bf16 wrongly, and isn't held to 8-bit floats."""
+IN_TILES = names("step_invariant call_invariant")
+"""Attention doesn't have these there: its tiles hold several tokens, and the host's BLAS multiplies them,
+whose bits follow from a row's place."""
 
 ALIKE_WITHOUT = {
     "captured": "the number of programs follows the step's keys",
@@ -61,8 +61,9 @@ def declared(
 ) -> BackendInfo:
     """Return a backend of two builds: the compiled one, and the interpreted one for tests."""
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features
+    tiles = IN_TILES if AttentionKind.ATTENTION in claims.kinds else frozenset()
     on_cpu = claims.but(
-        lacks=" ".join(NOT_INTERPRETED & words),
+        lacks=" ".join((NOT_INTERPRETED | tiles) & words),
         platforms={"cpu": ()},
         excludes=tuple(pair for pair in claims.excludes if pair not in (*NO_E4M3, *NO_E4M3_KEYS)),
     )
@@ -168,7 +169,9 @@ MLA = Capabilities(
     preferred_block_size=64,
     phases=names("decode"),
     decode_query_lens=16,
-    features=names("causal non_causal v_head_size lse deterministic batch_invariant"),
+    features=names(
+        "causal non_causal v_head_size lse deterministic batch_invariant step_invariant"
+    ),
     excludes=(
         (
             frozenset({"batch_invariant", "captured"}),
@@ -190,8 +193,7 @@ TRITON_MLA_SPARSE = declared(
     "mla:TritonMLASparse",
     MLA.but(
         adds="prefill",
-        lacks="batch_invariant non_causal",
-        excludes=NO_E4M3,
+        lacks="non_causal",
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         decode_query_lens=1,
     ),
@@ -228,8 +230,9 @@ TRITON_SCAN = declared(
     "TRITON_SCAN",
     "scan:TritonScan",
     TOKEN_SCAN.but(
-        lacks="step_invariant variant", adds="gated grouped_channels bc_in_float32 wide_conv_states",
+        lacks="variant", adds="gated grouped_channels bc_in_float32 wide_conv_states",
         excludes=(
+            *TOKEN_SCAN.excludes,
             (
                 frozenset({"batch_invariant", "captured_prompts"}),
                 "a row of one token runs as a prompt where the captured step's decodes are full",

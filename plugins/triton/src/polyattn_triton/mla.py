@@ -177,7 +177,7 @@ class Kernels:
             if dealt.parts > 1:  # as many at a time whatever other tiles have
                 merging = Merge(dealt.programs, len(some), max(dealt.parts, FEW_PARTS + 1))
                 self.workspace.reserve(max_parts(dealt.programs) * height, self.rank, 0)
-            plans.append(LatentPlan(batch, Way(True, few or 1), dealt.programs, work, merging))
+            plans.append(LatentPlan(batch, Way(True, few), dealt.programs, work, merging))
         plans[0].others = plans[1:]
         return plans[0]
 
@@ -252,7 +252,7 @@ class TritonMLA(AttentionBackend):
         """Deal (token, head) rows and the keys that they see out to the programs."""
         config, heads = self.kernels.config, self.spec.num_heads
         few = 0
-        if not batch.all_decode or batch.num_contexts is not None:
+        if self.spec.batch_invariant or not batch.all_decode or batch.num_contexts is not None:
             few = 1 if self.spec_of(batch).causal else 2
         queries, lens = np.array(batch.query_lens, np.int64), np.array(batch.lens, np.int64)
         seq, row = rows_of(queries, heads, config.block_h)

@@ -12,6 +12,7 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Invariance,
     LayerSpec,
     Plan,
     RecurrentBackend,
@@ -55,11 +56,15 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
 def scan_constants(
     spec: LayerSpec, phase: str, arch: str, params: frozenset[str]
 ) -> tuple[Any, ...]:
-    """Return the constants of `spec`'s kernel for `phase` ("drafts" too), in its order."""
+    """Return the constants of `spec`'s kernel for `phase`, in its order.
+
+    A phase may be "drafts" too, or "tokens": a prefill that has a decode's bits.
+    """
     form = spec.recurrent
     assert form is not None
     kind, drafts = spec.kind, phase == "drafts"
-    phase = "decode" if drafts else phase
+    several = drafts or spec.batch_invariant >= Invariance.STEPS
+    phase = "prefill" if phase == "prefill" else "decode"
     decode = phase == "decode"
     has = ("D" in params, "dt_bias" in params)
     if kind is AttentionKind.SHORT_CONV and drafts:
@@ -100,7 +105,7 @@ def scan_constants(
     mamba, delta = kind is AttentionKind.MAMBA2, kind is AttentionKind.GDN
     softplus = mamba and form.dt_softplus
     if decode:
-        return (*sizes, mamba, delta, softplus, *has, form.qk_norm, form.gated, drafts)
+        return (*sizes, mamba, delta, softplus, *has, form.qk_norm, form.gated, several, drafts)
     if delta:
         return (*sizes, config.chunk, form.qk_norm)
     return (*sizes, config.chunk, mamba, softplus, *has, form.gated)
@@ -162,12 +167,18 @@ class TritonScan(RecurrentBackend):
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:
             self._selective = Selective(spec, self.torch_device)
+        self._by_token = (
+            spec.batch_invariant >= Invariance.STEPS and spec.kind is not AttentionKind.SHORT_CONV
+        )
         self._channels: Channels | None = None
         if spec.kind in CHANNELS:
             self._channels = Channels(spec, device.arch, self.torch_device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
+        # A convolution's tile sums each token alike; what other kinds' do follows from where it begins.
+        if self._by_token and plan.phase == "prefill":
+            plan.phase = "tokens"
         if plan.phase != "prefill" or plan.take(reuse):
             return plan
         if self.spec.kind in TILES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.cases import invariance
 from polyattn.device import Device
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
@@ -69,6 +70,9 @@ def _cases(info: BackendInfo) -> Iterator[Case]:
         for batch in BATCHES if name in ("tokens", "groups", "blocks") else BATCHES[:1]:
             yield Case("index", name, spec, batch)
         yield Case("index_ranked", name, spec, "mixed")
+        level = invariance.level_of(info.capabilities)
+        if level:
+            yield Case("index_regrouped", name, spec.replace(batch_invariant=level), "mixed")
         for dtype in dtypes:
             if name in ("tokens", "size 128") and dtype != spec.dtype:
                 yield Case("index", f"{name} {dtype}", layer_for(indexer, dtype), "mixed")

@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn.conformance.case import Case
 from polyattn.registry.capabilities import Capabilities
-from polyattn.spec.kinds import Invariance
+from polyattn.spec.kinds import GraphCapture, Invariance
 from polyattn.spec.layer import LayerSpec
 
 CLAIMS = {
@@ -31,6 +31,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "variant": {"variant": "relative_bias"},
 }
 """And with which the first one is: what a step's masks show comes with the step."""
+CAPTURED = {"single_token_decode": "decode", "uniform": "three each"}
+"""The steps that are captured, by what is claimed."""
 _LATENTS: tuple[dict[str, Any], ...] = (
     {"dtype": "float32", "needs_lse": True},
     {"dtype": "float16"},
@@ -57,7 +59,7 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
     yield Case("regrouped", "", spec, "long" if "long" in names else "decode")
     if caps.graph_capture:
         captures = caps.graph_capture.name.lower()
-        batch = {"single_token_decode": "decode", "uniform": "three each"}.get(captures, most)
+        batch = CAPTURED.get(captures, most)
         yield Case("planned_alike", "", spec.replace(graph_capture=captures), batch)
     if level < Invariance.STEPS:
         return
@@ -105,5 +107,25 @@ def of_others(caps: Capabilities, base: LayerSpec, label: str, batch: str) -> It
             spec = base.replace(batch_invariant="batch", **fields)
             words = " ".join(f"{name} {value}" for name, value in fields.items())
             yield Case("regrouped", f"{label} {words}", spec, batch)
-    if level >= Invariance.STEPS and base.kind.is_recurrent:
-        yield Case("divided", label, base.replace(batch_invariant="steps"), "none")
+    capture = GraphCapture(min(caps.graph_capture, GraphCapture.UNIFORM))
+    if base.kind.is_latent:
+        capture = GraphCapture(min(capture, GraphCapture.SINGLE_TOKEN_DECODE))
+    if capture:
+        for each in Invariance.BATCH, level:
+            spec = base.replace(batch_invariant=each, graph_capture=capture)
+            yield Case(
+                "planned_alike",
+                f"{label} {each.name.lower()}",
+                spec,
+                CAPTURED[capture.name.lower()],
+            )
+    if level < Invariance.STEPS:
+        return
+    spec = base.replace(batch_invariant="steps")
+    if base.kind.is_recurrent:
+        yield Case("divided", label, spec, "none")
+        return
+    yield from (Case(name, label, spec, "short") for name in ("chunked", "drafted", "hits"))
+    for fields in _LATENTS:
+        words = " ".join(f"{name} {value}" for name, value in fields.items())
+        yield Case("chunked", f"{label} {words}", spec.replace(**fields), "short")

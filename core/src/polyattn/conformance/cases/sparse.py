@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from polyattn.conformance.case import Case, captures
+from polyattn.conformance.cases import invariance
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.decompose import questions
-from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
 
@@ -45,6 +46,13 @@ def derive(info: BackendInfo, base: LayerSpec, device: Device) -> list[Case]:
         how = "sparse_graph" if captures(device) else "reuse"
         cases.append(Case(how, "groups", captured, "decode"))
     cases.append(Case("sparse_search", "", groups, "drawn"))
+    level = invariance.level_of(caps)
+    if level:
+        cases.append(
+            Case("regrouped", "groups", groups.replace(batch_invariant="batch"), "choices")
+        )
+    if level >= Invariance.STEPS:
+        cases.append(Case("chunked", "groups", groups.replace(batch_invariant="steps"), "short"))
     return [case for case in cases if serves(caps, case.spec, device)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +32,14 @@ many beside a row without a query."""
 
 def mixed_reuse(case: Case, harness: Harness) -> None:
     """What a captured mixed step reads is refilled: the first plan, run after others were planned."""
-    layer = harness.layer(case.spec)
+    for work, out, lse in mixed_refills(harness, harness.layer(case.spec)):
+        work.compare(out, lse, "a mixed plan reused: ")
+
+
+def mixed_refills(
+    harness: Harness, layer: Any
+) -> Iterator[tuple[AttentionWorkload, Tensor, Tensor | None]]:
+    """Yield mixed steps with what a captured plan of the layer gives, as `refills` does."""
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
@@ -52,7 +60,7 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
         step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[places]
-        work.compare(step.out[places], lse, "a mixed plan reused: ")
+        yield work, step.out[places], lse
 
 
 def mixed_graph(case: Case, harness: Harness) -> None:
@@ -128,13 +136,19 @@ def reuse(case: Case, harness: Harness) -> None:
 
     A device that records no graphs can still tell whether the new step is in the old plan's buffers.
     """
-    layer = harness.layer(case.spec)
+    for work, out, lse in refills(case, harness, harness.layer(case.spec)):
+        work.compare(out, lse, "a plan reused: ")
+
+
+def refills(
+    case: Case, harness: Harness, layer: Any
+) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+    """Yield several steps with what a captured plan of the layer gives after each was planned into it."""
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
     lengths = captured_lengths(case, form.block_size)
-    rows = len(lengths) + 2
-    query_len = max(query for query, _ in lengths)
+    rows, query_len = len(lengths) + 2, max(query for query, _ in lengths)
     buffers = StepBuffers(
         rows,
         query_len,
@@ -156,7 +170,7 @@ def reuse(case: Case, harness: Harness) -> None:
         step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
         lse = None if step.lse is None else step.lse[:tokens]
-        work.compare(step.out[:tokens], lse, "a plan reused: ")
+        yield work, step.out[:tokens], lse
 
 
 def bounds(case: Case, harness: Harness) -> None:

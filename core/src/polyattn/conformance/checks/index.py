@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.checks import invariance
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.families.sparse import reference
+from polyattn.families.sparse.indexer import chosen_width
+from polyattn.runtime.program import IndexFrame
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.kinds import Invariance
 from polyattn.workload.pages import unchanged
 
 
@@ -47,3 +52,35 @@ def index_ranked(case: Case, harness: IndexHarness) -> None:
         ids = ([n for n in each[token, choice].tolist() if n >= 0] for each in (chosen, exact))
         problem = reference.ranking_problem(scores, *ids)
         assert problem is None, f"token {token} {problem}"
+
+
+def index_regrouped(case: Case, harness: IndexHarness) -> None:
+    """Among keys whose scores rounding decides, a token chooses alike in any batch, and as a decode."""
+    backend = harness.index(case.spec)
+    batch, frame = harness.step(case.spec, case.batch, whole=False, near=True)
+    backend.run(backend.plan(batch), frame)
+    queries, table, device = batch.query_lens, batch.block_table, harness.torch_device
+    assert table is not None and case.spec.indexer is not None
+    tokens = [(seq, at) for seq, count in enumerate(queries) for at in range(count)]
+    steps = [
+        [(seq, 0, queries[seq]) for seq in requests]
+        for requests in invariance.drawn_requests(harness.dice, batch.num_seqs, invariance.DRAWS)
+    ]
+    if case.spec.batch_invariant >= Invariance.STEPS:
+        steps += [[(*tokens[i], 1) for i in harness.dice.order(len(tokens)).tolist()]]
+        steps += [[(*token, 1)] for token in tokens[:: max(1, len(tokens) // invariance.DRAWS)]]
+    for pieces in steps:
+        rows = [batch.starts[seq] + at + i for seq, at, count in pieces for i in range(count)]
+        lens = [max(batch.lens[seq] - queries[seq] + at + count, 0) for seq, at, count in pieces]
+        some = Batch.from_lens([count for _, _, count in pieces], lens, device=device)
+        some.block_table = table[[seq for seq, _, _ in pieces]]
+        out = frame.out.new_full(
+            (len(rows), frame.out.shape[1], chosen_width(case.spec.indexer, some)), 7
+        )
+        weights, within = (None if t is None else t[rows] for t in (frame.weights, frame.within))
+        part = IndexFrame(frame.query[rows], frame.keys, weights, within, out)
+        backend.run(backend.plan(some), part)
+        wanted = frame.out[rows]
+        width = min(out.shape[2], wanted.shape[2])
+        differ = int((out[..., :width] != wanted[..., :width]).any(2).sum())
+        assert not differ, f"{differ} choices are others in a step of {pieces[:4]}"

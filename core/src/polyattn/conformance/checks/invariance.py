@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.checks.captured import mixed_refills, refills
+from polyattn.conformance.checks.recurrent import recurrent_refills
 from polyattn.conformance.harness.base import Harness
-from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.spec.kinds import GraphCapture
 from polyattn.workload.base import picked_rows
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import bits, copied
@@ -25,6 +30,8 @@ PROMPTS = {"short": (26, 9), "long": (1100, 17, 560)}
 """How long sequences are, beside the two that may share their first blocks: by the case's batch."""
 SHARED = 2
 """Blocks that those two begin with."""
+DRAFTS = 3
+"""Tokens of a recurrence's drafts at most."""
 Piece = tuple[int, int, int]
 """A sequence, and the first and the last but one of its tokens that a step asks for."""
 
@@ -73,23 +80,53 @@ def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
 
 def _kept(step: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return a step's LSE and the states that it left, where it has them."""
-    lse, states = step.__dict__.get("lse"), step.__dict__.get("states")
-    return (None if lse is None else lse.clone(), None if states is None else states.data.clone())
+    states = step.__dict__.get("states")
+    return kept_lse(step), None if states is None else states.data.clone()
+
+
+def kept_lse(step: Any) -> Tensor | None:
+    """Return a copy of a step's LSE, where it has one."""
+    lse = step.__dict__.get("lse")
+    return None if lse is None else lse.clone()
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
-    """A step that is planned for a captured graph has the bits of one that isn't."""
+    """A step has the same bits eagerly and by a captured plan, whatever was planned into that before."""
     layer = harness.layer(case.spec)
+    eager = _as_eager(layer, harness.group(case.spec.replace(graph_capture="none")))
+    if case.spec.kind.is_recurrent:
+        for scan, out, states in recurrent_refills(case, harness, layer):
+            now = scan.but(layer=eager, states=StateCache(scan.states.data.clone()))
+            real = scan.real_rows()
+            same_bits(out[real], now.run()[real], "by a captured plan, and eagerly")
+            same_bits(states.data[scan.used], now.states.data[scan.used], "the states so")
+        return
     step = harness.step(layer, case.batch)
     captured = step.check().clone()
-    eager = harness.layer(case.spec.replace(graph_capture="none"))
     same_bits(step.but(layer=eager).run(), captured, "planned for a graph, and not")
+    mixed = case.spec.graph_capture is GraphCapture.ANY
+    steps = mixed_refills(harness, layer) if mixed else refills(case, harness, layer)
+    for work, out, lse in steps:
+        plain = work.but(layer=eager)
+        same_bits(out, plain.run(), "by a captured plan, and eagerly")
+        if lse is not None and plain.lse is not None:
+            same_bits(lse, plain.lse, "the LSE so")
+
+
+def _as_eager(layer: Any, group: LayerGroup) -> Any:
+    """Return a layer of another group with the same parameters."""
+    if isinstance(layer, Recurrent):
+        return Recurrent(group, checks=layer.checks, **layer.params)
+    other = copy(layer)
+    other.group = group
+    return other
 
 
 class Told:
     """Sequences, each told once as a whole prompt: `out` holds every token's bits.
 
-    `shared`: the first two begin with the same blocks, which the first one stores.
+    `shared`: the first two begin with the same blocks, which the first one stores. Of latents they are
+    all.
     """
 
     def __init__(self, case: Case, harness: Harness, shared: bool = False):
@@ -98,9 +135,13 @@ class Told:
         assert form is not None
         self.block = form.block_size
         self.totals = told_lengths(case.batch, self.block)
-        runs = ((SharedRun((0, 1), 0, SHARED),),) if shared else ()
-        self.work = harness.step(self.layer, [(n, n) for n in self.totals], shared=runs)
-        assert isinstance(self.work, AttentionWorkload) and self.work.cache is not None
+        how: dict[str, Any] = {}
+        if shared and case.spec.kind.is_latent:
+            self.totals, how = self.totals[:2], {"shared": SHARED}
+        elif shared:
+            how = {"shared": ((SharedRun((0, 1), 0, SHARED),),)}
+        self.work = harness.step(self.layer, [(n, n) for n in self.totals], **how)
+        assert self.work.cache is not None
         if shared:
             batch, second = self.work.batch, self.totals[0]
             assert batch.slot_mapping is not None and batch.block_table is not None
@@ -108,10 +149,9 @@ class Told:
             slots[second : second + SHARED * self.block] = -1
             batch = Batch(batch.starts, batch.lens, batch.block_table, slots)
             self.work = self.work.but(batch=batch)
-        assert self.work.cache is not None
         self.before = copied(self.work.cache)
         self.out = self.work.check().clone()
-        self.lse = None if self.work.lse is None else self.work.lse.clone()
+        self.lse = kept_lse(self.work)
         self.forget()
 
     def forget(self) -> None:
@@ -124,23 +164,23 @@ class Told:
         rows = torch.cat([torch.arange(starts[s] + a, starts[s] + b) for s, a, b in pieces])
         rows = rows.to(work.query.device)
         lengths = [(b - a, b) for _, a, b in pieces]
-        assert work.batch.block_table is not None and work.key is not None
-        assert work.value is not None
+        assert work.batch.block_table is not None
+        some = {name: getattr(work, name) for name in work.names}
+        some = {name: None if tensor is None else tensor[rows] for name, tensor in some.items()}
         table = work.batch.block_table[[s for s, _, _ in pieces]]
         host = table.cpu().numpy()
         step = work.but(
             lengths=lengths,
-            query=work.query[rows],
-            key=work.key[rows],
-            value=work.value[rows],
             cache=self.cache,
+            **some,
             batch=paged(lengths, table, self.block, host_block_table=host),
         )
         what = ", ".join(f"tokens {a} to {b} of sequence {s}" for s, a, b in pieces[:4])
         what += "…" if len(pieces) > 4 else ""
         same_bits(step.run(), self.out[rows], what)
-        if self.lse is not None and step.lse is not None:
-            same_bits(step.lse, self.lse[rows], f"LSE of {what}")
+        lse = kept_lse(step)
+        if self.lse is not None and lse is not None:
+            same_bits(lse, self.lse[rows], f"LSE of {what}")
 
 
 def told_lengths(name: str, block: int) -> list[int]:
@@ -236,33 +276,41 @@ def given_alike(case: Case, harness: Harness) -> None:
 
 
 def divided(case: Case, harness: Harness) -> None:
-    """A recurrence's token, and the state after it, have the same bits however steps are divided."""
-    layer = harness.layer(case.spec)
+    """A recurrence's token, and the state after it, have the same bits however steps are divided.
+
+    Some steps are drafts: each token's state goes to a slot of its own, and only some are accepted.
+    """
+    layer, dice = harness.layer(case.spec), harness.dice
     totals = [90, 37, 5, 1]
     whole = harness.step(layer, [(total, total) for total in totals])
     out = whole.check().clone()
     ended = whole.states.data[whole.slots[: len(totals)]].clone()
-    slots, starts = whole.batch.state_slots, whole.batch.starts
-    assert slots is not None
+    room, starts = len(whole.states.data) + len(totals) * DRAFTS, whole.batch.starts
     for _ in range(DRAWS // 3):
-        states = StateCache(torch.full_like(whole.states.data, torch.nan))
-        at = [0] * len(totals)
+        states = StateCache(ended.new_full((room, *ended.shape[1:]), torch.nan))
+        at, slots = [0] * len(totals), dice.order(room)[: len(totals)].tolist()
         while unfinished := [i for i, total in enumerate(totals) if at[i] < total]:
-            some = [unfinished[i] for i in harness.dice.order(len(unfinished)).tolist()]
-            some = some[: harness.dice.integer(1, len(some) + 1)]
-            ends = [
-                min(totals[i], at[i] + harness.dice.choice((1, 1, 2, 7, 16, 33, 64))) for i in some
-            ]
-            rows = torch.cat(
-                [
-                    torch.arange(starts[i] + at[i], starts[i] + b)
-                    for i, b in zip(some, ends, strict=True)
-                ]
-            ).to(out.device)
-            lengths = [(b - at[i], b) for i, b in zip(some, ends, strict=True)]
-            batch = whole.step(lengths, slots[some])
-            result = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
-            same_bits(result, out[rows], f"steps of {lengths}")
-            for i, b in zip(some, ends, strict=True):
-                at[i] = b
-        same_bits(states.data[whole.slots[: len(totals)]], ended, "the states at the end")
+            some = [unfinished[i] for i in dice.order(len(unfinished)).tolist()]
+            some = some[: dice.integer(1, len(some) + 1)]
+            sizes = (1, 1, 2, DRAFTS) if dice.integer(0, 3) == 0 else (1, 1, 2, 7, 16, 33, 64)
+            counts = [min(totals[i] - at[i], dice.choice(sizes)) for i in some]
+            pieces = list(zip(some, counts, strict=True))
+            rows = [torch.arange(starts[i] + at[i], starts[i] + at[i] + n) for i, n in pieces]
+            lengths = [(n, at[i] + n) for i, n in pieces]
+            own, targets, drafts = torch.tensor([slots[i] for i in some]), None, max(counts)
+            if drafts <= DRAFTS:
+                others = [slot for slot in dice.order(room).tolist() if slot not in slots]
+                targets = torch.tensor(others[: len(some) * drafts]).view(-1, drafts)
+                for row, count in zip(targets, counts, strict=True):
+                    row[count:] = -1
+            chosen = torch.cat(rows).to(out.device)
+            batch = whole.step(lengths, own, targets)
+            result = layer(*(x[chosen] for x in whole.tokens), states=states, plan=batch)
+            what = "drafts" if targets is not None else "steps"
+            same_bits(result, out[chosen], f"{what} of {lengths}")
+            for place, (i, count) in enumerate(pieces):
+                if targets is not None:
+                    count = dice.integer(1, count + 1)  # accepted
+                    slots[i] = int(targets[place, count - 1])
+                at[i] += count
+        same_bits(states.data[slots], ended, "the states at the end")

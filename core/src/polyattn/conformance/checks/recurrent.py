@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -215,7 +216,14 @@ def recurrent_graph(case: Case, harness: Harness) -> None:
 
 def recurrent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    layer = harness.layer(case.spec)
+    for work, result, states in recurrent_refills(case, harness, harness.layer(case.spec)):
+        _same(work, result, work.check(), states)
+
+
+def recurrent_refills(
+    case: Case, harness: Harness, layer: Recurrent
+) -> Iterator[tuple[RecurrentWorkload, Tensor, StateCache]]:
+    """Yield several steps, each with a captured plan's output and states after it was planned into it."""
     lengths = RECURRENT[case.batch]
     size, longest = _room(_to_capture(case, harness, layer, lengths).batch, 2)
     buffers = StepBuffers(
@@ -238,12 +246,11 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
         ]
         states = StateCache(start.clone())
         result = work.but(tokens=wide, states=states).run(captured)
-        expected = work.check()
-        _same(work, result[:tokens], expected, states)
         others = [slot for slot in range(len(start)) if slot not in work.used]
         assert torch.equal(bits(states.data[others]), bits(start[others])), (
             "a stranger's slot was written"
         )
+        yield work, result[:tokens], states
 
 
 PROMPTS: tuple[tuple[StepSize, tuple[Lengths, ...]], ...] = (

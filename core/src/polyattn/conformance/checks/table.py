@@ -64,7 +64,7 @@ _SPARSE: tuple[Check, ...] = (
     sparse.sparse_graph,
     sparse.sparse_search,
 )
-_INDEX: tuple[Check, ...] = (index.index, index.index_ranked)
+_INDEX: tuple[Check, ...] = (index.index, index.index_ranked, index.index_regrouped)
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)
 _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)

@@ -57,14 +57,21 @@ class IndexHarness(Harness):
         batch.block_table = table
         return batch, [n // m for n in lens]
 
-    def step(self, spec: LayerSpec, name: str, whole: bool = True) -> tuple[Batch, IndexFrame]:  # type: ignore[override]
-        """Return a step of a layer; `whole` numbers tie, and every sum of them is exact."""
+    def step(  # type: ignore[override]
+        self, spec: LayerSpec, name: str, whole: bool = True, near: bool = False
+    ) -> tuple[Batch, IndexFrame]:
+        """Return a step of a layer; `whole` numbers tie, and every sum of them is exact.
+
+        `near`: all keys are the same but for a few last bits, so that rounding decides.
+        """
         indexer, dice = spec.indexer, self.dice
         assert indexer is not None
         batch, entries = self.batch(spec, name)
         assert batch.block_table is not None
         dtype, tokens = STORAGE_DTYPES[spec.dtype], batch.num_tokens
         keys = dice.normal(sum(entries), indexer.head_size)
+        if near and len(keys):
+            keys = keys[:1] * (1.0 + 2.0**-18 * keys)
         query = dice.normal(tokens, indexer.num_heads, indexer.head_size)
         weights = dice.normal(tokens, indexer.num_heads) if indexer.fold == "weighted" else None
         if whole:

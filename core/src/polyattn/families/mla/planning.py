@@ -34,7 +34,7 @@ from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
-from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 
 ALIGNED = 16
@@ -43,6 +43,18 @@ EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
 """Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
+
+
+def each_token(batch: Batch) -> Batch:
+    """Return the step with a row for each token, which sees what comes up to it."""
+    table = batch.block_table
+    assert table is not None
+    queries, tokens = batch.host_query_lens, np.arange(batch.num_tokens)
+    seq = np.repeat(np.arange(len(queries)), queries)
+    ends = np.asarray(batch.host_starts)[1:]
+    lens = np.maximum(np.asarray(batch.host_lens)[seq] - (ends[seq] - 1 - tokens), 0)
+    at = torch.from_numpy(seq).to(table.device)
+    return Batch([*range(len(seq) + 1)], lens.tolist(), table.index_select(0, at))
 
 
 class ChosenRows(Op):
@@ -143,6 +155,7 @@ class Planner(StepPlanner):
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)
+        self.by_token = self.spec.batch_invariant >= Invariance.STEPS
         self.buffers = MergeBuffers()
         self.sharing = Sharing.of(group)
 
@@ -154,7 +167,8 @@ class Planner(StepPlanner):
         earlier: dict[str, Call] = {}
         if reuse is not None:
             earlier = {call.phase: call for call in reuse.calls}
-        phases = by_phase(batch, 1 if self.sparse else self.longest_decode)
+        rows = batch if not self.by_token or batch.all_decode else each_token(batch)
+        phases = by_phase(rows, 1 if self.sparse else self.longest_decode)
         parts = {"decode": phases.decode, "prefill": phases.prefill}
         asked = {n: part for n, part in parts.items() if part is not None and part.batch.num_tokens}
         if earlier and (

@@ -35,24 +35,20 @@ def conv_drafts_kernel(
     columns = c[:, None] * (WIDTH - 1) + w[None, :]
     mask = c_ok[:, None] & (w < WIDTH - 1)[None, :]
     old = tl.load(STATE + slot * st_s + columns, mask=mask & begun, other=0.0).to(tl.float32)
-    weight = tl.load(
-        WEIGHT + c[:, None] * WIDTH + w[None, :],
-        mask=c_ok[:, None] & (w < WIDTH)[None, :],
-        other=0.0,
-    )
     tl.debug_barrier()
     x_row = X + start.to(tl.int64) * x_t + c
     for t in range(count):
         # The window of token t: its column w is token t - (WIDTH - 1) + w, the old state's before 0.
         window = tl.zeros([BLOCK_C, BLOCK_W], tl.float32)
+        y = tl.zeros([BLOCK_C], tl.float32)  # summed in `conv_kernel`'s order
+        if HAS_BIAS:
+            y += tl.load(BIAS + c, mask=c_ok, other=0.0)
         for i in tl.static_range(WIDTH):
             at = t - (WIDTH - 1) + i
             new = tl.load(x_row + at * x_t, mask=c_ok & (at >= 0), other=0.0).to(tl.float32)
             held = tl.sum(tl.where((w == at + WIDTH - 1)[None, :] & (at < 0), old, 0.0), 1)
             window = tl.where((w == i)[None, :], (new + held)[:, None], window)
-        y = tl.sum(window * weight, 1)
-        if HAS_BIAS:
-            y += tl.load(BIAS + c, mask=c_ok, other=0.0)
+            y += (new + held) * tl.load(WEIGHT + c * WIDTH + i, mask=c_ok, other=0.0)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(OUT + (start + t).to(tl.int64) * o_t + c, y.to(OUT.dtype.element_ty), mask=c_ok)
@@ -167,12 +163,12 @@ def step_kernel(
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, MAMBA: tl.constexpr, DELTA: tl.constexpr, SOFTPLUS: tl.constexpr,
     HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    ANY: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """One token of Mamba-2, linear attention or the delta rule; the state is updated in place.
 
-    Grid: (sequences, heads, value blocks). `DRAFTS`: any number of tokens, whose states go to the slots
-    of TARGETS.
+    Grid: (sequences, heads, value blocks). `ANY`: any number of tokens. `DRAFTS`: so too, and their
+    states go to the slots of TARGETS.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -181,9 +177,11 @@ def step_kernel(
         return
     count = 1
     row = seq.to(tl.int64)
-    if DRAFTS:
+    if ANY:
         row = tl.load(STARTS + seq).to(tl.int64)
         count = tl.load(STARTS + seq + 1) - row.to(tl.int32)
+        if count == 0:
+            return
     begun = tl.load(SEQ_LENS + seq) > count
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -192,19 +190,22 @@ def step_kernel(
     ok = k_ok[:, None] & v_ok[None, :]
     inner = head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
     h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
-    if DRAFTS:
+    if ANY:
         for t in range(count):
             h = _token(
                 h, row + t, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT,
                 scale, q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
                 EACH, MAMBA, DELTA, SOFTPLUS, HAS_D, HAS_BIAS, NORM, GATED,
             )  # fmt: skip
-            to = draft_place(TARGETS, targets_t, seq, t)
-            tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
+            if DRAFTS:
+                to = draft_place(TARGETS, targets_t, seq, t)
+                kept = ok & (to >= 0)
+                tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=kept)
     else:
         h = _token(
             h, row, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT,
             scale, q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
             EACH, MAMBA, DELTA, SOFTPLUS, HAS_D, HAS_BIAS, NORM, GATED,
         )  # fmt: skip
+    if not DRAFTS:
         tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
