@@ -352,10 +352,11 @@ def test_where_a_backend_is_chosen_vllm_names_what_is_not_served() -> None:
         "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
         "use_mla": False, "use_sparse": True, "use_mm_prefix": True, "attn_type": "decoder",
         "use_per_head_quant_scales": True, "device_capability": DeviceCapability(9, 0),
+        "use_non_causal": True,
     }  # fmt: skip
     for backend in (PolyattnBackend, PolyattnMLABackend):
         reasons = "; ".join(backend.validate_configuration(**config))
-        for told in ("partial multimodal", "sparse not"):
+        for told in ("partial multimodal", "sparse not", "non-causal attention not"):
             assert told in reasons, reasons
         assert ("per-head quant scales" in reasons) == backend.is_mla()
 
