@@ -57,6 +57,8 @@ def vllm(rows: Any, nano: str) -> None:
         ("3 drafts", {"drafts": 3}),
     ):
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
+        if "drafts" not in layer:
+            rows.add(f"and of prompts and decodes, {label}", lambda x=layer: vllm_graphs.mixed(**x))
 
 
 def nano32(rows: Any, nano: str) -> None:

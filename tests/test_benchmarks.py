@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,11 +136,26 @@ def test_results_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_rehearsal_of_vllms_graphs() -> None:
-    """vLLM's names stood in for, in a process of its own; `h200_engines.py` captures the same steps."""
+@pytest.mark.parametrize(
+    "rows, environ",
+    [
+        ("graphs.replayed(6, drafts=n) for n in (0, 3)", {}),
+        (
+            "graphs.mixed(1, graphs.torch.float32, sliding_window=n) for n in (None, 40)",
+            {"TRITON_INTERPRET": "1", "POLYATTN_BACKEND": "TRITON_ATTN"},
+        ),
+    ],
+    ids=["uniform", "mixed"],
+)
+def test_the_rehearsal_of_vllms_graphs(rows: str, environ: dict[str, str]) -> None:
+    """vLLM's names stood in for, in a process of its own; `h200_engines.py` captures the same steps.
+
+    Mixed steps run the plan of the capture, so that what isn't planned into its buffers is missed.
+    """
     code = (
         "from engines import vllm_graphs as graphs; graphs.stand_in(); "
-        "found = [graphs.replayed(6, drafts=n) for n in (0, 3)]; "
-        "assert all(row['right'] for row in found), found"
+        f"found = [{rows}]; assert all(row['right'] for row in found), found"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, check=True, env={**os.environ, **environ}
+    )

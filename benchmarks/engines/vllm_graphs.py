@@ -20,6 +20,7 @@ from torch import Tensor
 from engines import DEVICE, Captured
 
 T = TypeVar("T")
+TESTS = Path(__file__).parents[2] / "integrations" / "vllm" / "tests"
 
 
 class CUDAGraphMode(enum.Enum):
@@ -31,8 +32,12 @@ class CUDAGraphMode(enum.Enum):
     def decode_mode(self) -> CUDAGraphMode:
         return CUDAGraphMode.FULL if self.value == (2, 1) else self
 
+    def mixed_mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode.PIECEWISE if self.value == (2, 1) else self
+
 
 class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
     UNIFORM_BATCH = 2
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
@@ -115,23 +120,24 @@ def replayed(steps: int = 30, drafts: int = 0, **layer: Any) -> dict[str, Any]:
 
     `drafts`: tokens that each request has beside its own, as a step that verifies them.
     """
-    sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
+    sys.path.insert(0, str(TESTS))
     from steps import HEADS, SIZE, Runner, random_step
 
     torch.manual_seed(0)
-    runner = Runner(DEVICE, torch.bfloat16, graphs=DEVICE == "cuda", drafts=drafts, **layer)
-    builder, graphs, each = runner.builder, {}, 1 + drafts
+    graphs = "FULL_AND_PIECEWISE" if DEVICE == "cuda" else "NONE"
+    runner = Runner(DEVICE, torch.bfloat16, graphs, drafts=drafts, **layer)
+    builder, captured, each = runner.builder, {}, 1 + drafts
     for size in (8, 4):
         empty = torch.zeros(size, 1, dtype=torch.int32)
         step = builder.build_for_cudagraph_capture(runner.step([each] * size, size, empty, each))
         query = torch.zeros(size * each, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
-        graphs[size] = Captured(partial(runner.attend, query, step)), query
+        captured[size] = Captured(partial(runner.attend, query, step)), query
     error, backends = 0.0, next(iter(builder.groups.values())).selection.decision.summary()
     for _ in range(steps):
         rows = int(torch.randint(1, 9, ()))
         size = 4 if rows <= 4 else 8
         lens, table = random_step(rows, each)
-        graph, query = graphs[size]
+        graph, query = captured[size]
         step = builder.build(0, runner.step(lens, size, table, each))
         query.normal_()
         # A CPU's plans have no buffers that a captured one shares.
@@ -139,3 +145,33 @@ def replayed(steps: int = 30, drafts: int = 0, **layer: Any) -> dict[str, Any]:
         wanted = runner.expected(query.cpu(), lens, table, each)
         error = max(error, float((out[: rows * each].cpu().double() - wanted).abs().max()))
     return {"error": error, "steps": steps, "by": str(backends)[:60], "right": error <= 2e-2}
+
+
+@torch.no_grad()
+def mixed(rounds: int = 5, dtype: torch.dtype = torch.bfloat16, **layer: Any) -> dict[str, Any]:
+    """Capture steps of prompts and decodes, as vLLM's `FULL` does, and replay others.
+
+    On a CPU the captured plan is run again: its backend, Triton's interpreter, reads what was planned
+    into it.
+    """
+    sys.path.insert(0, str(TESTS))
+    from steps import HEADS, SIZE, STEPS, Runner, random_table
+
+    torch.manual_seed(0)
+    runner, captured = Runner(DEVICE, dtype, "FULL", **layer), {}
+    builder = runner.builder
+    for size in (16, 8, 4):
+        step = builder.build_for_cudagraph_capture(runner.made_up(size))
+        query = torch.zeros(size, HEADS, SIZE, device=DEVICE, dtype=dtype)
+        captured[size] = Captured(partial(runner.attend, query, step)), query
+    error, backends = 0.0, next(iter(builder.groups.values())).selection.decision.summary()
+    for queries, lens, size in STEPS * rounds:
+        graph, query = captured[size]
+        table = random_table(len(lens))
+        builder.build(0, runner.ragged(queries, lens, min(size, 8), size, table))
+        query.normal_()
+        out = graph.replay()[: sum(queries)]
+        wanted = runner.expected(query.cpu(), lens, table, queries)
+        error = max(error, float((out.cpu().double() - wanted).abs().max()))
+    return {"error": error, "steps": rounds * len(STEPS), "by": str(backends)[:60],
+            "claims": builder.any_step, "right": builder.any_step and error <= 2e-2}  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, Recurrent, StepSize, select
 from polyattn.errors import BatchError
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.recurrent import RecurrentSpec
 
@@ -138,3 +139,17 @@ def test_any_negative_slot_of_a_padding_row_has_no_state(backend: str) -> None:
         found.append((out[:2], states.data[3]))
     for padded, other in zip(*found, strict=True):
         assert torch.equal(padded, other)
+
+
+def test_a_captured_mixed_step_has_the_devices_lengths() -> None:
+    """A batch over buffers has bounds on the host; a decode stands between two prompts."""
+    buffers = MixedBuffers(StepSize(rows=2, prompts=2, prompt_tokens=12), 64, 8, "cpu")
+    starts, bounds = [0, 5, 6, 13], [40, 30, 20]
+    table = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
+    exact = torch.tensor([33, 28, 17], dtype=torch.int32)
+    step = Batch.on_buffers(starts, bounds, torch.tensor(starts).int(), exact, table, None)
+    filled = buffers.fill(step)
+    assert filled.lens == [40, 20, 0, 30, 0]
+    assert filled.seq_lens.tolist() == [33, 17, 0, 28, 0]
+    assert filled.block_table is not None
+    assert filled.block_table[:, 0].tolist() == [1, 17, 0, 9, 0]

@@ -37,6 +37,7 @@ from polyattn.registry.integrations import Integration, integrations
 from polyattn.runtime.backend import MergeBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.decompositions import by_phase
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.program import Frame, Op, Rows
@@ -54,6 +55,7 @@ __all__ = [
     "Ledger",
     "MergeBackend",
     "MergeBuffers",
+    "MixedBuffers",
     "NewKeys",
     "Op",
     "PackedKeys",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,14 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, PAGE, LONGEST, ROWS = 4, 2, 64, 16, 256, 8
-WIDTH = LONGEST // PAGE
+WIDTH, MOST_TOKENS = LONGEST // PAGE, 64
 
 
 class Runner:
     """One layer and what vLLM's model runner keeps for it: a cache and the buffers of a step."""
 
     def __init__(
-        self, device: str, dtype: torch.dtype, graphs: bool, drafts: int = 0, causal: bool = True,
+        self, device: str, dtype: torch.dtype, graphs: str, drafts: int = 0, causal: bool = True,
         scales: tuple[Tensor, Tensor] = (torch.ones(1), torch.ones(1)), **layer: Any,
     ):  # fmt: skip
         self.device, self.dtype, self.causal = torch.device(device), dtype, causal
@@ -50,14 +51,13 @@ class Runner:
 
         self.starts, self.lens = ints(ROWS + 1), ints(ROWS)
         self.table = ints(ROWS, WIDTH)
-        self.slots = ints(ROWS * (1 + drafts), dtype=torch.int64)
+        self.slots = ints(MOST_TOKENS, dtype=torch.int64)
 
-    def _config(self, graphs: bool, drafts: int) -> Any:
+    def _config(self, graphs: str, drafts: int) -> Any:
         if not LAYOUTS:  # vLLM 0.28
             from vllm.v1.attention.backends.utils import set_kv_cache_layout
 
             set_kv_cache_layout("NHD")
-        mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
         return SimpleNamespace(
             model_config=SimpleNamespace(
                 dtype=self.dtype, max_model_len=LONGEST, is_mm_prefix_lm=False, rswa_window=None
@@ -66,9 +66,13 @@ class Runner:
                 decode_context_parallel_size=1, prefill_context_parallel_size=1
             ),
             diffusion_config=None,
+            attention_config=SimpleNamespace(use_non_causal=False),
             compilation_config=SimpleNamespace(
-                static_forward_context={"layer": self.layer}, cudagraph_mode=mode
+                static_forward_context={"layer": self.layer},
+                cudagraph_mode=CUDAGraphMode[graphs],
+                max_cudagraph_capture_size=MOST_TOKENS,
             ),
+            device_config=SimpleNamespace(device=self.device),
             cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: LAYOUTS["NHD"]),
             speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
             scheduler_config=SimpleNamespace(async_scheduling=False),
@@ -78,20 +82,36 @@ class Runner:
         self, lens: list[int], padded: int, table: Tensor, each: int = 1
     ) -> CommonAttentionMetadata:
         """Fill the buffers with a step of `each` tokens a row, padded to `padded` rows."""
-        count, tokens = len(lens), padded * each
-        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=count) * each
-        host = torch.tensor(lens + [0] * (padded - count), dtype=torch.int32)
-        self.starts[: padded + 1] = starts.to(self.device)
-        self.lens[:padded] = host.to(self.device)
+        return self.ragged([each] * len(lens), lens, padded, padded * each, table)
+
+    def ragged(
+        self, queries: list[int], lens: list[int], rows: int, tokens: int, table: Tensor
+    ) -> CommonAttentionMetadata:
+        """Fill the buffers with a step of any rows, padded to so many rows and tokens."""
+        count = len(lens)
+        starts = torch.tensor([0, *accumulate(queries)] + [sum(queries)] * (rows - count))
+        host = torch.tensor(lens + [0] * (rows - count), dtype=torch.int32)
+        self.starts[: rows + 1] = starts.to(self.device)
+        self.lens[:rows] = host.to(self.device)
         self.table[:count] = table.to(self.device)
-        self.table[count:padded] = 0
+        self.table[count:rows] = 0
         self.slots[:tokens] = -1
         return CommonAttentionMetadata(
-            query_start_loc=self.starts[: padded + 1], query_start_loc_cpu=starts,
-            seq_lens=self.lens[:padded], seq_lens_cpu_upper_bound=host, num_reqs=padded,
-            num_actual_tokens=tokens, max_query_len=each, max_seq_len=max(lens), causal=self.causal,
-            block_table_tensor=self.table[:padded], slot_mapping=self.slots[:tokens],
+            query_start_loc=self.starts[: rows + 1], query_start_loc_cpu=starts.int(),
+            seq_lens=self.lens[:rows], seq_lens_cpu_upper_bound=host, num_reqs=rows,
+            num_actual_tokens=tokens, max_query_len=max(queries), max_seq_len=max(lens),
+            causal=self.causal, block_table_tensor=self.table[:rows],
+            slot_mapping=self.slots[:tokens],
         )  # fmt: skip
+
+    def made_up(self, tokens: int) -> CommonAttentionMetadata:
+        """Fill them with the step that vLLM captures a graph of prompts and decodes with."""
+        rows = min(tokens, ROWS)
+        queries = [tokens // rows] * rows
+        queries[-1] += tokens % rows
+        common = self.ragged(queries, [tokens] * rows, rows, tokens, torch.zeros(rows, 1).int())
+        common.max_query_len, common.max_seq_len = tokens, LONGEST
+        return common
 
     def attend(self, query: Tensor, step: Any) -> Tensor:
         """Run the layer as vLLM does; its keys and values are in the cache."""
@@ -99,8 +119,11 @@ class Runner:
             self.layer, query, query, query, self.cache, step, torch.empty_like(query)
         )
 
-    def expected(self, query: Tensor, lens: list[int], table: Tensor, each: int = 1) -> Tensor:
+    def expected(
+        self, query: Tensor, lens: list[int], table: Tensor, queries: int | list[int] = 1
+    ) -> Tensor:
         """Return the step's output in float64, of the rows that are no padding."""
+        each = [queries] * len(lens) if isinstance(queries, int) else queries
         window = self.impl.fields["sliding_window"] or LONGEST
         cap, rows = self.impl.fields["logit_soft_cap"], []
         scales = [
@@ -110,10 +133,10 @@ class Runner:
             stored = self.numbers.double()[table[row].long()].flatten(0, 1)[:length]
             stored = stored.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
             key, value = (t * s.view(-1, 1) for t, s in zip(stored, scales, strict=True))
-            for token in range(each):
-                end = length - each + 1 + token if self.causal else length
+            for token in range(each[row]):
+                end = length - each[row] + 1 + token if self.causal else length
                 seen = slice(max(0, end - window), end)
-                logit = torch.einsum("hd,nhd->hn", query[row * each + token].double(), key[seen])
+                logit = torch.einsum("hd,nhd->hn", query[len(rows)].double(), key[seen])
                 logit = logit * SIZE**-0.5
                 if cap is not None:
                     logit = cap * (logit / cap).tanh()
@@ -124,5 +147,21 @@ class Runner:
 def random_step(rows: int, each: int = 1) -> tuple[list[int], Tensor]:
     """Return lengths, and a block table of blocks in any order."""
     lens = torch.randint(each, LONGEST, (rows,)).tolist()
-    table = (torch.randperm(ROWS * WIDTH)[: rows * WIDTH] + 1).view(rows, WIDTH)
-    return lens, table.int()
+    return lens, random_table(rows)
+
+
+STEPS = (
+    ([1, 1, 5, 9], [40, 7, 5, 100], 16),
+    ([1, 1, 1, 1, 1, 1, 1, 9], [9, 30, 1, 256, 17, 16, 33, 9], 16),
+    ([16], [250], 16),
+    ([1, 2], [64, 66], 4),
+    ([1, 1, 1, 1], [64, 1, 31, 32], 4),
+    ([3], [3], 4),
+    ([1] * 8, [5, 6, 7, 8, 200, 100, 50, 25], 8),
+)
+"""Query tokens and lengths of each row of steps of prompts and decodes, and the tokens of their graph."""
+
+
+def random_table(rows: int) -> Tensor:
+    """Return a block table of blocks in any order."""
+    return (torch.randperm(ROWS * WIDTH)[: rows * WIDTH] + 1).view(rows, WIDTH).int()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,38 +14,74 @@ pytest.importorskip("vllm")
 import torch
 from polyattn import PolyattnError
 from polyattn.errors import SelectionError
-from polyattn_vllm.attention import PolyattnBackend
+from polyattn_vllm.attention import PolyattnBackend, PolyattnImpl
 from polyattn_vllm.mla import PolyattnMLABackend, PolyattnMLAImpl
-from polyattn_vllm.step import Builder
-from steps import HEADS, LONGEST, ROWS, SIZE, Runner, random_step
+from polyattn_vllm.step import Builder, Step, layer_spec
+from steps import (
+    HEADS,
+    LONGEST,
+    MOST_TOKENS,
+    PAGE,
+    ROWS,
+    SIZE,
+    STEPS,
+    Runner,
+    random_step,
+    random_table,
+)
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticTensorSym,
+    kNvfp4Dynamic,
+)
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, MLAAttentionSpec
 
 
 def test_graphs_hold_uniform_steps_where_there_are_graphs(monkeypatch: Any) -> None:
-    config, plain, latent = (
-        object.__new__(kind) for kind in (object, AttentionSpec, MLAAttentionSpec)
+    """Where `FULL` is asked for, any step, if a backend for that serves each layer."""
+    runner = Runner("cpu", torch.float32, graphs="NONE")
+    config = runner.builder.vllm_config
+    plain, latent, unknown = (
+        object.__new__(kind) for kind in (AttentionSpec, MLAAttentionSpec, EncoderOnlyAttentionSpec)
     )
+    object.__setattr__(plain, "block_size", PAGE)
 
     def support(spec: Any) -> AttentionCGSupport:
-        return Builder.get_cudagraph_support(config, spec)  # type: ignore[arg-type]
+        return Builder.get_cudagraph_support(config, spec)
 
     assert support(plain) is AttentionCGSupport.NEVER
     monkeypatch.setattr("polyattn_vllm.step.current_platform.is_cpu", lambda: False)
     assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
     assert support(latent) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(unknown) is AttentionCGSupport.NEVER
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    assert support(plain) is AttentionCGSupport.UNIFORM_BATCH  # no backend of a CPU's is captured
+    asked: list[Any] = []
+    monkeypatch.setattr("polyattn_vllm.step.selected", lambda spec, *a, **k: asked.append(spec))
+    assert support(plain) is AttentionCGSupport.ALWAYS
+    assert [spec.graph_capture.name for spec in asked] == ["ANY"]
+    assert support(latent) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    config.compilation_config.max_cudagraph_capture_size = LONGEST + 1
+    assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
+    config.compilation_config.max_cudagraph_capture_size = LONGEST
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(
     "support, drafts, resolved",
-    [("UNIFORM_BATCH", 3, "FULL_AND_PIECEWISE"), ("UNIFORM_SINGLE_TOKEN_DECODE", 3, "PIECEWISE")],
+    [
+        ("ALWAYS", 3, "FULL"),
+        ("UNIFORM_BATCH", 3, "FULL_AND_PIECEWISE"),
+        ("UNIFORM_SINGLE_TOKEN_DECODE", 3, "PIECEWISE"),
+    ],
 )
-def test_vllm_leaves_mixed_steps_out_of_full_graphs(
+def test_vllm_makes_of_a_wanted_full_what_the_claim_allows(
     support: str, drafts: int, resolved: str, monkeypatch: Any
 ) -> None:
-    """`ALWAYS` isn't claimed: of a wanted FULL vLLM makes what the claim allows, and warns by name."""
+    """Of `FULL` it leaves mixed steps out where they aren't claimed, and warns by name."""
     config = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL, mode=CompilationMode.VLLM_COMPILE)
     config.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
     config.cudagraph_mode, told = CUDAGraphMode.FULL, []
@@ -54,14 +92,76 @@ def test_vllm_leaves_mixed_steps_out_of_full_graphs(
         AttentionCGSupport[support], "PolyattnBackend", 1 + drafts, is_profiling=True
     )
     assert config.cudagraph_mode.name == resolved
-    assert "FULL is not supported with PolyattnBackend backend" in told[0]
+    assert any("FULL is not supported with PolyattnBackend backend" in text for text in told) == (
+        resolved != "FULL"
+    )
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_mixed_steps_are_planned_into_the_captured_plans(
+    backend: str, drafts: int, monkeypatch: Any
+) -> None:
+    """Prompts and decodes in one graph, whose every buffer has the step before it is replayed."""
+    monkeypatch.setenv("POLYATTN_BACKEND", backend)
+    runner = Runner("cpu", torch.float32, graphs="NONE", drafts=drafts)
+    builder = runner.builder
+    # A CPU's backends aren't captured; what is left of ALWAYS are buffers and plans.
+    builder.any_step = True
+    builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    (group,) = builder.groups.values()
+    captured = {}
+    for size in (16, 8, 4):
+        captured[size] = builder.build_for_cudagraph_capture(runner.made_up(size)).plans[group]
+        assert captured[size].batch.max_query_len == size
+        assert captured[size].batch.max_seq_len == LONGEST
+    reused: list[Any] = []
+    plan = group.plan
+    monkeypatch.setattr(
+        group, "plan", lambda b, reuse=None: (reused.append(reuse), plan(b, reuse))[1]
+    )
+    for queries, lens, size in STEPS:
+        rows, tokens, table = len(lens), sum(queries), random_table(len(lens))
+        common = runner.ragged(queries, lens, min(size, ROWS), size, table)
+        step = builder.build(0, common)
+        batch, read = step.plans[group].batch, captured[size].batch
+        assert reused[-1] is captured[size] and batch.num_tokens == size
+        for new, old in (
+            (batch.query_start_loc, read.query_start_loc), (batch.seq_lens, read.seq_lens),
+            (batch.block_table, read.block_table),
+        ):  # fmt: skip
+            assert new.data_ptr() == old.data_ptr()
+        assert batch.seq_lens[:rows].tolist() == lens
+        assert batch.query_start_loc.diff()[:rows].tolist() == queries
+        assert torch.equal(batch.block_table[:rows], table)
+        query = torch.randn(size, HEADS, SIZE)
+        found = runner.attend(query, step)[:tokens]
+        expected = runner.expected(query, lens, table, queries)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    # A step that no graph holds has plans of its own.
+    builder.build(0, runner.ragged([1, 1, 20], [9, 9, 20], 3, 22, random_table(3)))
+    assert reused[-1] is None
+
+
+def test_lengths_of_a_mixed_step_are_the_devices() -> None:
+    """The host has bounds of them where drafts were refused; a captured graph reads the device's."""
+    runner = Runner("cpu", torch.float32, graphs="NONE")
+    builder = runner.builder
+    builder.any_step = True
+    builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    builder.build_for_cudagraph_capture(runner.made_up(16))
+    common = runner.ragged([1, 15], [40, 100], ROWS, 16, random_table(2))
+    common.seq_lens[:2] -= torch.tensor([3, 2])
+    builder._lengths = lambda common: ([0, 1] + [16] * (ROWS - 1), [40, 100] + [0] * (ROWS - 2))
+    (plan,) = builder.build(0, common).plans.values()
+    assert plan.batch.lens[:2] == [40, 100] and plan.batch.seq_lens[:2].tolist() == [37, 98]
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
 def test_drafts_are_planned_into_the_captured_plans(backend: str, monkeypatch: Any) -> None:
     """Steps of 1 + 3 tokens a request; the second backend takes no padding of so many without keys."""
     monkeypatch.setenv("POLYATTN_BACKEND", backend)
-    runner, each = Runner("cpu", torch.float32, graphs=False, drafts=3), 4
+    runner, each = Runner("cpu", torch.float32, graphs="NONE", drafts=3), 4
     builder = runner.builder
     (group,) = builder.groups.values()
     empty, captured = torch.zeros(ROWS, 1, dtype=torch.int32), {}
@@ -82,7 +182,7 @@ def test_drafts_are_planned_into_the_captured_plans(backend: str, monkeypatch: A
         assert reused[-1] is captured[padded] and batch.num_tokens == padded * each
         assert batch.lens == lens + [0 if pads else each] * (padded - rows)
         assert batch.seq_lens.tolist() == batch.lens
-        assert batch.query_start_loc is builder.captured[padded, each].starts
+        assert batch.query_start_loc is builder.captured[padded, padded * each].starts
         query = torch.randn(padded * each, HEADS, SIZE)
         found = runner.attend(query, step)[: rows * each]
         expected = runner.expected(query, lens, table, each)
@@ -93,7 +193,7 @@ def test_drafts_are_planned_into_the_captured_plans(backend: str, monkeypatch: A
 
 
 def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
-    runner = Runner("cpu", torch.float32, graphs=False)
+    runner = Runner("cpu", torch.float32, graphs="NONE")
     builder = runner.builder
     (group,) = builder.groups.values()
     planned: list[tuple[Any, Any]] = []
@@ -130,8 +230,8 @@ def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
 
 def test_layers_named_later_are_attached() -> None:
     """A draft model's proposer gives its builder one layer's name and adds the others later."""
-    runner = Runner("cpu", torch.float32, graphs=False)
-    builder, later = runner.builder, Runner("cpu", torch.float32, graphs=False, sliding_window=40)
+    runner = Runner("cpu", torch.float32, graphs="NONE")
+    builder, later = runner.builder, Runner("cpu", torch.float32, graphs="NONE", sliding_window=40)
     builder.vllm_config.compilation_config.static_forward_context["later"] = later.layer
     builder.layer_names.append("later")
     lens, table = random_step(ROWS)
@@ -143,7 +243,7 @@ def test_layers_named_later_are_attached() -> None:
 
 
 def test_other_steps_have_plans_of_their_own() -> None:
-    runner = Runner("cpu", torch.float32, graphs=False, sliding_window=40)
+    runner = Runner("cpu", torch.float32, graphs="NONE", sliding_window=40)
     builder = runner.builder
     builder.build_for_cudagraph_capture(
         runner.step([1] * 4, 4, torch.zeros(4, 1, dtype=torch.int32))
@@ -163,7 +263,7 @@ def test_other_steps_have_plans_of_their_own() -> None:
 def test_a_scale_for_each_head(cache: str) -> None:
     """As compressed-tensors' strategy `attn_head` leaves them on a layer."""
     scales = torch.tensor([0.5, 2.0]), torch.tensor([1.5, 0.25])
-    runner = Runner("cpu", torch.float32, graphs=False, scales=scales, kv_cache_dtype=cache)
+    runner = Runner("cpu", torch.float32, graphs="NONE", scales=scales, kv_cache_dtype=cache)
     (group,) = runner.builder.groups.values()
     assert group.spec.scales == "head"
     lens, table = random_step(ROWS)
@@ -175,7 +275,7 @@ def test_a_scale_for_each_head(cache: str) -> None:
 
 def test_a_prefix_language_model_sees_its_whole_prompt() -> None:
     """HRM-Text: vLLM says of its cache that it isn't causal, and of each step."""
-    runner, each = Runner("cpu", torch.float32, graphs=False, causal=False, drafts=3), 4
+    runner, each = Runner("cpu", torch.float32, graphs="NONE", causal=False, drafts=3), 4
     lens, table = random_step(ROWS, each)
     query = torch.randn(ROWS * each, HEADS, SIZE)
     found = runner.attend(query, runner.builder.build(0, runner.step(lens, ROWS, table, each)))
@@ -184,7 +284,7 @@ def test_a_prefix_language_model_sees_its_whole_prompt() -> None:
 
 
 def test_a_step_that_is_not_causal_is_refused_of_layers_that_are() -> None:
-    runner = Runner("cpu", torch.float32, graphs=False)
+    runner = Runner("cpu", torch.float32, graphs="NONE")
     runner.causal = False
     with pytest.raises(PolyattnError, match="non_causal_steps is given"):
         runner.builder.build(0, runner.step([4], 1, torch.zeros(1, 1, dtype=torch.int32)))
@@ -192,11 +292,11 @@ def test_a_step_that_is_not_causal_is_refused_of_layers_that_are() -> None:
 
 def test_who_serves_no_graph_is_refused_with_the_remedy() -> None:
     with pytest.raises(SelectionError, match="PIECEWISE"):
-        Runner("cpu", torch.float32, graphs=True)
+        Runner("cpu", torch.float32, graphs="FULL_AND_PIECEWISE")
 
 
 def test_who_reads_another_layout_is_refused_with_the_remedy(monkeypatch: Any) -> None:
-    builder = Runner("cpu", torch.float32, graphs=False).builder
+    builder = Runner("cpu", torch.float32, graphs="NONE").builder
     monkeypatch.setattr("polyattn_vllm.step.layout_of", lambda config: "HND")
     monkeypatch.setenv("POLYATTN_BACKEND", "EXAMPLE_ATTN")
     with pytest.raises(SelectionError, match="POLYATTN_LAYOUT=NHD makes it choose NHD"):
@@ -211,13 +311,14 @@ def test_who_reads_another_layout_is_refused_with_the_remedy(monkeypatch: Any) -
         ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
         ("", "diffusion_config", object(), "diffusion_config"),
+        ("attention_config", "use_non_causal", True, "use_non_causal"),
     ],
 )
 def test_what_no_step_can_be_is_refused_before_the_engine_is_up(
     part: str, name: str, value: Any, told: str
 ) -> None:
     """Where vLLM lets a backend be chosen, it asks `supports_*`; on a CPU it doesn't."""
-    builder = Runner("cpu", torch.float32, graphs=False).builder
+    builder = Runner("cpu", torch.float32, graphs="NONE").builder
     config = builder.vllm_config
     setattr(getattr(config, part) if part else config, name, value)
     with pytest.raises(PolyattnError, match=f"{told} is given"):
@@ -234,12 +335,12 @@ def test_layers_that_latents_do_not_serve_are_refused_as_they_are_made() -> None
         PolyattnMLAImpl(**sizes, kv_cache_dtype="auto", indexer=object())
     with pytest.raises(PolyattnError, match="kv_cache_dtype=fp8_ds_mla"):
         PolyattnMLAImpl(**sizes, kv_cache_dtype="fp8_ds_mla")
-    builder = Runner("cpu", torch.float32, graphs=False).builder
+    builder = Runner("cpu", torch.float32, graphs="NONE").builder
     layer = SimpleNamespace(
         impl=PolyattnMLAImpl(**sizes, kv_cache_dtype="fp8"), _k_scale=torch.ones(4)
     )
     with pytest.raises(PolyattnError, match="scales='head'"):
-        builder._spec(layer)
+        layer_spec(layer, builder.vllm_config, builder.kv_cache_spec, any_step=False)
 
 
 def test_where_a_backend_is_chosen_vllm_names_what_is_not_served() -> None:
@@ -251,9 +352,77 @@ def test_where_a_backend_is_chosen_vllm_names_what_is_not_served() -> None:
         "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
         "use_mla": False, "use_sparse": True, "use_mm_prefix": True, "attn_type": "decoder",
         "use_per_head_quant_scales": True, "device_capability": DeviceCapability(9, 0),
+        "use_non_causal": True,
     }  # fmt: skip
     for backend in (PolyattnBackend, PolyattnMLABackend):
         reasons = "; ".join(backend.validate_configuration(**config))
-        for told in ("partial multimodal", "sparse not"):
+        for told in ("partial multimodal", "sparse not", "non-causal attention not"):
             assert told in reasons, reasons
         assert ("per-head quant scales" in reasons) == backend.is_mla()
+
+
+def test_vllms_own_runner_gives_the_steps_that_mixed_graphs_hold() -> None:
+    """Its functions make the step of a capture and those of replays; ours are built from them."""
+    gpu = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.utils import AttentionGroup
+
+    runner = Runner("cpu", torch.float32, graphs="NONE")
+    builder, size = runner.builder, 16
+    builder.any_step = True
+    builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    buffers = InputBuffers(ROWS, MOST_TOKENS, torch.device("cpu"))
+    slots = torch.full((1, size), -1)
+    state: Any = SimpleNamespace(max_model_len=LONGEST, supports_mm_inputs=False)
+    prepare = DefaultModelState.prepare_attn
+    state.prepare_attn = lambda *args, **options: prepare(state, *args, **options)
+    tables: Any = SimpleNamespace(
+        cp_size=1, get_dummy_block_tables=lambda rows: (runner.table[:rows],),
+        get_dummy_slot_mappings=lambda tokens: slots[:, :tokens],
+    )  # fmt: skip
+    group = AttentionGroup(
+        PolyattnBackend, ["layer"], builder.kv_cache_spec, 0, metadata_builders=[builder]
+    )
+    config: Any = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)]
+    )
+    made = gpu.prepare_inputs_to_capture(
+        min(size, ROWS), size, state, buffers, tables, [[group]], config, True
+    )
+    (captured,) = made.attn_metadata["layer"].plans.values()
+    assert captured.batch.max_query_len == size and captured.batch.max_seq_len == LONGEST
+    for queries, lens, tokens in STEPS:
+        if tokens != size:
+            continue
+        rows, table = len(lens), random_table(len(lens))
+        common = runner.ragged(queries, lens, ROWS, size, table)
+        buffers.query_start_loc[: ROWS + 1] = common.query_start_loc
+        buffers.seq_lens[:ROWS] = common.seq_lens
+        batch = replace(
+            InputBatch.make_dummy(rows, sum(queries), InputBuffers(ROWS, MOST_TOKENS, "cpu")),
+            num_reqs_after_padding=ROWS, num_tokens_after_padding=size, max_query_len=None,
+            num_scheduled_tokens=np.array(queries, np.int32), seq_lens=buffers.seq_lens[:ROWS],
+            query_start_loc=buffers.query_start_loc[: ROWS + 1],
+            query_start_loc_np=common.query_start_loc_cpu.numpy(),
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
+        )  # fmt: skip
+        options = batch, CUDAGraphMode.FULL, (runner.table[:ROWS],), slots, [[group]], config
+        step = prepare(state, *options)["layer"]
+        (plan,) = step.plans.values()
+        assert plan.batch.seq_lens.data_ptr() == captured.batch.seq_lens.data_ptr()
+        query = torch.randn(size, HEADS, SIZE)
+        found = runner.attend(query, step)[: sum(queries)]
+        expected = runner.expected(query, lens, table, queries)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_vllm_quantises_outputs_by_itself() -> None:
+    """It asks before it compiles a model; an MLA layer's it quantises after our call."""
+    impl = Runner("cpu", torch.float32, graphs="NONE").impl
+    for key in (kFp8StaticTensorSym, kNvfp4Dynamic):
+        assert not impl.fused_output_quant_supported(key)
+    step = Step({}, {}, 0, 0, torch.zeros(0))
+    assert step.prefill is None  # else vLLM would ask `forward_mha` for it
+    for kind in (PolyattnImpl, PolyattnMLAImpl):
+        assert not kind.supports_dcp and not kind.supports_pcp

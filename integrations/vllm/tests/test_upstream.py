@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,16 @@ BACKEND = upstream.BACKEND
 @pytest.mark.parametrize("version", RECORDED)
 def test_a_version_has_what_we_stand_on(version: str) -> None:
     assert not list(upstream.problems(RECORDED[version]))
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_a_version_names_what_latents_are_refused_by(version: str) -> None:
+    """Sparse MLA's indexer among them: `PolyattnMLAImpl` refuses these of its keyword arguments."""
+    tree = ast.parse((upstream.SOURCE / "mla.py").read_text())
+    (value,) = (n.value for n in tree.body if isinstance(n, ast.Assign))
+    refused = ast.literal_eval(value)
+    assert "indexer" in refused
+    assert not {*refused} - {*RECORDED[version][f"{BACKEND}.MLAAttentionImpl.__init__"]}
 
 
 def test_the_bounds_are_the_recorded_versions() -> None:

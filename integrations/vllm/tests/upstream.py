@@ -66,19 +66,26 @@ FIELDS = {
         "supports_attn_type supports_batch_invariance supports_device_cpu_query_lens_mismatch "
         "supports_per_head_quant_scales"
     ),
+    f"{BACKEND}.AttentionImpl": "fused_output_quant_supported supports_dcp supports_pcp",
     f"{BACKEND}.AttentionMetadataBuilder": "reorder_batch_threshold",
-    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH",
+    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS",
     f"{BACKEND}.AttentionType": "DECODER ENCODER ENCODER_ONLY ENCODER_DECODER",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA",
     "vllm.envs": "VLLM_BATCH_INVARIANT",
-    "vllm.config.compilation.CUDAGraphMode": "FULL decode_mode",
-    "vllm.config.compilation.CompilationConfig": "static_forward_context cudagraph_mode",
+    "vllm.config.compilation.CUDAGraphMode": "FULL decode_mode mixed_mode",
+    "vllm.config.compilation.CompilationConfig": (
+        "static_forward_context cudagraph_mode max_cudagraph_capture_size"
+    ),
+    "vllm.config.device.DeviceConfig": "device",
+    "vllm.config.attention.AttentionConfig": "use_non_causal",
     "vllm.config.model.ModelConfig": "dtype max_model_len use_mla is_mm_prefix_lm rswa_window",
     "vllm.config.parallel.ParallelConfig": (
         "decode_context_parallel_size prefill_context_parallel_size"
     ),
     "vllm.config.speculative.SpeculativeConfig": "num_speculative_tokens",
-    "vllm.config.vllm.VllmConfig": "speculative_config diffusion_config",
+    "vllm.config.vllm.VllmConfig": (
+        "speculative_config diffusion_config device_config attention_config"
+    ),
     "vllm.v1.kv_cache_interface.FullAttentionSpec": "non_causal",
     "vllm.config.scheduler.SchedulerConfig": "async_scheduling",
     "vllm.v1.kv_cache_interface.AttentionSpec": "block_size",

@@ -77,7 +77,12 @@ class PolyattnBackend(Layouts, AttentionBackend):
 
 
 class PolyattnImpl(AttentionImpl[Step]):
-    """One layer of vLLM's: what it computes (`fields` of its `LayerSpec`), and how it is called."""
+    """One layer of vLLM's: what it computes (`fields` of its `LayerSpec`), and how it is called.
+
+    vLLM fuses no quantised output into it (`fused_output_quant_supported`).
+    """
+
+    supports_pcp = supports_dcp = False
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,

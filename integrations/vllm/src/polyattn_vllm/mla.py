@@ -48,7 +48,7 @@ class PolyattnMLABackend(PolyattnBackend):
 class PolyattnMLAImpl(MLAAttentionImpl[Step]):
     """One MLA layer of vLLM's. `forward_mha` gets all tokens; the plan says which are absorbed."""
 
-    supports_pcp = False
+    supports_pcp = supports_dcp = False
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *,
@@ -90,6 +90,7 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
         attn_metadata: Step, k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attend for the step's tokens, whose latents the cache holds."""
+        refuse(REMEDY, output_scale=output_scale)
         out = output.unflatten(-1, (self.num_heads, -1))
         attn_metadata.attend(self, q, None, kv_c_and_k_pe_cache, out)
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, Selection, StepPlan, StepSize, select
 from polyattn.errors import SelectionError
-from polyattn.host import current_settings, joined_pages, refuse
+from polyattn.host import MixedBuffers, current_settings, joined_pages, refuse
 from torch import Tensor
 from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -39,7 +39,8 @@ REMEDY = "choose another --attention-backend, or set VLLM_PLUGINS= (empty)"
 class Step(AttentionMetadata):
     """A step's plans, by group, and polyattn's layers of the builder that made them, by vLLM's.
 
-    The counts are what vLLM's MLA layer asks: it gives what is no decode to `forward_mha`.
+    The counts are what vLLM's MLA layer asks: it gives what is no decode to `forward_mha`. Without
+    `prefill` it quantises outputs by itself, after that.
     """
 
     plans: dict[LayerGroup, StepPlan]
@@ -49,6 +50,7 @@ class Step(AttentionMetadata):
     slot_mapping: Tensor
     num_decodes: int = 0
     num_decode_tokens: int = 0
+    prefill: None = None
 
     def attend(
         self,
@@ -69,22 +71,31 @@ class Step(AttentionMetadata):
 
 @dataclass
 class Captured:
-    """What a graph of a number of requests, of as many tokens each, reads.
+    """What a graph of a number of requests reads, each of `query_len` tokens.
 
     vLLM's lengths are read where all backends take padding rows without keys. Elsewhere `lens` is, in
     which padding rows read block 0.
     """
 
+    query_len: int
     starts: Tensor
     lens: Tensor | None
+    plans: dict[LayerGroup, StepPlan]
+
+
+@dataclass
+class CapturedMixed:
+    """What a graph of prompts and decodes reads: core's buffers, in which all rows are prompts."""
+
+    buffers: MixedBuffers
     plans: dict[LayerGroup, StepPlan]
 
 
 class Builder(AttentionMetadataBuilder[Step]):
     """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's.
 
-    A captured graph reads the plans of its capture, by number of requests and tokens of each; `build`
-    plans into their buffers before each replay.
+    A captured graph reads the plans of its capture, by number of requests and of tokens; `build` plans
+    into their buffers before each replay.
     """
 
     reorder_batch_threshold = 1  # decodes come first, so that both phases' rows are views
@@ -93,13 +104,18 @@ class Builder(AttentionMetadataBuilder[Step]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return what a graph may hold: steps of as many tokens a request, of MLA one token."""
+        """Return what a graph may hold: steps of as many tokens a request, of MLA one token.
+
+        Where `FULL` is asked for, any step, if backends for that serve all layers.
+        """
         if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, MLAAttentionSpec):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if _mixes(vllm_config) and _captures_any(vllm_config, kv_cache_spec):
+            return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
@@ -111,10 +127,10 @@ class Builder(AttentionMetadataBuilder[Step]):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
-        self.captured: dict[tuple[int, int], Captured] = {}
-        speculation = vllm_config.speculative_config
-        drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        self.longest_captured = 1 + (drafts or 0)
+        self.captured: dict[tuple[int, int], Captured | CapturedMixed] = {}
+        self.longest_captured = 1 + _drafts(vllm_config)
+        support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
+        self.any_step = support is AttentionCGSupport.ALWAYS
         self.groups: dict[LayerSpec, LayerGroup] = {}
         self.layers: dict[Any, Any] = {}
         self._attach()
@@ -126,7 +142,10 @@ class Builder(AttentionMetadataBuilder[Step]):
         """
         known = self.vllm_config.compilation_config.static_forward_context
         layers = [known[name] for name in self.layer_names[len(self.layers) :]]
-        specs = [self._spec(layer) for layer in layers]
+        specs = [
+            layer_spec(layer, self.vllm_config, self.kv_cache_spec, self.any_step)
+            for layer in layers
+        ]
         for layer, spec in zip(layers, specs, strict=True):
             if spec not in self.groups:
                 self.groups[spec] = self._group(spec)
@@ -135,40 +154,14 @@ class Builder(AttentionMetadataBuilder[Step]):
             chosen = self.groups[spec].selection.explain()
             log.info("polyattn serves %d layers:\n%s", count, chosen)
 
-    def _spec(self, layer: Any) -> LayerSpec:
-        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
-        fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
-        fields |= layer.impl.fields
-        cached = fields.get("cached", True)
-        if (
-            envs.VLLM_BATCH_INVARIANT
-        ):  # the other requests decide how a prompt is divided into steps
-            fields["batch_invariant"] = "steps" if cached else "batch"
-        if cached:
-            stored = layer.impl.kv_cache_dtype
-            fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
-            fields["block_size"] = self.kv_cache_spec.block_size
-            if layer._k_scale.numel() > 1:
-                fields["scales"] = "head"
-            if getattr(self.kv_cache_spec, "non_causal", False):  # prompts see all of themselves
-                fields["causal"] = False
-            mode = self.vllm_config.compilation_config.cudagraph_mode
-            full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
-            if full and not envs.VLLM_BATCH_INVARIANT:
-                uniform = self.longest_captured > 1 and "latent" not in fields
-                fields["graph_capture"] = "uniform" if uniform else "single_token_decode"
-        return LayerSpec(**fields)
-
     def _group(self, spec: LayerSpec) -> LayerGroup:
-        """Select for the layout that vLLM settled on; an accelerator's kernels are verified."""
-        layout = layout_of(self.vllm_config.cache_config)
-        if spec.latent is not None:
-            layout = "NHD"  # of one head, both are
-        ours = replace(current_settings(), layout=layout)
-        verify = self.device.type != "cpu" if ours.verify is None else ours.verify
+        """Select; an accelerator's kernels are verified."""
+        ours = current_settings().verify
+        verify = self.device.type != "cpu" if ours is None else ours
         try:
-            return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
+            return LayerGroup(selected(spec, self.vllm_config, self.device, verify))
         except SelectionError as error:
+            layout = layout_of(self.vllm_config.cache_config)
             remedies = [
                 f"vLLM chose the layout {layout}; POLYATTN_LAYOUT={other} makes it choose {other}"
                 for other in ("NHD", "HND")
@@ -191,12 +184,12 @@ class Builder(AttentionMetadataBuilder[Step]):
         if len(self.layers) < len(self.layer_names):
             self._attach()
         common = common_attn_metadata
-        cpu = self.device.type == "cpu"
-        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert seq_lens is not None
-        starts, lens = common.query_start_loc_cpu.tolist(), seq_lens.tolist()
-        captured = self.captured.get(_uniform(common))
-        if captured is not None:  # a graph runs what is padding, too, which comes last
+        starts, lens = self._lengths(common)
+        captured = self.captured.get((common.num_reqs, common.num_actual_tokens))
+        if isinstance(captured, CapturedMixed):
+            return self._refilled(common, starts, lens, captured)
+        if captured is not None and captured.query_len == common.max_query_len:
+            # A graph runs what is padding, too, which comes last.
             return self._replayed(common, lens[: sum(b > a for a, b in pairwise(starts))], captured)
         own_lens, table = common.seq_lens, self._table(common)
         batch = Batch.on_buffers(starts, lens, common.query_start_loc, own_lens, table, None)
@@ -205,24 +198,64 @@ class Builder(AttentionMetadataBuilder[Step]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         """Plan for the longest sequences that there can be, so that no later step needs more."""
         common = common_attn_metadata
-        rows, each = _uniform(common)
-        if not 1 <= each <= self.longest_captured:
+        rows, tokens, each = common.num_reqs, common.num_actual_tokens, common.max_query_len
+        if self.any_step and _mixes(self.vllm_config):
+            return self._mixed(common)
+        if not 1 <= each <= self.longest_captured or rows * each != tokens:
             return self.build(0, common)
-        if (rows, each) not in self.captured:
-            starts = torch.arange(0, rows * each + 1, each, dtype=torch.int32, device=self.device)
+        captured = self.captured.get((rows, tokens))
+        if not isinstance(captured, Captured):
+            starts = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=self.device)
             pads = each == 1 or all(group.planner.padding_rows for group in self.groups.values())
-            self.captured[rows, each] = Captured(starts, None if pads else starts[1:].clone(), {})
-        captured = self.captured[rows, each]
+            captured = Captured(each, starts, None if pads else starts[1:].clone(), {})
+            self.captured[rows, tokens] = captured
         longest = self.vllm_config.model_config.max_model_len
         step = self._replayed(common, [longest] * rows, captured)
         captured.plans = captured.plans or step.plans
         return step
 
+    def _mixed(self, common: CommonAttentionMetadata) -> Step:
+        """Plan one prompt of all tokens, and over it the step that vLLM makes up."""
+        key = common.num_reqs, common.num_actual_tokens
+        captured = self.captured.get(key)
+        if not isinstance(captured, CapturedMixed):
+            buffers = MixedBuffers(
+                StepSize(rows=0, prompts=key[0], prompt_tokens=key[1]),
+                self.vllm_config.model_config.max_model_len,
+                self.kv_cache_spec.block_size,
+                self.device,
+            )
+            step = self._plan(common, buffers.longest(), {})
+            captured = self.captured[key] = CapturedMixed(buffers, step.plans)
+        self._refilled(common, *self._lengths(common), captured)
+        return self._step(common, captured.plans)
+
+    def _refilled(
+        self,
+        common: CommonAttentionMetadata,
+        starts: list[int],
+        lens: list[int],
+        captured: CapturedMixed,
+    ) -> Step:
+        """Plan a step into what its graph reads; a row fills the tokens that are padding."""
+        rows, longest = sum(b > a for a, b in pairwise(starts)), captured.buffers.max_len
+        table = self._table(common)
+        assert table is not None
+        batch = Batch.on_buffers(
+            starts[: rows + 1],
+            [min(n, longest) for n in lens[:rows]],  # what vLLM makes up may be longer
+            common.query_start_loc[: rows + 1],
+            common.seq_lens[:rows],
+            table[:rows],
+            None,
+        )
+        return self._plan(common, captured.buffers.fill(batch), captured.plans)
+
     def _replayed(
         self, common: CommonAttentionMetadata, lens: list[int], captured: Captured
     ) -> Step:
         """Plan a step, padding rows and all, into what its graph reads."""
-        rows, each = _uniform(common)
+        rows, each = common.num_reqs, captured.query_len
         device_lens, padding = common.seq_lens, 0
         if captured.lens is not None:
             device_lens, padding = captured.lens, each
@@ -237,6 +270,13 @@ class Builder(AttentionMetadataBuilder[Step]):
             None,
         )
         return self._plan(common, batch, captured.plans)
+
+    def _lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
+        """Return on the host where rows' queries start, and the rows' lengths."""
+        cpu = self.device.type == "cpu"
+        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
+        assert seq_lens is not None
+        return common.query_start_loc_cpu.tolist(), seq_lens.tolist()
 
     def _table(self, common: CommonAttentionMetadata) -> Tensor | None:
         cached = any(group.spec.cached for group in self.groups.values())
@@ -254,15 +294,77 @@ class Builder(AttentionMetadataBuilder[Step]):
             rswa_prefix_lens=common.rswa_prefix_lens,
             dcp_local_seq_lens=common.dcp_local_seq_lens,
         )
-        plans = {group: group.plan(batch, before.get(group)) for group in groups}
+        return self._step(common, {group: group.plan(batch, before.get(group)) for group in groups})
+
+    def _step(self, common: CommonAttentionMetadata, plans: dict[LayerGroup, StepPlan]) -> Step:
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
 
 
-def _uniform(common: CommonAttentionMetadata) -> tuple[int, int]:
-    """Return a step's requests and the tokens of each, as vLLM pads it; 0 tokens if they differ."""
-    rows, each = common.num_reqs, common.max_query_len
-    return rows, each if common.num_actual_tokens == rows * each else 0
+def layer_spec(layer: Any, config: VllmConfig, kv_cache_spec: Any, any_step: bool) -> LayerSpec:
+    """Return what a layer of vLLM's computes; `any_step`: where all steps are captured."""
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
+    fields |= layer.impl.fields
+    cached = fields.get("cached", True)
+    if envs.VLLM_BATCH_INVARIANT:  # the other requests decide how a prompt is divided into steps
+        fields["batch_invariant"] = "steps" if cached else "batch"
+    if cached:
+        stored = layer.impl.kv_cache_dtype
+        fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
+        fields["block_size"] = kv_cache_spec.block_size
+        if layer._k_scale.numel() > 1:
+            fields["scales"] = "head"
+        if getattr(kv_cache_spec, "non_causal", False):  # prompts see all of themselves
+            fields["causal"] = False
+        mode = config.compilation_config.cudagraph_mode
+        full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+        if full and not envs.VLLM_BATCH_INVARIANT:
+            uniform = _drafts(config) > 0 and "latent" not in fields
+            fields["graph_capture"] = "uniform" if uniform else "single_token_decode"
+            if any_step:
+                fields["graph_capture"] = "any"
+    return LayerSpec(**fields)
+
+
+def selected(spec: LayerSpec, config: VllmConfig, device: torch.device, verify: bool) -> Selection:
+    """Select for the layout that vLLM settled on. Raises `SelectionError`."""
+    layout = layout_of(config.cache_config)
+    if spec.latent is not None:
+        layout = "NHD"  # of one head, both are
+    return select(spec, device, settings=replace(current_settings(), layout=layout), verify=verify)
+
+
+def _drafts(config: VllmConfig) -> int:
+    """Return how many tokens a step drafts for each request, 0 without speculation."""
+    speculation = config.speculative_config
+    return (speculation.num_speculative_tokens or 0) if speculation is not None else 0
+
+
+def _mixes(config: VllmConfig) -> bool:
+    """Whether vLLM's graphs are to hold steps of prompts and decodes."""
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+
+
+def _captures_any(config: VllmConfig, kv_cache_spec: Any) -> bool:
+    """Whether for each of our layers a backend serves that any step's graph may hold.
+
+    A captured prompt may be as long as the graph, and no longer than a model's sequences.
+    """
+    if config.compilation_config.max_cudagraph_capture_size > config.model_config.max_model_len:
+        return False
+    layers = config.compilation_config.static_forward_context.values()
+    ours = [each for each in layers if hasattr(getattr(each, "impl", None), "fields")]
+    device = config.device_config.device
+    try:
+        for spec in {layer_spec(each, config, kv_cache_spec, True) for each in ours}:
+            if not spec.cached or spec.latent is not None:
+                return False
+            selected(spec, config, device, verify=False)
+    except SelectionError:
+        return False
+    return bool(ours)
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:
@@ -278,6 +380,7 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
         bidirectional_spans_of_images=model.is_mm_prefix_lm,
         rswa_window=model.rswa_window,
         diffusion_config=config.diffusion_config,
+        use_non_causal=config.attention_config.use_non_causal,
     )
     speculates = config.speculative_config is not None
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":

@@ -7,7 +7,6 @@ front, decodes behind them. One more row fills the room that prompts leave. It r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +23,25 @@ class MixedBuffers(StepBuffers):
     """The metadata of `size.prompts` prompts, one row for the rest of their room, then `size.rows`.
 
     A step's rows of `query_len` tokens are taken for decodes while there is room, others for prompts,
-    wherever they stand: `places` says where its tokens went. Raises `BatchError`.
+    wherever they stand: `places` says where its tokens went. Without `size.rows` they stay in their
+    order.
+
+    Args:
+        size: what there is room for.
+        max_len: the most keys of a row.
+        block_size: of the cache, in tokens; None: there is none.
+        device: of the tensors.
+        axes: those of the tokens' positions, 0 where no layer rotates.
+
+    Raises:
+        BatchError: `size.prompt_tokens` is more than `max_len`.
+
+    Examples:
+        >>> buffers = MixedBuffers(StepSize(rows=0, prompts=2, prompt_tokens=8), 64, 16, "cpu")
+        >>> step = buffers.fill(Batch([0, 5, 6], [5, 20], torch.tensor([[1, 0], [2, 3]]).int()))
+        >>> step.query_lens, step.lens
+        ([5, 1, 2], [5, 20, 2])
+
     """
 
     def __init__(
@@ -56,10 +73,27 @@ class MixedBuffers(StepBuffers):
         return self._over(queries, most)
 
     def batch(self, lens: list[int]) -> Batch:
+        """Refuse: queries of mixed steps vary.
+
+        Args:
+            lens: of a step's rows.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            BatchError: always; `fill` and `longest` make the batch.
+
+        """
         raise BatchError("mixed steps have no fixed queries; fill() or longest() makes their batch")
 
     def fits(self, batch: Batch) -> bool:
-        """Whether there is room for the step's prompts, and for its other rows."""
+        """Return whether there is room for the step's prompts, and for its other rows.
+
+        Args:
+            batch: the step.
+
+        """
         _, prompts = self._kinds(batch)
         tokens = sum(batch.query_lens[i] for i in prompts)
         room = len(prompts) <= self.size.prompts and tokens <= self.size.prompt_tokens
@@ -67,7 +101,18 @@ class MixedBuffers(StepBuffers):
         return room and batch.max_seq_len <= self.max_len
 
     def fill(self, batch: Batch) -> Batch:
-        """Copy a step's metadata in; returns the step as the graph sees it."""
+        """Copy a step's metadata in.
+
+        Args:
+            batch: the step, which fits. If its lengths are bounds, the device's are copied.
+
+        Returns:
+            The step as the graph sees it, over these buffers.
+
+        Raises:
+            Nothing: `fits` tells whether it does.
+
+        """
         size, queries = self.size, batch.query_lens
         decodes, prompts = self._kinds(batch)
         counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
@@ -77,6 +122,8 @@ class MixedBuffers(StepBuffers):
         lens += [batch.lens[i] for i in decodes] + [self.padding_len] * missing
         self._put(self.seq_lens, lens)
         self._put(self.order, prompts + decodes)
+        if batch.lens_are_bounds:  # the device's count
+            self._gather(batch.seq_lens, self.seq_lens, len(prompts), len(decodes))
         self._place(batch, prompts, decodes)
         places = self.places[: batch.num_tokens]
         self._fill_table(batch, len(prompts), len(decodes))
@@ -106,27 +153,23 @@ class MixedBuffers(StepBuffers):
                 at += int(queries[i])
         self._put(self.places, places)
 
-    def _runs(self, prompts: int, decodes: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield where the buffers' rows of each kind are, and which rows of the step they are."""
-        behind = self.size.prompts + 1
-        for at, first, count in ((0, 0, prompts), (behind, prompts, decodes)):
-            yield slice(at, at + count), self.order[first : first + count]
-
     def _fill_table(self, batch: Batch, prompts: int, decodes: int) -> None:
         if self.block_table is None or batch.block_table is None:
             return
         width = min(batch.block_table.shape[1], self.block_table.shape[1])
-        table = batch.block_table[:, :width]
         self.block_table.zero_()
-        for rows, seqs in self._runs(prompts, decodes):
-            torch.index_select(table, 0, seqs, out=self.block_table[rows, :width])
+        self._gather(batch.block_table[:, :width], self.block_table[:, :width], prompts, decodes)
 
     def _fill_states(self, batch: Batch, prompts: int, decodes: int) -> None:
         """Copy the sequences' state slots; the row that fills the prompts' room has none."""
-        if batch.state_slots is None:
-            return
-        for rows, seqs in self._runs(prompts, decodes):
-            self.state_slots[rows] = batch.state_slots.index_select(0, seqs)
+        if batch.state_slots is not None:
+            self._gather(batch.state_slots, self.state_slots, prompts, decodes)
+
+    def _gather(self, rows: Tensor, into: Tensor, prompts: int, decodes: int) -> None:
+        """Copy a step's rows to where `order` has them."""
+        for at, first, count in ((0, 0, prompts), (self.size.prompts + 1, prompts, decodes)):
+            goal = into[at : at + count]
+            torch.index_select(rows, 0, self.order[first : first + count], out=goal)
 
     def _over(self, queries: list[int], lens: list[int]) -> Batch:
         """Return a batch over these buffers, of rows of so many tokens."""
