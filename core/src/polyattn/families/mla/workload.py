@@ -13,7 +13,7 @@ from torch import Tensor
 from polyattn.families.attention import reference as attention_reference
 from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
-from polyattn.families.sparse.workload import drawn_choice, whole_choice
+from polyattn.families.sparse.workload import as_places, drawn_choice, whole_choice
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
@@ -55,12 +55,12 @@ class LatentWorkload(ChoosingWorkload):
             seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
-        self.choice = None
+        self.choice = self.ids = None
         if full is not None:
             self._lay_in(full)
             return
         if spec.sparse is not None:
-            self.choice = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
+            self.ids = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
         self._lay(shared, like)
 
     @classmethod
@@ -100,6 +100,9 @@ class LatentWorkload(ChoosingWorkload):
         self.latent = own[:, : self.part.rank].contiguous()
         self.rope = own[:, self.part.rank :].contiguous()
         self.batch = paged(self.lengths, table, form.block_size)
+        self.choice = self.ids
+        if self.ids is not None and self.spec.sparse is not None and self.spec.sparse.physical:
+            self.choice = as_places(self.spec, self.ids, self.lengths, table, form.block_size)
 
     def _lay_in(self, full: KVCache) -> None:
         self.cache, (_, lens) = full, lens_of(self.lengths)
@@ -122,7 +125,7 @@ class LatentWorkload(ChoosingWorkload):
             lengths=[self.lengths[i] for i in requests],
             query=self.query[rows],
             entries=self.entries[picked_rows(lens, requests, self.device)],
-            choice=None if self.choice is None else self.choice[rows],
+            ids=None if self.ids is None else self.ids[rows],
         )
         queries, lens = lens_of(work.lengths)
         spoil_requests([(work.query, queries), (work.entries, lens)], spoilt, self.dice)
