@@ -411,9 +411,15 @@ def test_a_mistake_in_a_plan_of_the_hpu_s_is_told(name: str) -> None:
         check_plan(backend, plan, batch)
 
 
-def steps_apart() -> dict[str, Any]:
-    """A step by phase, and one over latents whose prefills expand their context in several pieces."""
+def steps_apart(blocks: int = 0) -> dict[str, Any]:
+    """A step by phase, and one over latents whose prefills expand their context in several pieces.
+
+    `blocks`: which a sequence's table names again and again, as an engine's step without a request may.
+    """
     batch = step_of([1, 20, 0, 1, 30], [300, 90, 4, 20, 130])
+    if blocks:
+        assert batch.block_table is not None
+        batch.block_table.remainder_(400).remainder_(blocks)
     plain = select(BASE.replace(dtype="float32", block_size=16), "cpu", backend="TORCH_SDPA")
     latent = LayerSpec(
         kind="mla", num_heads=2, num_kv_heads=2, head_size=48, v_head_size=32, dtype="float32",
@@ -479,6 +485,16 @@ def test_a_mistake_in_taking_a_step_apart_is_told(name: str, where: str) -> None
     with pytest.raises(
         PluginError, match=r"taken apart wrongly.*(query token|planned for|sequence \d)"
     ):
+        check_calls(step)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", [name for name in APART if APART[name][0] == "by pieces"])
+def test_a_mistake_over_blocks_that_come_twice_is_told(name: str, blocks: int) -> None:
+    step = steps_apart(blocks)["by pieces"]
+    check_calls(step)
+    APART[name][1](step)
+    with pytest.raises(PluginError, match=r"taken apart wrongly.*sequence \d.*query token \d"):
         check_calls(step)
 
 
