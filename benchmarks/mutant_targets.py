@@ -103,7 +103,7 @@ TARGETS = {
          "integrations/context_parallel/src/polyattn_context_parallel/shards.py"),
         (
             tests(
-                PLANS[1], FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
+                PLANS[1], "tests/runtime/test_portions.py", FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
                 FAMILIES + "dense_context.py", "tests/runtime/test_plans.py", "-k", "not conforms",
             ),
             tests("integrations/context_parallel/tests/test_context_parallel.py::" + RANKS),

@@ -135,7 +135,7 @@ class _Step:
             portions.append(next(fresh, aligned[0]))
 
     def begins(self, seq: int, index: int) -> list[int]:
-        """Return which of a sequence's keys the call's first may be; none: they aren't neighbours there."""
+        """Return which of a sequence's keys the call's first may be; none: no run of them."""
         batch, part, length = self.batch, self.part, self.part.lens[index]
         if not length:
             return [max(0, self.batch.lens[seq] - self.batch.query_lens[seq]) if part.causal else 0]
