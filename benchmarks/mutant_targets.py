@@ -103,8 +103,9 @@ TARGETS = {
          "integrations/context_parallel/src/polyattn_context_parallel/shards.py"),
         (
             tests(
-                PLANS[1], "tests/runtime/test_portions.py", FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
-                FAMILIES + "dense_context.py", "tests/runtime/test_plans.py", "-k", "not conforms",
+                PLANS[1], "tests/runtime/test_portions.py", FAMILIES + "mla_and_recurrent.py",
+                FAMILIES + "text_positions.py", FAMILIES + "dense_context.py",
+                "tests/runtime/test_plans.py", "-k", "not conforms",
             ),
             tests("integrations/context_parallel/tests/test_context_parallel.py::" + RANKS),
         ),
@@ -171,7 +172,10 @@ TARGETS = {
     ),
     "ranking": Target(
         kernels("index", "choice", "tile_lists"),
-        (tests(TESTS + "test_triton_index.py", TESTS + "test_choice_kernels.py"),),
+        (
+            slow(TESTS + "test_choice_kernels.py", "-k", "named"),
+            kit("TRITON_INDEX", WHOLE, TRITON_INTERPRET="1"),
+        ),
     ),
     "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),
     "shared": Target(
