@@ -114,3 +114,58 @@ def test_a_mistake_over_blocks_that_come_twice_is_told(name: str, blocks: int) -
     APART[name][1](step)
     with pytest.raises(PluginError, match=r"taken apart wrongly.*sequence \d.*query token \d"):
         check_calls(step)
+
+
+def texts(chunk: int | None) -> Any:
+    """A step of texts whose first keys are missing; the second has fewer keys than queries."""
+    masks: dict[str, Any] = (
+        {"chunk_size": chunk} if chunk else {"sliding_window": 21, "sink_tokens": 9}
+    )
+    spec = BASE.replace(dtype="float32", cached=False, **masks)
+    batch = Batch.from_lens([1, 9, 30, 0, 4], [31, 5, 40, 3, 70], first_positions=[5, 3, 17, 2, 0])
+    return LayerGroup(select(spec, "cpu", backend="TORCH_SDPA", verify=False)).plan(batch)
+
+
+def later_keys(step: Any) -> None:
+    held = step.calls[-1].plan.batch
+    held.__dict__["key_starts"] = [start + 1 for start in held.key_starts]
+
+
+def a_key_less(step: Any) -> None:
+    step.calls[-1].plan.batch.lens[-1] -= 1
+
+
+def another_chunk(step: Any) -> None:
+    """A chunk's sequence begins where the one before it does: its first keys are hidden from it."""
+    held = step.calls[-1].plan.batch
+    at = -min(2, len(held.lens))
+    held.__dict__["key_starts"] = list(held.key_starts)
+    held.key_starts[at] -= 1
+    held.lens[at] += 1
+
+
+TEXTS: dict[str, Callable[[Any], None]] = {
+    "its keys begin later": later_keys,
+    "a key less": a_key_less,
+    "a key before": another_chunk,
+    "a call has no tokens": lambda step: setattr(step, "ops", step.ops[:-1]),
+    "a call runs twice": lambda step: setattr(step, "ops", (*step.ops, step.ops[-1])),
+}
+
+
+@pytest.mark.parametrize("chunk", [7, 8, 24, None])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_mistake_in_a_step_of_texts_is_told(name: str, chunk: int | None) -> None:
+    step = texts(chunk)
+    check_calls(step)
+    TEXTS[name](step)
+    with pytest.raises(PluginError, match=r"taken apart wrongly.*sequence \d, query token \d"):
+        check_calls(step)
+
+
+@pytest.mark.parametrize("chunk", [7, 8, 24])
+def test_a_step_that_was_planned_for_other_texts_is_told(chunk: int) -> None:
+    step = texts(chunk)
+    step.batch.first_positions = [5, 3, 18, 2, 0]
+    with pytest.raises(PluginError, match=r"sequence 2, query token \d+, key \d+: by"):
+        check_calls(step)

@@ -44,13 +44,15 @@ def with_host_table(batch: Batch) -> Batch:
     return batch
 
 
-def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> list[str]:
+def unevenly_called(
+    batch: Batch, ops: Iterable[Op], block_size: int | None, chunk: int | None = None
+) -> list[str]:
     """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
 
-    `block_size`: of the batch's block table. Steps with a mask of their own or with texts whose first
-    keys are missing aren't told of.
+    `block_size`: of the batch's block table; `chunk`: the layer's. Steps with a mask of their own aren't
+    told of.
     """
-    if batch.lens_are_bounds or batch.mask is not None or batch.first_positions:
+    if batch.lens_are_bounds or batch.mask is not None:
         return []
     batch = with_host_table(batch)
     portions: list[Portion] = []
@@ -61,7 +63,7 @@ def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> 
             step.add(portions, rows, problems)
     if problems:
         return problems[:5]
-    return list(_gaps(batch, portions))[:5]
+    return list(_gaps(batch, portions, chunk))[:5]
 
 
 def _of(rows: Ints, some: Rows) -> Ints:
@@ -111,6 +113,9 @@ class _Step:
                     f"{name}: sequence {index} has tokens {mine.tolist()[:8]} of several"
                 )
                 continue
+            if not length:
+                portions.append(Portion(seq, int(mine[0]), int(mine[-1]) + 1, 0, 0))
+                continue
             # Where its first token stands, by the step: by the call, too, or no key lies behind it.
             stands = self.batch.lens[seq] - (stop - int(mine[0]))
             places = self.begins(seq, index)
@@ -137,8 +142,6 @@ class _Step:
     def begins(self, seq: int, index: int) -> list[int]:
         """Return which of a sequence's keys the call's first may be; none: no run of them."""
         batch, part, length = self.batch, self.part, self.part.lens[index]
-        if not length:
-            return [max(0, self.batch.lens[seq] - self.batch.query_lens[seq]) if part.causal else 0]
         table = batch.host_block_table
         if batch.block_table is None:
             begin = part.key_starts[index] - batch.key_starts[seq]
@@ -171,22 +174,37 @@ def _met(one: Portion, portions: Iterable[Portion]) -> bool:
     )
 
 
-def _gaps(batch: Batch, portions: list[Portion]) -> Iterator[str]:
-    """Yield the first key of a token that no call attends to, or several."""
+def _gaps(batch: Batch, portions: list[Portion], chunk: int | None) -> Iterator[str]:
+    """Yield the first key of a token that no call attends to, or several.
+
+    Where a text's first keys are missing within a chunk, each token has the keys of its own chunk.
+    """
     held = np.array(portions, np.int64).reshape(-1, 5)
+    firsts = batch.first_positions or [0] * batch.num_seqs
+    apart = chunk is not None and any(first % chunk for first in firsts)
     for seq, (first, last) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
-        mine = held[held[:, 0] == seq]
-        cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last]]))
+        mine, length, begins = held[held[:, 0] == seq], batch.lens[seq], firsts[seq]
+        turns = []  # tokens that begin a chunk
+        if apart:
+            turns = [
+                t for t in range(first, last) if (begins + length - last + t) % (chunk or 1) == 0
+            ]
+        cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last], turns]).astype(int))
         for token in cuts[:-1].tolist() if last > first else ():
             there = mine[(mine[:, 1] <= token) & (token < mine[:, 2])]
             name = f"sequence {seq}, query token {token - first}"
             if not len(there):
                 yield f"{name}: no call has it"
-            at = 0
+            at, end_of = 0, length
+            if apart and chunk:
+                own = (begins + length - last + token) // chunk * chunk - begins
+                at, end_of = (min(max(0, key), length) for key in (own, own + chunk))
             for begin, end in there[there[:, 3].argsort(kind="stable"), 3:].tolist():
                 if end > begin and begin != at:
                     calls = "no call" if begin > at else "several calls"
                     yield f"{name}, key {min(begin, at)}: by {calls}"
                 at = max(at, end)
-            if at < batch.lens[seq]:
+            if at < end_of:
                 yield f"{name}, key {at}: by no call"
+            if at > end_of:
+                yield f"{name}, key {end_of}: by a call, and it is of another chunk"
