@@ -157,6 +157,26 @@ def test_rows_are_read_as_decoded(
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
 
 
+def test_an_item_of_many_heads_has_room() -> None:
+    """Sixteen KV heads of sixteen rows are an item: no other path has as large a scratch."""
+    spec = LayerSpec(
+        num_heads=256, num_kv_heads=16, head_size=64, v_head_size=256, kv_cache_dtype="turboquant4",
+        dtype="float32",
+    )  # fmt: skip
+    frame, batch, cache = step(spec, [1, 1], [65, 65])
+    wanted, _ = reference.forward(spec, frame.query, None, None, cache, batch, frame.params)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            backend = NativeAttention(spec, cache.format, CPU)
+            backend.by = isa
+            backend.run(backend.plan(batch), frame)
+            assert output_error(frame.out, wanted) <= tolerance_of(spec).output, isa
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("hard", ["sink", "outliers", "NaN"])
 def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> None:
     """Beside float64: a sink whose value is small, outliers, and NaN in one head's values."""
