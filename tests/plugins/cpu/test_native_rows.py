@@ -157,10 +157,11 @@ def test_rows_are_read_as_decoded(
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
 
 
-def test_an_item_of_many_heads_has_room() -> None:
+@pytest.mark.parametrize("name, size, v_size", [("turboquant4", 64, 256), ("int8_rows", 16, 16)])
+def test_an_item_of_many_heads_has_room(name: str, size: int, v_size: int) -> None:
     """Sixteen KV heads of sixteen rows are an item: no other path has as large a scratch."""
     spec = LayerSpec(
-        num_heads=256, num_kv_heads=16, head_size=64, v_head_size=256, kv_cache_dtype="turboquant4",
+        num_heads=256, num_kv_heads=16, head_size=size, v_head_size=v_size, kv_cache_dtype=name,
         dtype="float32",
     )  # fmt: skip
     frame, batch, cache = step(spec, [1, 1], [65, 65])
