@@ -30,194 +30,10 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mutant_targets import NATIVE, TARGETS, Judge
+
 ROOT = Path(__file__).parents[1]
-TRITON = "plugins/triton/src/polyattn_triton/"
-CPU_PLUGIN = "plugins/cpu/src/polyattn_cpu/"
-NATIVE = CPU_PLUGIN + "native/csrc/"
-TPU = "plugins/tpu/src/polyattn_tpu/"
-HPU = "plugins/hpu/src/polyattn_hpu/"
-TESTS = "tests/plugins/triton/"
-CPU = "tests/plugins/cpu/"
-SHAPES = ".py::test_every_shape_and_storage_agrees_with_float64"
-FAMILIES = "tests/families/test_"
-RANKS = "test_each_key_and_each_token_is_one_rank_s"
 SOURCES = ("core/src", "plugins/*/src", "integrations/*/src", "examples/*/src")
-PLANS = ("tests/runtime/test_arithmetic.py", "tests/runtime/test_reads.py")
-
-
-class Judge(NamedTuple):
-    """One run of pytest that looks for bugs."""
-
-    arguments: tuple[str, ...]
-    environment: dict[str, str] = {}
-
-
-class Target(NamedTuple):
-    """Files, what looks for bugs in them, narrow first, and functions that choose among right plans."""
-
-    files: tuple[str, ...]
-    judges: tuple[Judge, ...]
-    spared: frozenset[str] = frozenset()
-
-
-def kit(backend: str, chosen: str, **environment: str) -> Judge:
-    bounded = ("-p", "tests.plugins.triton.bounds") if "TRITON_INTERPRET" in environment else ()
-    arguments = (*bounded, "--pyargs", "polyattn.conformance", "--polyattn-backend", backend,
-                 "--polyattn-device", "cpu", "--polyattn-budget", "1", "--polyattn-seed", "0",
-                 "-k", chosen)  # fmt: skip
-    return Judge(arguments, environment)
-
-
-def tests(*names: str) -> Judge:
-    return Judge(names)
-
-
-def slow(*arguments: str) -> Judge:
-    return Judge(("-m", "slow", *arguments))
-
-
-def sources(*names: str) -> tuple[str, ...]:
-    return tuple(NATIVE + name for name in names)
-
-
-def kernels(*names: str) -> tuple[str, ...]:
-    return tuple(f"{TRITON}kernels/{name}.py" for name in names)
-
-
-MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_non_causal)"
-OTHERS = "sink_tokens-mixed or dtype_int8-mixed or decoder_sigmoid-mixed or decoder_custom-mixed"
-LISTED = "beside_a_mask or forest or sparse-- or reuse or plans or stale"
-WHOLE = "not search and not refusal and not process and not many_"
-SCANS = "(recurrence and (odd or three_each or rg_lru)) or short_conv-mixed"
-ROWS = "(gptj_24_of_64_bias or neox_v_32_bias or cache_nvfp4 or neox_cache_int8) and some"
-SHORT = "(heads_5 or rank_512 or lse or size_16 or mixed or short) and not isolation and not search"
-TRITON_KIT = kit("TRITON_ATTN", f"({MIXED}) or ({LISTED})", TRITON_INTERPRET="1")
-LATENT_KIT = kit("TRITON_MLA", SHORT, TRITON_INTERPRET="1")
-SPARSE_KIT = kit("TRITON_MLA_SPARSE", SHORT, TRITON_INTERPRET="1")
-NATIVE_KIT = kit("NATIVE_ATTN", f"({MIXED}) or ({LISTED}) or decode")
-EDGES = slow(TESTS + "test_edges.py")
-RACES = Judge(("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "race"))
-STORE_KIT = kit("NATIVE_STORE", WHOLE)
-MEMORY = Judge(
-    ("-m", "sweep", CPU + "test_native_sanitized.py", "-k", "bounds and tests"), {"ISAS": "avx2"}
-)
-FORMATS = "rows_ and (decode or prefill or chunked or gqa_3 or stale)"
-TARGETS = {
-    "ranges": Target(
-        ("core/src/polyattn/spec/key_ranges.py",), (tests("tests/spec/test_key_ranges.py"),)
-    ),
-    "schedule": Target(
-        (TRITON + "schedule.py",),
-        (tests(*PLANS, TESTS + "test_schedule.py"),),
-        frozenset({"reading", "merging", "programs", "splits", "fullest"}),
-    ),
-    "planning": Target(
-        (TRITON + "planning.py", TRITON + "mla.py"),
-        (
-            tests(*PLANS, TESTS + "test_planned.py"), EDGES,
-            slow(TESTS + "test_generated.py", "-k", "interpreter"), TRITON_KIT, LATENT_KIT, SPARSE_KIT,
-        ),
-        frozenset({"splits", "_are_few", "_resident", "__init__", "_reserve"}),
-    ),
-    "prefixes": Target(
-        (TRITON + "prefix_schedule.py",), (tests(*PLANS, TESTS + "test_prefix_schedule.py"),)
-    ),
-    "apart": Target(
-        ("core/src/polyattn/runtime/decompositions.py", "core/src/polyattn/families/mla/planning.py",
-         "core/src/polyattn/families/attention/text_positions.py",
-         "core/src/polyattn/runtime/step/block_tables.py",
-         "integrations/context_parallel/src/polyattn_context_parallel/shards.py"),
-        (
-            tests(
-                PLANS[1], FAMILIES + "mla_and_recurrent.py", FAMILIES + "text_positions.py",
-                FAMILIES + "dense_context.py", "tests/runtime/test_plans.py", "-k", "not conforms",
-            ),
-            tests("integrations/context_parallel/tests/test_context_parallel.py::" + RANKS),
-        ),
-    ),
-    "native": Target(
-        sources("api.cpp", "kernels.cpp", *(
-            f"{n}.h" for n in ("item", "softmax", "dot_path", "matrix_path", "float_engine")
-        )),
-        (
-            tests(*PLANS, *(CPU + f"test_native{name}" for name in ("_plans.py", "_masks.py", SHAPES))),
-            NATIVE_KIT, kit("NATIVE_MLA", WHOLE), STORE_KIT, RACES,
-        ),
-    ),
-    "row formats": Target(
-        sources("rows.h", "row_path.h"),
-        (
-            tests(CPU + "test_native_rows.py"), kit("NATIVE_ATTN", FORMATS),
-            slow(CPU + "test_native_rows.py"), MEMORY,
-        ),
-    ),
-    "index": Target(
-        sources("index.h", "choose.cpp"),
-        (
-            tests(CPU + "test_native_index.py"), kit("NATIVE_INDEX", WHOLE),
-            slow(CPU + "test_native_index.py"), MEMORY,
-        ),
-    ),
-    "generated rows": Target(
-        (TRITON + "functions/rows.py", CPU_PLUGIN + "native/rows.py"),
-        (
-            tests(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
-            slow(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
-        ),
-    ),
-    "native stores": Target(
-        sources("store.h", "convert.h", "scan.h", "scan_keys.h", "scan_mamba.h", "scan_conv.h"),
-        (
-            tests(CPU + "test_native_scan.py", CPU + "test_native_bytes.py"), STORE_KIT,
-            kit("NATIVE_SCAN", WHOLE),
-        ),
-    ),
-    "pool": Target(
-        sources("pool.cpp", "pool.h"), (tests(CPU + "test_native_threads.py"), NATIVE_KIT, RACES),
-    ),
-    "triton": Target(kernels("decode", "prefill", "parts", "tiles", "softmax"), (EDGES, TRITON_KIT)),
-    "hopper": Target(
-        tuple(f"{TRITON}hopper/{n}.py" for n in ("prefill", "packed", "mla", "items", "copies", "rows")),
-        (
-            tests(TESTS + "test_gluon_on_host.py", TESTS + "test_hopper_items.py"),
-            slow(TESTS + "test_gluon_on_host.py"),
-        ),
-    ),
-    "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),
-    "shared": Target(
-        kernels("prefix"),
-        (
-            kit("TRITON_ATTN", "forest--", TRITON_INTERPRET="1"),
-            tests(TESTS + "test_triton.py", "-k", "over_shared_prefixes and bf16"),
-        ),
-    ),
-    "scans": Target(
-        kernels("scan", "step", "token", "channels"),
-        tuple(kit(n, SCANS, TRITON_INTERPRET="1") for n in ("TRITON_SCAN", "TRITON_TOKEN_SCAN")),
-    ),
-    "stores": Target(
-        kernels("rotated_store", "four_bit_store"),
-        (kit("TRITON_STORE", ROWS, TRITON_INTERPRET="1"),),
-    ),
-    "pallas": Target(
-        (TPU + "kernel.py", TPU + "planning.py"),
-        (
-            tests(PLANS[1], "tests/plugins/tpu/test_tpu_masks.py"),
-            slow("tests/plugins/tpu/test_tpu_masks.py", "-k", "far_behind"),
-            kit("PALLAS_ATTN", f"({MIXED}) or stale or ({OTHERS})", PALLAS_INTERPRET="1"),
-            kit("XLA_SCAN", "recurrence-gdn and (odd or three_each)", PALLAS_INTERPRET="1"),
-        ),
-    ),
-    "hpu": Target(
-        (HPU + "metadata.py", HPU + "unified.py"),
-        (
-            tests(
-                PLANS[1], "tests/plugins/hpu/test_hpu_unified.py", "tests/runtime/test_empty_steps.py"
-            ),
-            kit("HPU_ATTN", f"({MIXED}) or ({LISTED}) or empty or cache_dtype"),
-        ),
-    ),
-}  # fmt: skip
 
 
 class Mutant(NamedTuple):
@@ -367,12 +183,12 @@ def mutants(name: str) -> list[tuple[Mutant, str]]:
 class Machine(NamedTuple):
     """What the workers share.
 
-    `end`: of the run. `library`: the native library's hash without a bug. `sound`: by target, the seconds
-    that its judges take without a bug, or what fails there.
+    `end`: of the run. `library`: by instruction set, the native library's hash without a bug. `sound`: by
+    target, the seconds that its judges take without a bug, or what fails there.
     """
 
     end: float
-    library: str
+    library: dict[str, str]
     sound: Any
 
 
@@ -380,9 +196,9 @@ def judged(name: str, machine: Machine, mutated: bool) -> tuple[str, str]:
     """Return what a target's judges say of the files as they are, and the first test that failed."""
     target, limit = TARGETS[name], time.monotonic()
     if target.files[0].startswith(NATIVE):
-        if why := built():
+        if why := built(target.isa):
             return "invalid", why
-        if mutated and digest() == machine.library:
+        if mutated and digest() == machine.library[target.isa]:
             return "invalid", "the library is the same"
     for judge in target.judges:
         outcome, by = verdict(judge, name, limit, machine)
@@ -422,15 +238,18 @@ def verdict(judge: Judge, name: str, begun: float, machine: Machine) -> tuple[st
     return "killed", failed[1] if failed else f"exit {process.exitcode}"
 
 
-def built() -> str:
+def built(isa: str) -> str:
     """Build the native kernels for one instruction set, quickly; return what the compiler objects to."""
     code = (
-        "from polyattn_cpu.native import build; here = build.machine(); names = [*build.ISAS[here]]; "
-        "name = names[-2 if names[-1] == 'generic' else -1]; "
-        "build.ISAS = {here: {name: build.ISAS[here][name]}}; build.build()"
+        "import sys; from polyattn_cpu.native import build; here = build.machine(); "
+        "every = build.ISAS[here]; names = [*every]; "
+        "name = sys.argv[1] or names[-2 if names[-1] == 'generic' else -1]; "
+        "some = {name, build.BASES.get(name)} if sys.argv[1] else {name}; "
+        "build.ISAS = {here: {n: every[n] for n in names if n in some}}; build.build(); "
+        "from polyattn_cpu.native import library; assert name in library.isas(), 'not of this processor'"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "CXXFLAGS": "-O1"}, text=True,
+        [sys.executable, "-c", code, isa], env={**os.environ, "CXXFLAGS": "-O1"}, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     return done.stderr.strip()[-200:] if done.returncode else ""
@@ -520,7 +339,7 @@ def chosen(names: list[str], rows: dict[str, Any], each: int, again: bool) -> li
 
 def judge_all(tasks: list[Any], args: argparse.Namespace) -> None:
     """Judge by so many workers, and write a row for each mutant of a target that passes without a bug."""
-    fork = multiprocessing.get_context("fork")
+    fork, digests = multiprocessing.get_context("fork"), dict[str, str]()
     with fork.Manager() as manager, tempfile.TemporaryDirectory() as place:
         copies = [Path(place) / str(i) for i in range(args.jobs)]
         ignored = shutil.ignore_patterns(".*", "__pycache__", "results")
@@ -528,8 +347,10 @@ def judge_all(tasks: list[Any], args: argparse.Namespace) -> None:
             shutil.copytree(ROOT if copy == copies[0] else copies[0], copy, ignore=ignored)
             if copy == copies[0]:
                 enter(copy)
-                assert not (why := built()), why
-        machine = Machine(time.monotonic() + args.seconds, digest(), manager.dict())
+                for isa in {TARGETS[t].isa for t in tasks if isinstance(t, str)}:
+                    assert not (why := built(isa)), why
+                    digests[isa] = digest()
+        machine = Machine(time.monotonic() + args.seconds, digests, manager.dict())
         todo, results = fork.Queue(), fork.Queue()
         for task in tasks:
             todo.put(task)

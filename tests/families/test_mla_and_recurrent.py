@@ -19,6 +19,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     Recurrent,
+    SparseSpec,
     StateCache,
     select,
 )
@@ -34,6 +35,7 @@ from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrent import RecurrentSpec
+from polyattn.tools.replay.check import Checker
 from polyattn.workload.compare import output_error
 
 MLA = LayerSpec(
@@ -374,3 +376,50 @@ def test_run_serves_every_layer(model: str) -> None:
     layers = {index for group in report["groups"] for index in group["layers"]}
     assert layers == set(range(len(layers))) and report["checked_tokens"] > 0
     assert report["max_error"] < 1.5e-2
+
+
+@pytest.mark.parametrize("changes", [{"physical": True}, {"granularity": 4}, {}], ids=str)
+def test_a_choice_of_latents_is_verified_by_what_its_ids_name(changes: dict[str, Any]) -> None:
+    """Places in the cache, or groups of entries of which the last are missing, by hand in float64."""
+    spec = MLA.replace(
+        kind="sparse_mla", sparse=SparseSpec(budget=3, **changes), dtype="float32", block_size=16
+    )
+    selection = select(spec, "cpu")  # verified on tiny steps, whose sequences have few keys
+    backend = selection.backend("decode")
+    assert backend is not None and backend.name == "TORCH_MLA_SPARSE"
+    weights = latent_weights(spec, torch.Generator().manual_seed(1))
+    layer, generator = LatentAttention(selection, *weights), torch.Generator().manual_seed(2)
+    cache = layer.group.allocate_cache(5)
+    cache.key.copy_(torch.randn(cache.key.shape, generator=generator))
+    table = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
+    lens, positions = [18, 3], [17, 0, 1, 2]  # the second has fewer keys than a group of 4
+    batch = Batch.from_lens([1, 3], lens, table, 16)
+    query = torch.randn(4, 4, 24, generator=generator)
+    rope, latent = (torch.randn(4, size, generator=generator) for size in (8, 32))
+    names = [[4, 0, -1], [0, -1, -1], [0, 1, -1], [-1, -1, -1]]
+    rows = [table[0], table[1], table[1], table[1]]
+    group, ids, seen = spec.sparse.granularity if spec.sparse else 1, [], []
+    for position, blocks, named in zip(positions, rows, names, strict=True):
+        entries = [n * group + i for n in named if n >= 0 for i in range(group)]
+        entries = [entry for entry in entries if entry <= position]
+        places = [int(blocks[entry // 16]) * 16 + entry % 16 for entry in entries]
+        seen.append(places)
+        ids.append(places + [-1] * (3 - len(places)) if "physical" in changes else named)
+    choice = torch.tensor(ids, dtype=torch.int32)[:, None]
+    checker = Checker(2, 0)
+    for _ in range(4):
+        out = layer(query, latent, rope, cache, layer.group.plan(batch), choice=choice)
+        if "physical" not in changes:
+            checker.check_latent(layer, query, cache, batch, choice, out)
+    stored, (w_uk, w_uv) = cache.key.double().view(80, 40), (w.double() for w in weights)
+    wanted = torch.zeros(4, 4, 16, dtype=torch.float64)
+    for token, places in enumerate(seen):
+        if places:
+            nope = torch.einsum("tr,hnr->htn", stored[places, :32], w_uk)
+            keys = torch.cat([nope, stored[places, 32:].expand(4, -1, -1)], 2)
+            scores = torch.einsum("hd,htd->ht", query[token].double(), keys) * spec.scale
+            values = torch.einsum("tr,hrv->htv", stored[places, :32], w_uv)
+            wanted[token] = torch.einsum("ht,htv->hv", scores.softmax(1), values)
+    expected, _ = reference_latent.forward(spec, query, cache, batch, weights, choice=choice)
+    assert output_error(expected, wanted) < 1e-12
+    assert output_error(out, wanted) < 1e-5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from polyattn import Batch, Indexer, IndexerSpec, select
@@ -12,6 +15,9 @@ from polyattn.errors import BatchError
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn_cpu.native import library
+
+sys.path.insert(0, str(Path(__file__).parent))
+from guarded import at_an_end
 
 pytestmark = pytest.mark.skipif(
     library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
@@ -102,6 +108,23 @@ def test_it_chooses_what_torch_does(isa, name):
     for queries, lens in (([1, 1, 1], [127, 128, 257]), ([66, 1, 0, 3], [129, 1, 5, 300])):
         step = Step(SPECS[name], queries, lens)
         assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages that nobody may touch are Linux's")
+@pytest.mark.parametrize("name", FAST)
+def test_nothing_is_read_behind_an_end(isa, threads, name):
+    """A lane of no token, and the start of no sequence: no result tells of them."""
+    threads(5)  # so that blocks of queries are counted, which decide whether sequences are cut
+    for queries, lens in (([1, 1, 1], [127, 128, 257]), ([1, 3], [33, 9]), ([1], [8200])):
+        step = Step(SPECS[name], queries, lens)
+        wanted = step.chosen("TORCH_INDEX")
+        for field in ("query", "weights", "keys"):
+            if getattr(step, field) is not None:
+                setattr(step, field, at_an_end(getattr(step, field)))
+        step.batch.block_table = at_an_end(step.table)
+        for field in ("query_start_loc", "seq_lens"):
+            step.batch.__dict__[field] = at_an_end(getattr(step.batch, field))
+        assert torch.equal(step.chosen(), wanted)
 
 
 def test_each_entry_is_a_block_of_its_own(isa):

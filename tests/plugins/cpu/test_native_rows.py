@@ -24,6 +24,8 @@ from polyattn_cpu.native.rows import BY_HAND, latent_problem, rows_problem, writ
 from polyattn_cpu.native.store import Part, store
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+from guarded import at_an_end
 from unseen_format import registered
 
 CPU = Device("cpu", "x86_64", torch_device="cpu")
@@ -50,6 +52,7 @@ def _every_operation(row: Any, d: Any, size: int) -> Any:
         + (byte // -1 + byte)
         + byte % 7
         + byte % -3
+        + ((byte | 1) << 31) // (1 << 28)
         + (byte << 2)
         + (byte >> 1)
         + (byte ^ 5)
@@ -110,7 +113,8 @@ def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...
         for pages, count in zip(table.tolist(), lens, strict=True):
             for at in range(count):
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance) * 2.0 ** -(at % 4)
-                new[..., at % size] = (0.5, 1.0, -1.0, 0.0)[at % 4]  # where a comparison turns
+                turns = (0.5, 1.0, -1.0, 0.0)[at % 4]  # where a comparison turns, as it is stored
+                new[..., at % size] = scale * turns
                 stored[pages[at // 32], at % 32] = quantize(new, torch.uint8, scale, format)[0]
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance)
     query = query.to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
@@ -123,6 +127,8 @@ LAYERS = [
     ("int4", 128, 96), ("nvfp4", 144, 80), ("mxfp4/kivi4", 96, 160), ("turboquant4", 64, 256),
     ("kivi4/int4", 160, 32), ("int8_rows/e4m3_rows", 80, 72), ("e4m3_rows/int8_rows", 128, 64),
     ("kivi2/logs6", 64, 48), ("logs6", 96, 32), ("every", 24, 40),
+    ("int4/every", 64, 40),  # the registers are the values' alone
+    ("int8_rows/e4m3_rows", 32, 512),  # a row's room is the values': more than scratch has to spare
 ]  # fmt: skip
 
 
@@ -149,6 +155,27 @@ def test_rows_are_read_as_decoded(
             backend.run(backend.plan(batch), frame)
             assert output_error(frame.out, wanted) <= tolerance.output, isa
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
+
+
+@pytest.mark.parametrize("name, size, v_size", [("turboquant4", 64, 256), ("int8_rows", 16, 16)])
+def test_an_item_of_many_heads_has_room(name: str, size: int, v_size: int) -> None:
+    """Sixteen KV heads of sixteen rows are an item: no other path has as large a scratch."""
+    spec = LayerSpec(
+        num_heads=256, num_kv_heads=16, head_size=size, v_head_size=v_size, kv_cache_dtype=name,
+        dtype="float32",
+    )  # fmt: skip
+    frame, batch, cache = step(spec, [1, 1], [65, 65])
+    wanted, _ = reference.forward(spec, frame.query, None, None, cache, batch, frame.params)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            backend = NativeAttention(spec, cache.format, CPU)
+            backend.by = isa
+            backend.run(backend.plan(batch), frame)
+            assert output_error(frame.out, wanted) <= tolerance_of(spec).output, isa
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("hard", ["sink", "outliers", "NaN"])
@@ -186,6 +213,57 @@ def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> 
         exact, found = wanted[:, :4], out[:, :4].double()
         rounding = (exact.bfloat16().double() - exact).norm()
         assert (found - exact).norm() <= 1.1 * rounding, isa
+
+
+@pytest.mark.parametrize("name", ["int8_rows", "e4m3_rows", "int4", "every"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_rows_nan_stays_its_own(name: str, size: int) -> None:
+    """Values of whole vectors, behind which the next row's sums lie: a weight of NaN touches none."""
+    spec = LayerSpec(
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=64,
+        v_head_size=size,
+        dtype="float32",
+        kv_cache_dtype=name,
+    )
+    frame, batch, cache = step(spec, [1, 2], [40, 70])
+    for isa in ISAS:
+        backend = NativeAttention(spec, cache.format, CPU)
+        backend.by = isa
+        plan = backend.plan(batch)
+        backend.run(plan, frame)
+        wanted = frame.out.clone()
+        for head in range(6):
+            query = frame.query.clone()
+            query[:, head, 0] = math.nan
+            backend.run(plan, frame.but(query=query))
+            assert frame.out[:, head].isnan().all(), isa
+            others = [other for other in range(6) if other != head]
+            assert torch.equal(frame.out[:, others], wanted[:, others]), isa
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages that nobody may touch are Linux's")
+@pytest.mark.parametrize("name, size, v_size", LAYERS)
+def test_nothing_is_read_or_written_behind_an_end(name: str, size: int, v_size: int) -> None:
+    """Each tensor ends where memory does, and the last block's last row is a sequence's."""
+    for dtype in ("float32", "bfloat16"):
+        spec = LayerSpec(
+            num_heads=6, num_kv_heads=2, head_size=size, v_head_size=v_size, dtype=dtype,
+            kv_cache_dtype=name, needs_lse=True,
+        )  # fmt: skip
+        frame, batch, cache = step(spec, [1, 2], [96, 96])
+        inputs = {each: at_an_end(getattr(frame, each)) for each in ("query", "out", "lse")}
+        held = KVCache(at_an_end(cache.key), at_an_end(cache.value), cache.format)
+        assert batch.block_table is not None
+        batch.block_table = at_an_end(batch.block_table)
+        for isa in ISAS:
+            backend = NativeAttention(spec, cache.format, CPU)
+            backend.by = isa
+            backend.run(backend.plan(batch), frame)
+            backend.run(backend.plan(batch), frame.but(cache=held, **inputs))
+            assert torch.equal(inputs["out"], frame.out), isa
+            assert torch.equal(inputs["lse"], frame.lse), isa
 
 
 def test_all_formats_are_claimed_but_those_without_steps() -> None:

@@ -45,13 +45,15 @@ def with_host_table(batch: Batch) -> Batch:
     return batch
 
 
-def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> list[str]:
+def unevenly_called(
+    batch: Batch, ops: Iterable[Op], block_size: int | None, chunk: int | None = None
+) -> list[str]:
     """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
 
-    `block_size`: of the batch's block table. Steps with a mask of their own or with texts whose first
-    keys are missing aren't told of.
+    `block_size`: of the batch's block table; `chunk`: the layer's. Steps with a mask of their own aren't
+    told of.
     """
-    if batch.lens_are_bounds or batch.mask is not None or batch.first_positions:
+    if batch.lens_are_bounds or batch.mask is not None:
         return []
     batch = with_host_table(batch)
     portions: list[Portion] = []
@@ -59,11 +61,10 @@ def unevenly_called(batch: Batch, ops: Iterable[Op], block_size: int | None) -> 
     for op in ops:
         for rows, call, slots in _calls(op, np.arange(batch.num_tokens)):
             step = _Step(batch, block_size, call, slots)
-            for portion in step.portions(rows, problems):
-                portions.append(portion)
+            step.add(portions, rows, problems)
     if problems:
         return problems[:5]
-    return list(_gaps(batch, portions))[:5]
+    return list(_gaps(batch, portions, chunk))[:5]
 
 
 def _of(rows: Ints, some: Rows) -> Ints:
@@ -94,8 +95,8 @@ class _Step:
         self.starts = np.asarray(batch.host_starts)
         self.end = 0  # of the slots that sequences before have
 
-    def portions(self, rows: Ints, problems: list[str]) -> Iterator[Portion]:
-        """Yield what each sequence of the call is of the step's; `rows`: the call's tokens."""
+    def add(self, portions: list[Portion], rows: Ints, problems: list[str]) -> None:
+        """Add what each sequence of the call is of the step's; `rows`: the call's tokens."""
         part, name = self.part, f"{self.call.phase} by {self.call.name}"
         if part.num_tokens != len(rows):
             problems.append(f"{name}: {part.num_tokens} tokens are planned for {len(rows)} rows")
@@ -113,62 +114,98 @@ class _Step:
                     f"{name}: sequence {index} has tokens {mine.tolist()[:8]} of several"
                 )
                 continue
-            begin = self.begin(seq, index)
-            # Where its first token stands, by the step and by the call.
+            if not length:
+                portions.append(Portion(seq, int(mine[0]), int(mine[-1]) + 1, 0, 0))
+                continue
+            # Where its first token stands, by the step: by the call, too, or no key lies behind it.
             stands = self.batch.lens[seq] - (stop - int(mine[0]))
-            taken = begin + length - len(mine)
-            aligned = stands == taken if part.causal else begin + length <= stands
-            if begin < 0 or not aligned:
-                token = int(mine[0]) - int(self.starts[seq])
+            places = self.begins(seq, index)
+            aligned = [
+                Portion(seq, int(mine[0]), int(mine[-1]) + 1, begin, begin + length)
+                for begin in places
+                if (
+                    begin + length - len(mine) == stands
+                    if part.causal
+                    else begin + length <= stands
+                )
+            ]
+            if not aligned:
+                token, begin = int(mine[0]) - int(self.starts[seq]), next(iter(places), -1)
                 problems.append(
                     f"{name}: sequence {seq}, query token {token}: its keys from {begin} to "
                     f"{begin + length} are not the step's"
                 )
                 continue
-            yield Portion(seq, int(mine[0]), int(mine[-1]) + 1, begin, begin + length)
+            # Keys that lie in one place of the cache are the same: of those, the first that no call has.
+            fresh = (each for each in aligned if len(aligned) > 1 and not _met(each, portions))
+            portions.append(next(fresh, aligned[0]))
 
-    def begin(self, seq: int, index: int) -> int:
-        """Return which of a sequence's keys the call's first is; -1: they aren't neighbours there."""
+    def begins(self, seq: int, index: int) -> list[int]:
+        """Return which of a sequence's keys the call's first may be; none: no run of them."""
         batch, part, length = self.batch, self.part, self.part.lens[index]
-        if not length:
-            return max(0, self.batch.lens[seq] - self.batch.query_lens[seq]) if part.causal else 0
         table = batch.host_block_table
         if batch.block_table is None:
-            return part.key_starts[index] - batch.key_starts[seq]
+            begin = part.key_starts[index] - batch.key_starts[seq]
+            return [begin] if begin >= 0 else []
         if table is None or not self.size:
-            return 0
+            return [0]
         place = np.arange(batch.lens[seq])
         if self.slots is not None:
             held = self.slots[self.end - length : self.end]
             slots = table[seq, place // self.size] * self.size + place % self.size
             at = np.flatnonzero(slots[: len(slots) - length + 1] == held[0])
-            return next((int(a) for a in at if (slots[a : a + length] == held).all()), -1)
+            return [int(a) for a in at if (slots[a : a + length] == held).all()]
         theirs, size = part.host_block_table, self.call.block_size or self.size
         if theirs is None:
-            return 0
+            return [0]
         place, ratio = place[:length:size] // size, self.size // size
         blocks, turned = table[seq, place // ratio], theirs[index, place] - place % ratio
         # Where K's and V's blocks lie in turn, the next is twice as far.
         same = (turned == blocks * ratio) | (turned == 2 * blocks * ratio)
-        return 0 if same.all() else -1
+        return [0] if same.all() else []
 
 
-def _gaps(batch: Batch, portions: list[Portion]) -> Iterator[str]:
-    """Yield the first key of a token that no call attends to, or several."""
+def _met(one: Portion, portions: Iterable[Portion]) -> bool:
+    """Whether another call attends to one of these keys for one of these tokens."""
+    return any(
+        one.seq == other.seq
+        and max(one.first, other.first) < min(one.last, other.last)
+        and max(one.begin, other.begin) < min(one.end, other.end)
+        for other in portions
+    )
+
+
+def _gaps(batch: Batch, portions: list[Portion], chunk: int | None) -> Iterator[str]:
+    """Yield the first key of a token that no call attends to, or several.
+
+    Where a text's first keys are missing within a chunk, each token has the keys of its own chunk.
+    """
     held = np.array(portions, np.int64).reshape(-1, 5)
+    firsts = batch.first_positions or [0] * batch.num_seqs
+    apart = chunk is not None and any(first % chunk for first in firsts)
     for seq, (first, last) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
-        mine = held[held[:, 0] == seq]
-        cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last]]))
+        mine, length, begins = held[held[:, 0] == seq], batch.lens[seq], firsts[seq]
+        turns = []  # tokens that begin a chunk
+        if apart:
+            turns = [
+                t for t in range(first, last) if (begins + length - last + t) % (chunk or 1) == 0
+            ]
+        cuts = np.unique(np.concatenate([mine[:, 1], mine[:, 2], [first, last], turns]).astype(int))
         for token, stop in pairwise(cuts.tolist()) if last > first else ():
             there = mine[(mine[:, 1] <= token) & (token < mine[:, 2])]
             name = f"sequence {seq}, query token {token - first}"
             if not len(there):
                 yield f"{name}: no call has it"
-            at = 0
+            at, end_of = 0, length - (last - stop)  # calls of fewer tokens end with their keys
+            if apart and chunk:
+                own = (begins + length - last + token) // chunk * chunk - begins
+                at, end_of = (min(max(0, key), length) for key in (own, own + chunk))
             for begin, end in there[there[:, 3].argsort(kind="stable"), 3:].tolist():
                 if end > begin and begin != at:
                     calls = "no call" if begin > at else "several calls"
                     yield f"{name}, key {min(begin, at)}: by {calls}"
                 at = max(at, end)
-            if at < batch.lens[seq] - (last - stop):  # calls of fewer tokens end with their keys
+            if at < end_of:
                 yield f"{name}, key {at}: by no call"
+            if apart and at > end_of:
+                yield f"{name}, key {end_of}: by a call, and it is of another chunk"

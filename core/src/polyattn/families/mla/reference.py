@@ -43,9 +43,13 @@ def forward(
     params = params or LayerParams()
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
+    whole, read = spec.sparse is not None and spec.sparse.physical, batch
+    if whole:  # a choice of places in the cache: it is one sequence
+        table = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
+        read = Batch.from_lens([0], [cache.num_blocks * cache.block_size], table, cache.block_size)
     for index in range(batch.num_seqs):
         mine = slice(batch.starts[index], batch.starts[index + 1])
-        rows, _ = reference.read_cache(cache, batch, index, params, dtype)
+        rows, _ = reference.read_cache(cache, read, 0 if whole else index, params, dtype)
         chosen = None if choice is None else choice[mine, 0]
         output[mine], lse[mine] = attend(spec, query[mine], rows[:, 0], weights, chosen, dtype)
     return output, lse
@@ -61,7 +65,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, its latents (tokens, rank + rope) given in full.
 
-    `choice` int32 (queries, K): the ids of each query, which are the sequence's last tokens.
+    `choice` int32 (queries, K): the ids of each query, which are the sequence's last tokens. Physical ids
+    name rows of the cache, which `rows` then is.
 
     Returns the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads).
     """

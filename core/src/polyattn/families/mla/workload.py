@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.families.attention import reference as attention_reference
 from polyattn.families.mla import reference
 from polyattn.families.mla.layer import LatentAttention
-from polyattn.families.sparse.workload import drawn_choice, whole_choice
+from polyattn.families.sparse.workload import as_places, drawn_choice, whole_choice
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
@@ -35,7 +35,7 @@ class LatentWorkload(ChoosingWorkload):
     """
 
     names = ("query", "latent", "rope", "choice")
-    by_token = ("query", "choice")
+    by_token = ("query", "ids")
     by_key = ("rows",)
 
     def __init__(
@@ -54,12 +54,12 @@ class LatentWorkload(ChoosingWorkload):
             seq[: shared * form.block_size] = self.rows[: shared * form.block_size]
         width = spec.head_size if layer.weights is not None else self.part.size
         self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
-        self.choice = None
+        self.choice = self.ids = None
         if full is not None:
             self._lay_in(full)
             return
         if spec.sparse is not None:
-            self.choice = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
+            self.ids = drawn_choice(spec, lengths, dice, least=spec.sparse.budget - 1)
         self.lay(shared, like)
 
     @classmethod
@@ -91,6 +91,9 @@ class LatentWorkload(ChoosingWorkload):
         self.latent = own[:, : self.part.rank].contiguous()
         self.rope = own[:, self.part.rank :].contiguous()
         self.batch = paged(self.lengths, table, form.block_size)
+        self.choice = self.ids
+        if self.ids is not None and self.spec.sparse is not None and self.spec.sparse.physical:
+            self.choice = as_places(self.spec, self.ids, self.lengths, table, form.block_size)
 
     def _lay_in(self, full: KVCache) -> None:
         self.cache, (_, lens) = full, lens_of(self.lengths)

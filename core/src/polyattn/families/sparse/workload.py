@@ -116,7 +116,7 @@ class SparseWorkload(ChoosingWorkload):
         self.cache, slots = self.fresh(form, table, num_blocks)
         self.choice = self.ids
         if self.part.physical:
-            self.choice = self._places(table, form.block_size)
+            self.choice = as_places(self.spec, self.ids, self.lengths, table, form.block_size)
         if self.part.tokens_per_entry > 1:
             put(self.cache, self.keys, self.values, slots, self.scales)
             self.key = self.value = None
@@ -129,27 +129,6 @@ class SparseWorkload(ChoosingWorkload):
         self.key = self.new(self.keys)
         in_key = self.part.value_in_key
         self.value = self.key[..., : self.spec.v_head_size] if in_key else self.new(self.values)
-
-    def _places(self, table: Tensor, block_size: int) -> Tensor:
-        """Return the choice as places in the cache, of ids that the token sees."""
-        rows, at, blocks = self.ids.tolist(), 0, table.tolist()
-        named = SparseSpec(budget=self.part.budget, tokens_per_entry=self.part.tokens_per_entry)
-        for index, (query, length) in enumerate(self.lengths):
-            for token in range(at, at + query):
-                position = length - at - query + token
-                for each in rows[token]:
-                    slots = reference.chosen_slots(
-                        self.spec.replace(sparse=named),
-                        each,
-                        position,
-                        length,
-                        blocks[index],
-                        block_size,
-                    )
-                    each[:] = slots + [-1] * (len(each) - len(slots))
-            at += query
-        shape = self.ids.shape
-        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(shape)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -232,6 +211,25 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) 
     if not rows:
         return torch.empty(0, *shape[1:], dtype=torch.int32, device=dice.device)
     return torch.stack(rows).view(shape).to(dice.device)
+
+
+def as_places(
+    spec: LayerSpec, ids: Tensor, lengths: Lengths, table: Tensor, block_size: int
+) -> Tensor:
+    """Return a choice as places in the cache, of ids that the token sees."""
+    assert spec.sparse is not None
+    sparse = SparseSpec(budget=spec.sparse.budget, tokens_per_entry=spec.sparse.tokens_per_entry)
+    named, rows, at, blocks = spec.replace(sparse=sparse), ids.tolist(), 0, table.tolist()
+    for index, (query, length) in enumerate(lengths):
+        for token in range(at, at + query):
+            position = length - at - query + token
+            for each in rows[token]:
+                slots = reference.chosen_slots(
+                    named, each, position, length, blocks[index], block_size
+                )
+                each[:] = slots + [-1] * (len(each) - len(slots))
+        at += query
+    return torch.tensor(rows, dtype=torch.int32, device=ids.device).view(ids.shape)
 
 
 def whole_choice(sparse: SparseSpec, choices: int, batch: Batch) -> Tensor:

@@ -23,6 +23,7 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.families.sparse import reference as reference_sparse
 from polyattn.families.sparse import workload as sparse
 from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
@@ -124,8 +125,10 @@ class Checker:
             token = batch.starts[index] + at
             visible = torch.arange(batch.lens[index] - batch.query_lens[index] + 1 + at)
             if choice is not None:
-                ids = choice[token, 0].cpu().long()
-                visible = ids[(ids >= 0) & (ids < len(visible))]
+                seen = len(visible)
+                ids = choice[token, 0].tolist()
+                slots = reference_sparse.chosen_slots(spec, ids, seen - 1, seen, [0], seen)
+                visible = torch.tensor(slots, dtype=torch.int64)
             keys, values = reference_latent.keys_and_values(
                 rows[visible, 0], (w_uk[heads], w_uv[heads])
             )

@@ -73,7 +73,7 @@ void merge(void *context, Turn *turn) {
   const pa_index &x = *run->index;
   const IndexItem *first = run->items + run->groups[2 * turn->index];
   const int32_t parts = run->groups[2 * turn->index + 1] - run->groups[2 * turn->index];
-  uint64_t *all = (uint64_t *)turn->scratch, *room = all + (int64_t)parts * run->most;
+  uint64_t *all = (uint64_t *)turn->scratch.at, *room = all + (int64_t)parts * run->most;
   for (int32_t i = 0; i < first->tokens * x.choices; i++) {
     int32_t n = 0;
     for (int32_t part = 0; part < parts; part++) {

@@ -83,7 +83,7 @@ struct Decode {
   const char **keys, **values;  // of the item's tokens, then of those that follow
 
   Decode(Run *run, const Item &item, Turn *turn)
-      : run(run), item(item), turn(turn), arena{turn->scratch}, layer(run->plan->layer),
+      : run(run), item(item), turn(turn), arena(turn->scratch), layer(run->plan->layer),
         ratio(layer.num_heads / layer.num_kv_heads), rows(item.tokens * ratio), heads(item.heads),
         size(layer.head_size), v_size(layer.v_head_size), is(layer, heads, rows, FEWER_ROWS<T>),
         used(heads * is.parts * ROWS), total(item.to - item.from),

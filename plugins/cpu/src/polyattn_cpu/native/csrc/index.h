@@ -91,7 +91,7 @@ struct Index {
 
   static int64_t scratch(const IndexRun *run, int tokens, int entries) {
     static const IndexItem none = {};
-    return (int64_t)Index((IndexRun *)run, none, Arena{NULL}, tokens, entries).end + 4096;
+    return (int64_t)Index((IndexRun *)run, none, Room{NULL, INT64_MAX}, tokens, entries).end + 4096;
   }
 
   const char *query_of(int lane) const {
@@ -440,8 +440,8 @@ struct Index {
 };
 
 template <class Engine, class T>
-static void index_with(IndexRun *run, const IndexItem &item, char *scratch) {
-  Index<T, Engine>(run, item, Arena{scratch}, item.tokens, item.to).all();
+static void index_with(IndexRun *run, const IndexItem &item, const Room &scratch) {
+  Index<T, Engine>(run, item, scratch, item.tokens, item.to).all();
 }
 
 #if defined(PA_BASE)
@@ -451,7 +451,7 @@ static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entrie
   return base > own ? base : own;
 }
 // bfloat16 products of bfloat16 queries, as keys of 8 bits are exact in it; all else is the base's.
-static void index_item(IndexRun *run, const IndexItem &item, char *scratch) {
+static void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
   const pa_index &x = *run->index;
   bool own = x.dtype == PA_BF16 && (x.cache_dtype == PA_BF16 || x.cache_dtype == PA_E4M3);
 #if !defined(PA_PAIR_DOTS)
@@ -465,7 +465,7 @@ static void index_item(IndexRun *run, const IndexItem &item, char *scratch) {
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
   return Index<float, FloatEngine>::scratch(run, tokens, entries);
 }
-static void index_item(IndexRun *run, const IndexItem &item, char *scratch) {
+static void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
   switch (run->index->cache_dtype) {
     case PA_F32: return index_with<FloatEngine, float>(run, item, scratch);
     case PA_BF16: return index_with<FloatEngine, bf16>(run, item, scratch);

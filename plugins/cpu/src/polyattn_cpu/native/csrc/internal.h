@@ -95,9 +95,9 @@ struct KernelTable {
   void (*run_item)(Run *run, Turn *turn);
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);
   int64_t (*scan_scratch)(const pa_scan *scan);
-  void (*scan)(const pa_scan *scan, int64_t index, char *scratch);
+  void (*scan)(const pa_scan *scan, int64_t index, const Room &scratch);
   int64_t (*index_scratch)(const IndexRun *run, int32_t tokens, int32_t entries);
-  void (*index_item)(IndexRun *run, const IndexItem &item, char *scratch);
+  void (*index_item)(IndexRun *run, const IndexItem &item, const Room &scratch);
 };
 
 // The instruction set's kernels where this processor has it, else NULL: those that multiply best.

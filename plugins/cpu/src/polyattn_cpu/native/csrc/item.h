@@ -232,12 +232,17 @@ PA_ONCE void end_item(Run *run, const Item &item, float *o) {
   }
 }
 
-struct Arena {  // scratch memory, cut in pieces that start at a cache line
-  char *at;
+// Scratch memory, cut in pieces that start at a cache line. A formula that made it too small ends the process:
+// what would be written behind it is another's.
+struct Arena : Room {
+  Arena(const Room &room) : Room(room) {}
   template <class T>
   T *take(int64_t count) {
     T *piece = (T *)at;
-    at += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    const int64_t bytes = (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    at += bytes;
+    left -= bytes;
+    if (left < 0) __builtin_trap();
     return piece;
   }
 };

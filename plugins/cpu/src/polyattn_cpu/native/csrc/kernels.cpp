@@ -158,14 +158,14 @@ void store(const pa_scatter *part, int64_t first, int64_t last) {
   PA_BASE.store(part, first, last);
 }
 int64_t scan_scratch(const pa_scan *scan) { return PA_BASE.scan_scratch(scan); }
-void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
+void scan_item(const pa_scan *scan, int64_t index, const Room &scratch) {
   PA_BASE.scan(scan, index, scratch);
 }
 #if defined(__AMX_BF16__)
 int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
   return PA_BASE.index_scratch(run, tokens, entries);
 }
-void index_item(IndexRun *run, const IndexItem &item, char *scratch) { PA_BASE.index_item(run, item, scratch); }
+void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) { PA_BASE.index_item(run, item, scratch); }
 #endif
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {

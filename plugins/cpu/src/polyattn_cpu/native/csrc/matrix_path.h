@@ -289,7 +289,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
 
 template <class T, class Engine>
 static void matrix_item(Run *run, const Item &item, Turn *turn) {
-  Arena arena = {turn->scratch};
+  Arena arena = turn->scratch;
   Matrix<Engine> matrix(run, item, arena);
   const Sizes &is = matrix.is;
   Walk walk(run, item, turn, arena, Engine::TILES * is.keys);

@@ -76,7 +76,7 @@ thread_local Scratch scratch;
 void take_items(Job &job) {
   char *memory = scratch.at_least(job.scratch_bytes);
   if (!memory) return;
-  Turn turn = {0, job.count, -1, &job.next, false, false, memory};
+  Turn turn = {0, job.count, -1, &job.next, false, false, {memory, job.scratch_bytes}};
   while ((turn.index = pa_following(&turn)) < job.count) {
     turn.following = -1;
     turn.asked = turn.asked_after;

@@ -7,13 +7,19 @@
 
 #include <stdint.h>
 
+// Memory of a thread's own, which takes from it piece by piece.
+struct Room {
+  char *at;
+  int64_t left;
+};
+
 // A thread's part in a region: which item it does, and, once it wants to know, which one after it.
 struct Turn {
   int32_t index, count;     // of the item; of all items
   int32_t following;        // -1: not taken yet
   int32_t *next;            // the first item that no thread has taken
   bool asked, asked_after;  // the first keys of this item, of the following one, were asked for before
-  char *scratch;
+  Room scratch;
 };
 
 // Takes the item that this thread does next; none where it is not below `count`.

@@ -101,9 +101,9 @@ static void each_stretch(const pa_scan &scan, int64_t seq, int64_t item, Run run
   }
 }
 
-static void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
+static void scan_item(const pa_scan *scan, int64_t index, const Room &scratch) {
   const int64_t pieces = pa_scan_pieces(scan), seq = index / pieces, item = index % pieces;
-  Arena arena = {scratch};
+  const Arena arena = scratch;
   if (scan->kind == PA_SHORT_CONV) {
     Conv conv(*scan, item, arena);
     const int64_t end = pa_min((int32_t)(seq + 1) * PA_SCAN_SEQS, (int32_t)scan->num_seqs);

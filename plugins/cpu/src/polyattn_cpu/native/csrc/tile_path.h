@@ -394,7 +394,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
 template <class T>
 static void tile_item(Run *run, const Item &item, Turn *turn) {
-  Arena arena = {turn->scratch};
+  Arena arena = turn->scratch;
   Tile<T> tile(run, item, arena);
   Walk walk(run, item, turn, arena, TILE_KEYS);
   tile.take_queries();
