@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -73,6 +74,15 @@ struct Scratch {  // a thread's own
 };
 thread_local Scratch scratch;
 
+// With POLYATTN_CHECKS=1 an item finds NaN in its scratch: what it reads before it writes it shows.
+bool poisons() {
+  static const bool on = [] {
+    const char *checks = std::getenv("POLYATTN_CHECKS");
+    return checks && checks[0] == '1';
+  }();
+  return on;
+}
+
 void take_items(Job &job) {
   char *memory = scratch.at_least(job.scratch_bytes);
   if (!memory) return;
@@ -81,6 +91,7 @@ void take_items(Job &job) {
     turn.following = -1;
     turn.asked = turn.asked_after;
     turn.asked_after = false;
+    if (poisons()) std::memset(memory, 0xFF, job.scratch_bytes);
     job.body(job.context, &turn);
   }
 }

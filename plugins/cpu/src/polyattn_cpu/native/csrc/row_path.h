@@ -272,6 +272,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
 
   void turn_rows() {
     const int each = key_pairs ? key.group : WORD_CODES;
+    __builtin_memset(q_sums, 0, sizeof(float) * used * sum_width);  // products read whole vectors of them
     for (int lane = 0; lane < used; lane++) {
       float *row = q + (int64_t)lane * ldq;
       if (key.form == PA_CODES) {
