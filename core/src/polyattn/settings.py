@@ -21,7 +21,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_DISABLE_PLUGINS": "comma-separated plugins whose code is never imported",
     "POLYATTN_LAYOUT": "physical KV-cache layout: NHD, HND or contiguous",
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
-    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots), plans, and scratch",
+    "POLYATTN_CHECKS": "1 or 0: check each step's block tables and slots, plans, native scratch",
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
