@@ -57,7 +57,7 @@ OF_MANY_LAYERS = "published or combined or masks or pairs or search or process"
 
 
 CHECKED = {"POLYATTN_CHECKS": "1"}
-"""Native scratch is NaN before each item: NATIVE_MLA read sums of a kivi4 row that nothing had written."""
+"""Native scratch is NaN before each item: over kivi4, sums were read that nothing had written."""
 
 
 @pytest.mark.parametrize(
