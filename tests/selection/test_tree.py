@@ -29,7 +29,6 @@ from polyattn.selection.tree import _by_rank
 from polyattn.settings import Settings, parse_overrides
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.sparse import SparseSpec
 
 PHASES = ("prefill", "decode", "store", "merge")
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
@@ -154,7 +153,7 @@ def test_shared_cache(
 
 def test_rows_of_bytes_lie_as_the_decode_prefers() -> None:
     by_head = backend(
-        "BY_HEAD", layouts=("NHD", "HND"), hnd_for=frozenset({"rows"}),
+        "BY_HEAD", layouts=("NHD", "HND"), rows_layout="HND",
         kv_cache_dtypes=frozenset({"auto", "int4"}),
     )  # fmt: skip
     prefill = backend(
@@ -170,31 +169,8 @@ def test_rows_of_bytes_lie_as_the_decode_prefers() -> None:
         assert cache is not None and cache.layout == layout
     asked = choose(by_head, spec=rows, settings=Settings(layout="NHD")).cache
     assert asked is not None and asked.layout == "NHD"
-    with pytest.raises(ValueError, match=r"hnd_for: HND is not among layouts \(NHD\)"):
-        Capabilities(platforms={"cpu": ()}, hnd_for=frozenset({"rows"}))
-    with pytest.raises(ValueError, match=r"hnd_for=\['row'\]: caches are choices, rows"):
-        Capabilities(platforms={"cpu": ()}, layouts=("NHD", "HND"), hnd_for=frozenset({"row"}))
-
-
-@pytest.mark.parametrize(
-    ("scope", "kv_heads", "layout"),
-    [("kv_head", 2, "HND"), ("kv_head", 1, "NHD"), ("all", 2, "NHD")],
-)
-def test_pages_of_a_head_lie_as_the_decode_prefers(scope: str, kv_heads: int, layout: str) -> None:
-    features = frozenset({"causal", "gqa", "length_bounds"})
-    sparse = SparseSpec(budget=3, granularity=16, scope=scope)
-    spec = LayerSpec(
-        kind="sparse",
-        num_heads=8,
-        num_kv_heads=kv_heads,
-        head_size=64,
-        block_size=16,
-        sparse=sparse,
-    )
-    for claims, expected in ((frozenset({"choices"}), layout), (frozenset(), "NHD")):
-        by_page = backend("BY_PAGE", layouts=("NHD", "HND"), hnd_for=claims, features=features)
-        cache = choose(by_page, spec=spec).cache
-        assert cache is not None and cache.layout == expected
+    with pytest.raises(ValueError, match=r"rows_layout='HND' is not among layouts \(NHD\)"):
+        Capabilities(platforms={"cpu": ()}, rows_layout="HND")
 
 
 def test_a_pair_without_a_common_layout_is_refused_with_the_reason() -> None:

@@ -28,9 +28,6 @@ from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS, is_rows
 from polyattn.spec.sparse import INDEX_FORMS
 
-HND_FOR = frozenset({"rows", "choices"})
-"""Caches of which a backend may prefer HND: rows of bytes, and those of a choice for each head."""
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -251,7 +248,7 @@ class Capabilities:
         block_sizes: tokens of a cache's block.
         preferred_block_size: if neither the layer nor another backend asks for one.
         layouts: of a cache, the preferred one first.
-        hnd_for: caches of which HND is preferred: `"rows"` of bytes, `"choices"` of each KV head.
+        rows_layout: the preferred one of a cache of rows of bytes, where that is another; `""`: none.
         phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,
             `"merge"` or `"index"` alone.
         cached: True: it attends over a cache; False: to keys that a call passes whole.
@@ -308,7 +305,7 @@ class Capabilities:
     block_sizes: Sizes = ANY_SIZE
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
-    hnd_for: frozenset[str] = frozenset()
+    rows_layout: str = ""
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
@@ -393,10 +390,8 @@ class Capabilities:
              "features: 'sink_tokens' needs 'sliding_window'"),
             (not self.features & {"causal", "non_causal"},
              "features: needs 'causal', 'non_causal' or both"),
-            (not self.hnd_for <= HND_FOR,
-             f"hnd_for={sorted(self.hnd_for)!r}: caches are {', '.join(sorted(HND_FOR))}"),
-            (self.hnd_for and "HND" not in self.layouts,
-             f"hnd_for: HND is not among layouts ({', '.join(self.layouts)})"),
+            (self.rows_layout and self.rows_layout not in self.layouts,
+             f"rows_layout={self.rows_layout!r} is not among layouts ({', '.join(self.layouts)})"),
             (self.preferred_block_size not in self.block_sizes,
              f"preferred_block_size={self.preferred_block_size} is not among block_sizes "
              f"({self.block_sizes})"),

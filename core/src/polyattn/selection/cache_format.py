@@ -143,12 +143,12 @@ def share_cache(
     tokens lie one after another.
     """
     if spec.kind is AttentionKind.SPARSE:
-        return _of_pages(spec, decode, layout)
+        return _of_pages(spec, layout)
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
-    if spec.in_rows and "rows" in second.hnd_for and "HND" in common:
-        common.sort(key=lambda name: name != "HND")
+    if spec.in_rows and second.rows_layout in common:
+        common.sort(key=lambda name: name != second.rows_layout)
     if layout is None:  # only the engine chooses a contiguous cache
         common = [name for name in common if name != "contiguous"]
     else:
@@ -179,16 +179,13 @@ def share_cache(
     )
 
 
-def _of_pages(spec: LayerSpec, decode: BackendInfo, layout: str | None) -> SharedCache | Rejection:
+def _of_pages(spec: LayerSpec, layout: str | None) -> SharedCache | Rejection:
     """Return a sparse layer's cache: kernels are given views of it, pages of one head and token order."""
     if layout == "contiguous":
         return Rejection(
             "layout", "contiguous", "NHD, HND", "a sparse layer reads pages; unset the layout"
         )
-    sparse = spec.sparse
-    by_head = sparse is not None and sparse.scope == "kv_head" and spec.num_kv_heads > 1
-    preferred = "HND" if by_head and "choices" in decode.capabilities.hnd_for else "NHD"
-    return SharedCache(layout or preferred, sparse_blocks(spec)[0])
+    return SharedCache(layout or "NHD", sparse_blocks(spec)[0])
 
 
 def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:

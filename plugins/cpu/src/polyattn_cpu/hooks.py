@@ -106,7 +106,6 @@ NATIVE_ATTN = BackendInfo(
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         layouts=("NHD", "HND", "contiguous"),
-        hnd_for=names("choices"),  # a head's page is one run of memory
         phases=names("prefill decode mixed"),
         by_address=True,
         padding_rows=True,

@@ -102,7 +102,7 @@ TRITON_ATTN = declared(
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
         # A head's rows fill no whole lines of memory: by token, its program loads others' bytes too.
-        hnd_for=names("rows"),
+        rows_layout="HND",
         decode_query_lens=16,
         shared_prefix=True,
         padding_rows=True,
