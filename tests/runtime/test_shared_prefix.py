@@ -8,10 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from polyattn.errors import BatchError
+from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     SharedRun,
@@ -216,3 +218,11 @@ def test_costs_next_to_nothing_where_nothing_is_shared() -> None:
         assert shared_prefixes(table, lens, 16) == ()
         best = min(best, time.perf_counter() - started)
     assert best < 20e-6, f"{best * 1e6:.1f} us"
+
+
+def test_a_part_without_sequences_is_an_empty_step() -> None:
+    """`explain` asks for the rows of one token, and drafts are none: it raised `IndexError`."""
+    batch = Batch.from_lens([2, 2], [40, 50], torch.arange(8).int().view(2, 4), 16)
+    part = batch.part([])
+    assert part.num_seqs == 0 and part.block_table is not None
+    assert part.block_table.shape == (0, 4) and part.find_shared_prefix(16) == ()

@@ -416,7 +416,7 @@ class Batch:
         batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
         index: Any = seqs
         if not isinstance(seqs, slice):
-            index = torch.tensor(seqs, device=self.device)
+            index = torch.tensor(seqs, dtype=torch.int64, device=self.device)  # none, too
         batch.block_table = None if self.block_table is None else self.block_table[index]
         batch.state_slots = None if self.state_slots is None else self.state_slots[index]
         batch.state_targets = None if self.state_targets is None else self.state_targets[index]
