@@ -81,10 +81,10 @@ def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
 def _kept(step: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return a step's LSE and the states that it left, where it has them."""
     states = step.__dict__.get("states")
-    return kept_lse(step), None if states is None else states.data.clone()
+    return copied_lse(step), None if states is None else states.data.clone()
 
 
-def kept_lse(step: Any) -> Tensor | None:
+def copied_lse(step: Any) -> Tensor | None:
     """Return a copy of a step's LSE, where it has one."""
     lse = step.__dict__.get("lse")
     return None if lse is None else lse.clone()
@@ -151,7 +151,7 @@ class Told:
             self.work = self.work.but(batch=batch)
         self.before = copied(self.work.cache)
         self.out = self.work.check().clone()
-        self.lse = kept_lse(self.work)
+        self.lse = copied_lse(self.work)
         self.forget()
 
     def forget(self) -> None:
@@ -178,7 +178,7 @@ class Told:
         what = ", ".join(f"tokens {a} to {b} of sequence {s}" for s, a, b in pieces[:4])
         what += "…" if len(pieces) > 4 else ""
         same_bits(step.run(), self.out[rows], what)
-        lse = kept_lse(step)
+        lse = copied_lse(step)
         if self.lse is not None and lse is not None:
             same_bits(lse, self.lse[rows], f"LSE of {what}")
 

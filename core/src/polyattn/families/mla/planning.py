@@ -209,10 +209,11 @@ class Planner(StepPlanner):
             return planned_call(
                 self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
             )
-        if phase == "decode" and (shared := self.sharing.call(part.batch, part.rows)):
+        if phase != "decode":  # prompts of a captured step, whose backend can't follow the lengths
+            fastest = self.chooser.chosen["decode"]
+        elif shared := self.sharing.call(part.batch, part.rows):
             return shared
-        fastest = self.chooser.chosen["decode"]
-        if phase == "decode":
+        else:
             fastest = self.chooser.decode(part.batch)
         name = fastest.info.name
         return planned_call(self.group.cache_format, phase, name, fastest.backend, part)
