@@ -16,7 +16,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.installed import Registry
-from polyattn.registry.machine import availability, rerank, running
+from polyattn.registry.machine import Unset, availability, rerank, running
 from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.invariance import costs, described
@@ -286,17 +286,28 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
         for name, reason in wrong.items():
             log.warning("backend %s is passed over for %s: %s", name, spec, reason)
         failed |= wrong
+    unset = _unset(selection.decision)
     for note in selection.decision.notes:
-        log.info("%s", note)
+        log.log(logging.WARNING if note in unset else logging.INFO, "%s", note)
     log.info("selected %s for %s on %s", decision.summary(), spec, device)
     return selection
+
+
+def _unset(decision: Decision) -> list[str]:
+    """Return a line for each setting that backends can't honour: they are left out."""
+    names: dict[str, list[str]] = {}
+    for verdict in (each for step in decision.steps for each in step.verdicts):
+        for rejection in verdict.rejections:
+            if isinstance(rejection.supported, Unset):
+                names.setdefault(rejection.supported, []).append(verdict.backend)
+    return [f"without {', '.join(dict.fromkeys(n))}: {text}" for text, n in names.items()]
 
 
 def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection:
     infos, spec, device = facts.backends, decision.spec, decision.device
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
-    notes = measured.notes(device)
+    notes = _unset(decision) + measured.notes(device)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
         notes.append("batch_invariant: one backend runs all steps, whatever times were measured")

@@ -273,7 +273,7 @@ def test_store_has_torch_s_bits(isa, stored):
 @pytest.mark.parametrize(
     ("variable", "value"), [(library.ISA_VARIABLE, "avx1024"), (library.PAIRS_VARIABLE, "yes")]
 )
-def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, variable, value):
+def test_a_wrong_setting_is_never_passed_over_in_silence(monkeypatch, caplog, variable, value):
     monkeypatch.setenv(variable, value)
     wanted = "must be 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
     says = f"{variable}='{value}': {wanted}"
@@ -281,7 +281,13 @@ def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, var
     try:
         with pytest.raises(SelectionError, match=says):
             select(make_spec(), backend="NATIVE_ATTN")
-        assert any(re.search(says, row["state"]) for row in doctoring.examine()["backends"])
+        left_out = select(make_spec())  # others serve it, and it is told
+        report = doctoring.examine()
+        assert any(re.search(says, row["state"]) for row in report["backends"])
+        assert any(re.search(says, problem) for problem in report["problems"])
+        told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        (note,) = (note for note in left_out.decision.notes if re.search(says, note))
+        assert note.startswith("without NATIVE_ATTN, NATIVE_STORE: ") and note in told
     finally:
         refresh()
 

@@ -21,7 +21,7 @@ from polyattn.registry.distributions import requires_of_polyattn
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
-from polyattn.registry.machine import Fault, ask_detector, load_problem
+from polyattn.registry.machine import Fault, Unset, ask_detector, load_problem
 from polyattn.registry.requirements import requirement_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
@@ -171,6 +171,8 @@ def _backends(
         if isinstance(problem, Fault):
             owner = registry.owners[name]
             problems.append(f"{owner.origin}: backend {name}: {problem} ({owner.removal})")
+        elif isinstance(problem, Unset) and problem not in problems:
+            problems.append(problem)
     return rows
 
 
@@ -234,7 +236,8 @@ def _print(report: dict[str, Any]) -> None:
     plugins = table("plugin", "distribution", "version", "status")
     for row in report["plugins"]:
         add_row(plugins, row["name"], row["distribution"], row["version"], row["status"])
-    console.print(plugins, "")
+    if report["plugins"]:  # none where a setting is wrong
+        console.print(plugins, "")
     if report["integrations"]:
         engines = table("integration", "distribution", "version", "host", "registered")
         for row in report["integrations"]:
@@ -246,7 +249,8 @@ def _print(report: dict[str, Any]) -> None:
     backends = table("backend", "plugin", "state")
     for row in report["backends"]:
         add_row(backends, row["name"], row["plugin"], row["state"])
-    console.print(backends, "")
+    if report["backends"]:
+        console.print(backends, "")
     variables = table("variable with an effect", "meaning")
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
         add_row(variables, name, meaning)
