@@ -404,20 +404,6 @@ class Visit:
             for backend, bar in (("NATIVE_ATTN", -6.0), ("TORCH_SDPA", None)):
                 call = self.case("decode 8x2048 bf16", backend).call()
                 self._beside_four(f"{backend} decode 8x2048", call, bar)
-            self._gathers()
-
-    def _gathers(self) -> None:
-        """Blocks of 49,152 elements by TORCH_SDPA: in pieces, as it reads them, and whole."""
-        from polyattn_cpu import gather
-
-        call = self.case("decode 8x1024 MHA 32x96 bf16", "TORCH_SDPA").call()
-        pieces = gather.PARALLEL
-        try:
-            for how, largest in (("in pieces", pieces), ("whole", 1 << 40)):
-                gather.PARALLEL = largest
-                self._beside_four(f"TORCH_SDPA decode 8x1024 MHA, blocks {how}", call, None)
-        finally:
-            gather.PARALLEL = pieces
 
     def _beside_four(self, name: str, call: Callable[[], object], bar: float | None) -> None:
         alone = timed(call, self.seconds)[1]

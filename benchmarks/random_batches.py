@@ -5,8 +5,7 @@ python benchmarks/random_batches.py [--batches 100000] [--only NAME,NAME] [--out
 What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes on
 where the last one ended, whoever has run least first. FLEX_ATTENTION's kernel would be compiled for each
 of thousands of layers and shapes, so its definition stands for it, block by block
-(tests/defined_flex.py); `--eager` runs torch's own function instead, three times slower. Two runs may
-share a file if they name other backends.
+(tests/defined_flex.py). Two runs may share a file if they name other backends.
 """
 
 from __future__ import annotations
@@ -39,19 +38,6 @@ def backends() -> list[str]:
         if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
         and availability(info, 60.0) is None
     ]
-
-
-def without_compiler(eager: bool) -> None:
-    """Let FLEX_ATTENTION call its kernel's definition, or torch's function as it is."""
-    import polyattn_cpu.flex as flex
-    from torch.nn.attention import flex_attention
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from defined_flex import defined_flex
-
-    # Else a call without torch.compile compiles each time, for a backend that does nothing.
-    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    flex._compiled = flex.flex_attention if eager else defined_flex
 
 
 def revision() -> str:
@@ -105,11 +91,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100_000)
     parser.add_argument("--piece", type=int, default=5_000, help="batches between two savings")
     parser.add_argument("--only", help="names of backends, by commas")
-    parser.add_argument("--eager", action="store_true", help="FLEX_ATTENTION by torch's function")
     parser.add_argument("--out", type=Path, default=Path("random_batches.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)  # batches of a few tokens
-    without_compiler(args.eager)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import pytest
+    from defined_flex import without_compiler
+
+    without_compiler(pytest.MonkeyPatch())
     failed = 0
     names = args.only.split(",") if args.only else backends()
 
@@ -120,7 +109,7 @@ def main() -> None:
         count = min(args.piece, args.batches - ran(least))
         row = piece(least, len(done(args.out, least)), count)
         if least == "FLEX_ATTENTION":
-            row["kernel"] = "torch's, eager" if args.eager else "its definition"
+            row["kernel"] = "its definition"
         record(args.out, least, row)
         failed += row["failed"]
         print(least, ran(least), row["failed"], row["worst_of_tolerance"], flush=True)
