@@ -30,6 +30,10 @@ def kit(
     return ran, counts
 
 
+OVER_FAKES = ("-k", "not published", "-x")
+"""Published layers are values that other cases have one by one; what a fake computes joins them."""
+
+
 def conforms(
     backend: str, least: int, *options: str, device: str = "cpu", **variables: str
 ) -> dict[str, int]:

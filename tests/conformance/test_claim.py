@@ -154,7 +154,7 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 
 
-PROVED_ALONE = (no_gqa, only_64, only_bf16, windowed, paged_hnd, blocks_of_16)
+PROVED_ALONE = (no_gqa, only_64, only_bf16, windowed, with_lse, paged_hnd, blocks_of_16)
 """Of these the claims are proved; what every backend must do, too, the others show."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
-from kits import conforms
+from kits import OVER_FAKES, conforms
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.kernel import Batch, Device, Frame, KVCache, LayerParams
@@ -37,7 +37,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("profile", BACKENDS)
 def test_conforms_over_the_fake(profile: str) -> None:
     conforms(
-        BACKENDS[profile], 30, "--polyattn-as", profile, "-x", PYTHONPATH=str(FAKES),
+        BACKENDS[profile], 30, "--polyattn-as", profile, *OVER_FAKES, PYTHONPATH=str(FAKES),
         POLYATTN_DISABLE_PLUGINS="triton",
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import FAKES
-from kits import conforms
+from kits import OVER_FAKES, conforms
 from polyattn import Device, LayerGroup, LayerSpec, discover
 from polyattn.api import select
 from polyattn.errors import SelectionError, SpecError
@@ -32,7 +32,7 @@ QUANTISED = SPEC.replace(kv_cache_dtype="fp8_e4m3")
 )
 def test_conforms_over_the_fake(backend: str, profile: str) -> None:
     conforms(
-        backend, 40, "-p", "polyattn_on_cpu", "--polyattn-as", profile, "-x",
+        backend, 40, "-p", "polyattn_on_cpu", "--polyattn-as", profile, *OVER_FAKES,
         PYTHONPATH=str(FAKES), POLYATTN_DISABLE_PLUGINS="triton",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
-from kits import conforms, kit
+from kits import OVER_FAKES, conforms, kit
 from polyattn import discover
 from polyattn.api import select
 from polyattn.errors import SelectionError
@@ -33,10 +33,12 @@ OF_FP8 = "fp8 or pairs or search"
 @pytest.mark.parametrize(
     ("backend", "profile", "chip", "chosen", "least"),
     [
-        pytest.param("ROCM_ATTN", "mi300x", "gfx942", "", 40, marks=pytest.mark.slow),
+        pytest.param("ROCM_ATTN", "mi300x", "gfx942", OVER_FAKES[1], 40, marks=pytest.mark.slow),
         pytest.param("ROCM_ATTN", "mi355x", "gfx950", OF_FP8, 12, marks=pytest.mark.slow),
         pytest.param("ROCM_ATTN", "mi355x", "gfx950", "", 40, marks=pytest.mark.sweep),
-        pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", "", 40, marks=pytest.mark.slow),
+        pytest.param(
+            "ROCM_FLASH_ATTN", "mi250x", "gfx942", OVER_FAKES[1], 40, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_conforms_over_the_fake(

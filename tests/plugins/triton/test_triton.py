@@ -121,11 +121,11 @@ def test_wide_heads_fit_in_shared_memory(arch: str, heads: str) -> None:
     from polyattn_triton.variants import tallest_tile
 
     spec = WIDE_HEADS[heads]
-    phases = ("prefill", "paged pieces", "few", "merge", "merge many", "write")
+    phases = ("paged pieces", "few", "merge", "merge many", "write")
     if spec.gqa_ratio <= tallest_tile(spec, arch):
-        phases += ("decode", "listed", "prefix low", "prefix high")
+        phases += ("listed", "prefix high")
     sizes = compiled_bytes(spec, arch, phases)
-    assert len(sizes) >= 6 and all(size > 500 for size in sizes.values())
+    assert len(sizes) >= 5 and all(size > 500 for size in sizes.values())
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "a100", "rtx4090", "b200"])
@@ -239,7 +239,8 @@ def test_compiles_fp8_caches(arch: str) -> None:
     """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); import test_triton as t; "
-        f"print(min(t.compiled_bytes(t.BASE.replace(kv_cache_dtype='fp8_e4m3'), {arch!r}).values()))"
+        f"spec = t.BASE.replace(kv_cache_dtype='fp8_e4m3'); "
+        f"print(min(t.compiled_bytes(spec, {arch!r}, t.LARGEST).values()))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
