@@ -71,8 +71,13 @@ def fields(public: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_tells_its_fields_and_an_example(name: str) -> None:
-    text = inspect.getdoc(PUBLIC[name]) or ""
-    own = re.split(r"^(?:Args|Attributes):\n", text, flags=re.MULTILINE)[-1].partition("\n\n")[0]
+    text = told = inspect.getdoc(PUBLIC[name]) or ""
+    if not re.search(
+        r"^(Args|Attributes):$", text, re.MULTILINE
+    ):  # where the constructor is declared
+        declaring = [c for c in PUBLIC[name].__mro__[1:] if "Args:" in (c.__doc__ or "")]
+        told = inspect.getdoc(declaring[0]) or "" if declaring else text
+    own = re.split(r"^(?:Args|Attributes):\n", told, flags=re.MULTILINE)[-1].partition("\n\n")[0]
     assert [
         f for f in fields(PUBLIC[name]) if not re.search(rf"^    {f}: ", own, re.MULTILINE)
     ] == []

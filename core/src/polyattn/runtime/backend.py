@@ -72,12 +72,8 @@ class PageStrides(NamedTuple):
     value: tuple[int, int, int]
 
 
-class Backend:
-    """A kernel for one spec over one cache format. It holds compiled code and workspaces.
-
-    It remembers no step: a step's data are in its plan, and any number of plans are alive at once. Its
-    calls run one after another on one stream. `workspaces` is the group's, whose backends share it; the
-    group sets it after the constructor, which takes no workspace.
+class Loaded:
+    """What a backend is once it is chosen: for one spec, over one cache format, on a device.
 
     Args:
         spec: the layer.
@@ -93,6 +89,19 @@ class Backend:
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
         self.spec, self.cache, self.device = spec, cache, device
+
+
+class Backend(Loaded):
+    """A kernel for one spec over one cache format. It holds compiled code and workspaces.
+
+    It remembers no step: a step's data are in its plan, and any number of plans are alive at once. Its
+    calls run one after another on one stream. `workspaces` is the group's, whose backends share it; the
+    group sets it after the constructor, which takes no workspace.
+
+    """
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
+        super().__init__(spec, cache, device)
         self.workspaces = Workspaces()
 
     def prepare(self, phases: tuple[str, ...]) -> None:
@@ -124,14 +133,6 @@ class AttentionBackend(Backend, ABC):
 
     Tensors and masks are as in `docs/contracts.md`. `run` writes `out`; unused cache never reaches an
     output. A backend need not handle what its `Capabilities` don't claim: such a layer never gets here.
-
-    Args:
-        spec: the layer.
-        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
 
     Examples:
         >>> class MyAttention(AttentionBackend):
@@ -220,14 +221,6 @@ class AttentionBackend(Backend, ABC):
 class SparseBackend(Backend, ABC):
     """Attention to chosen rows of a latent cache: kind `"sparse_mla"`.
 
-    Args:
-        spec: the layer.
-        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
-
     Examples:
         >>> class MySparse(SparseBackend):
         ...     def run(self, plan: Plan, frame: Frame) -> None:
@@ -272,14 +265,6 @@ class RecurrentBackend(Backend, ABC):
     writes other slots. A sequence without query tokens changes nothing, and neither does a padding row
     (slot -1), whose output may be anything.
 
-    Args:
-        spec: the layer.
-        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
-
     Examples:
         >>> class MyRecurrence(RecurrentBackend):
         ...     def run(self, plan: Plan, frame: RecurrentFrame) -> None:
@@ -302,15 +287,8 @@ class IndexBackend(Backend, ABC):
     """Chooses each token's keys by scores over a paged cache of index keys: phase `"index"`.
 
     `spec.indexer` says how. A plan's batch has the table of the index keys' blocks. `run` never waits for
-    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`).
-
-    Args:
-        spec: the layer that attends to the choice.
-        cache: None: the keys come with each call.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
+    the device, whose lengths may be shorter than the host's (`Batch.lens_are_bounds`). `spec`
+    is the layer that attends to the choice; `cache` is None, for the keys come with each call.
 
     Examples:
         >>> class MyIndexer(IndexBackend):
@@ -330,16 +308,8 @@ class IndexBackend(Backend, ABC):
         """
 
 
-class StoreBackend(ABC):
+class StoreBackend(Loaded, ABC):
     """Writes a step's keys and values to their slots of the cache, quantised if the cache is.
-
-    Args:
-        spec: the layer.
-        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
 
     Examples:
         >>> class MyStore(StoreBackend):
@@ -347,11 +317,6 @@ class StoreBackend(ABC):
         ...         cache.key.view(-1, *key.shape[1:])[plan.slots] = key  # slots of -1 aside
 
     """
-
-    name: ClassVar[str] = ""
-
-    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
-        self.spec, self.cache, self.device = spec, cache, device
 
     def plan(self, slots: Tensor) -> StorePlan:
         """Return the plan that stores a step's tokens.
@@ -411,16 +376,8 @@ class StoreBackend(ABC):
         return query, key, value
 
 
-class MergeBackend(ABC):
+class MergeBackend(Loaded, ABC):
     """Combines attention states in place: the one operator behind every decomposition.
-
-    Args:
-        spec: the layer.
-        cache: the cache's format in the blocks that this backend walks; None for a layer without one.
-        device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
 
     Examples:
         >>> class MyMerge(MergeBackend):
@@ -431,11 +388,6 @@ class MergeBackend(ABC):
         ...         total_lse.copy_(lse)
 
     """
-
-    name: ClassVar[str] = ""
-
-    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
-        self.spec, self.device = spec, device
 
     @abstractmethod
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

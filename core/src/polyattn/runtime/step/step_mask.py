@@ -25,7 +25,17 @@ class StepMask(ABC):
 
     @abstractmethod
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """Return the tensors that `functions.variants` reads of it. Raises `BatchError`."""
+        """Return the tensors that `functions.variants` reads of it, by name.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+            device: where the tensors go.
+
+        Raises:
+            BatchError: the mask doesn't match the lengths, or names a block that its sequence lacks.
+
+        """
 
 
 class CustomMask(StepMask):
@@ -157,17 +167,6 @@ class CustomMask(StepMask):
         return cls.pack(masks, "all")
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """Return the tensors that the feature `step_mask` reads, by name.
-
-        Args:
-            query_lens: query tokens of each sequence.
-            lens: keys of each sequence.
-            device: where the tensors go.
-
-        Raises:
-            BatchError: the number of bits doesn't match the lengths.
-
-        """
         pairs = list(zip(query_lens, lens, strict=True))
         if self.over == "new":
             # A padding row has a query token and no key.
@@ -324,17 +323,6 @@ class BlockSparseMask(StepMask):
         return cls(indptr, [page for row in pages for page in row], (1, page_size))
 
     def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
-        """Return the tensors that the feature `block_mask` reads, by name.
-
-        Args:
-            query_lens: query tokens of each sequence.
-            lens: keys of each sequence.
-            device: where the tensors go.
-
-        Raises:
-            BatchError: a row names a block that its sequence lacks, or the rows don't match.
-
-        """
         height, width = self.block
         rows = [-(-q // height) for q in query_lens]
         if sum(rows) != len(self.indptr) - 1:
