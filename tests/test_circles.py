@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [ROOT / "core/src", *ROOT.glob("plugins/*/src"), *ROOT.glob("integrations/*/src")]
@@ -54,6 +58,13 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
         if circle and circle not in found:
             found.append(circle)
     return found
+
+
+@pytest.mark.slow
+def test_no_walk_is_longer_than_its_bar() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("walks.py"))]
+    walks = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert walks.returncode == 0, walks.stdout + walks.stderr[-2000:]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
