@@ -75,12 +75,12 @@ def test_more_of_them() -> None:
     run_apart("TRITON_ATTN", 60, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # eight seconds of torch's compiler each; the examples' and other variants' are slow
 def test_torch_s_compiled() -> None:
-    run_apart("FLEX_ATTENTION", 3)  # each is eight seconds of torch's own compiler
+    run_apart("FLEX_ATTENTION", 8)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # the generated source has a test above, the kernel around it the examples
 def test_pallas_s_interpreted() -> None:
     pytest.importorskip("jax")
     run_apart(
