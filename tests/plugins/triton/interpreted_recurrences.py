@@ -1,0 +1,106 @@
+"""Recurrences of TRITON_SCAN and TRITON_TOKEN_SCAN, interpreted, against float64.
+
+A program of its own, since Triton reads TRITON_INTERPRET when it is imported. Prints the largest errors
+of outputs, relative to the largest element, and of states, relative to their sequence's; and into how
+many pieces a step was cut.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import torch
+from polyattn import Batch, LayerSpec, Recurrent, select
+from polyattn.families.recurrent import reference
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, recurrent_state
+from polyattn.kernel import RecurrentSpec
+from polyattn.spec.recurrence import form_of
+from torch import Tensor
+
+SPECS = {
+    "kda": LayerSpec(
+        kind="kda", num_heads=4, num_kv_heads=2, head_size=20, v_head_size=24, dtype="float32",
+        recurrent=RecurrentSpec(qk_norm=True),
+    ),
+    "rwkv7": LayerSpec(
+        kind="rwkv7", num_heads=2, head_size=16, dtype="float32", recurrent=RecurrentSpec()
+    ),
+    "rg_lru": LayerSpec(
+        kind="rg_lru", num_heads=40, head_size=1, dtype="float32", recurrent=RecurrentSpec(state_size=1)
+    ),
+    **{
+        f"phi {name}": LayerSpec(
+            kind="phi_linear", num_heads=2, num_kv_heads=1, head_size=20, v_head_size=24, dtype=dtype,
+            recurrent=RecurrentSpec(state_size=20, feature_map=name),
+        )
+        for name, dtype in (("elu+1", "float32"), ("relu", "float16"))
+    },
+    **{
+        kind: LayerSpec(
+            kind=kind, num_heads=2, num_kv_heads=2, head_size=24, v_head_size=40, dtype="float32",
+            recurrent=RecurrentSpec(state_size=24, qk_norm=kind == "gdn"),
+        )
+        for kind in ("linear", "gdn")
+    },
+}  # fmt: skip
+STEPS = {
+    "chunks": ([19, 16, 1, 0], [19, 20, 9, 5]),
+    "decode": ([1, 1], [1, 40]),
+    "whole": ([19, 63, 1, 0], [19, 83, 9, 5]),
+    "pieces": ([700], [701]),
+    "long ago": ([11, 8, 7, 40], [113, 244, 60, 40]),
+}
+
+
+def every_seventh(rate: float, inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Set every seventh token's log decays in every second channel."""
+    inputs["g" if "g" in inputs else "w"][::7, :, ::2] = rate
+
+
+def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Have each token forget all that was before it."""
+    for decay in (inputs.get("g"), params.get("decay")):
+        if decay is not None:
+            decay -= 40.0
+
+
+CASES = [
+    *((kind, "chunks", None) for kind in ("kda", "rwkv7")),
+    *((kind, "decode", None) for kind in ("kda", "rwkv7")),
+    *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
+    *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
+    *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
+]  # fmt: skip
+
+
+def errors(spec: LayerSpec, step: str, change: Any, seed: int) -> tuple[float, float, int]:
+    queries, lens = STEPS[step]
+    generator = torch.Generator().manual_seed(seed)
+    params = recurrent_params(spec, generator)
+    inputs = recurrent_inputs(spec, sum(queries), generator)
+    named = dict(zip(form_of(spec).inputs, inputs, strict=True))
+    if change is not None:
+        change(named, params)
+    token = spec.kind.value in ("rg_lru", "phi_linear")
+    backend = "TRITON_TOKEN_SCAN" if token else "TRITON_SCAN"
+    layer = Recurrent(select(spec, "cpu", backend=backend), **params)
+    states = layer.group.allocate_states(len(lens) + 1)
+    states.data.copy_(recurrent_state(spec, tuple(states.data.shape), generator))
+    slots = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)]
+    batch = Batch.from_lens(queries, lens, state_slots=slots)
+    out, after = reference.forward(spec, named, params, states.data, batch)
+    found = layer(*inputs, states=states, plan=batch)
+    wrong = (states.data - after).flatten(1).norm(dim=1) / after.flatten(1).norm(dim=1)
+    plans = [call.plan for call in layer.group.plan(batch).calls] if token else []
+    pieces = [plan.pieces.count for plan in plans if plan.pieces is not None]
+    return float((found - out).abs().max() / out.abs().max()), float(wrong.max()), sum(pieces)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([
+        (f"{kind}, {step}", errors(SPECS[kind], step, change, seed))
+        for kind, step, change in CASES for seed in (3, *((4,) if change is all_forget else ()))
+    ]))  # fmt: skip
