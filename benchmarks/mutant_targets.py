@@ -61,6 +61,7 @@ def kernels(*names: str) -> tuple[str, ...]:
 MIXED = "mixed and (feature_lse or gqa_3 or feature_sliding_window or feature_non_causal)"
 OTHERS = "sink_tokens-mixed or dtype_int8-mixed or decoder_sigmoid-mixed or decoder_custom-mixed"
 LISTED = "beside_a_mask or forest or sparse-- or reuse or plans or stale"
+LISTS = "functions-decoder_ and (custom- or block_sparse- or vision) and (mixed or decode) and not pages"
 WHOLE = "not search and not refusal and not process and not many_"
 SCANS = "(recurrence and (odd or three_each or rg_lru)) or short_conv-mixed"
 ROWS = "(gptj_24_of_64_bias or neox_v_32_bias or cache_nvfp4 or neox_cache_int8) and some"
@@ -171,10 +172,17 @@ TARGETS = {
         ),
     ),
     "ranking": Target(
-        kernels("index", "choice", "tile_lists"),
+        kernels("index", "choice"),
         (
             slow(TESTS + "test_choice_kernels.py", "-k", "named"),
             kit("TRITON_INDEX", WHOLE, TRITON_INTERPRET="1"),
+        ),
+    ),
+    "lists": Target(
+        kernels("tile_lists"),
+        (
+            kit("TRITON_ATTN", LISTS, TRITON_INTERPRET="1"),
+            slow(TESTS + "test_generated.py", "-k", "interpreter"),
         ),
     ),
     "latents": Target(kernels("mla"), (EDGES, LATENT_KIT, SPARSE_KIT)),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from polyattn import Device, LayerSpec, SparseSpec
+from polyattn.errors import PluginError
 from polyattn.kernel import CacheFormat, LatentSpec
 from polyattn.runtime.plan_checks import check_plan
 from polyattn.runtime.reads import shows
@@ -195,6 +196,17 @@ def latents(topk: int | None) -> Any:
         block_size=16, num_kv_heads=1, head_size=80, v_head_size=64, dtype="bfloat16"
     )
     return (TritonMLASparse if topk else TritonMLA)(spec, form, H200)
+
+
+def test_a_wrong_plan_over_chosen_keys_is_told() -> None:
+    """The second number of its work is a tile's token, or how many key tiles there are."""
+    for topk, tokens in ((64, 200), (2048, 3)):
+        backend, batch = latents(topk), step_of([1] * tokens, [3000] * tokens)
+        plan = backend.plan(batch)
+        assert check_plan(backend, plan, batch)
+        plan.work[1] += 1
+        with pytest.raises(PluginError, match=r"sequence \d+, query token 0, query head \d+"):
+            check_plan(backend, plan, batch)
 
 
 KINDS = (

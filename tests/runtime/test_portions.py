@@ -11,10 +11,11 @@ import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import PluginError
+from polyattn.families.attention.prefix import PrefixPlan
 from polyattn.families.mla import planning as mla_planning
 from polyattn.kernel import LatentSpec
 from polyattn.runtime.merge import Merged
-from polyattn.runtime.plan_checks import check_calls
+from polyattn.runtime.plan_checks import PlanChecks, check_calls
 
 BASE = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, dtype="bfloat16")
 
@@ -168,4 +169,65 @@ def test_a_step_that_was_planned_for_other_texts_is_told(chunk: int) -> None:
     step = texts(chunk)
     step.batch.first_positions = [5, 3, 18, 2, 0]
     with pytest.raises(PluginError, match=r"sequence 2, query token \d+, key \d+: by"):
+        check_calls(step)
+
+
+LENS, BLOCKS = (
+    [50, 70, 33, 40],
+    [[1, 2, 3, 4, 0], [1, 2, 3, 5, 6], [1, 2, 7, 0, 0], [8, 9, 10, 0, 0]],
+)
+"""Rows of one token over blocks of 16: three of them share two blocks, two of these a third."""
+
+
+def shared(spec: LayerSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
+    table = torch.tensor(BLOCKS, dtype=torch.int32)
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA", verify=False))
+    step = group.plan(Batch([0, 1, 2, 3, 4], LENS, table))
+    assert isinstance(step.calls[0].plan, PrefixPlan)
+    return step
+
+
+def parts_of(step: Any) -> list[Any]:
+    """The call of the rows' own keys, then those of each level."""
+    return list(step.calls[0].plan.merged.calls)
+
+
+def another_row(step: Any) -> None:
+    merged = step.calls[0].plan.merged
+    (own, (_, level), *rest) = merged.parts
+    merged.parts = (own, (torch.tensor([0, 1, 3]), level), *rest)
+
+
+def level_missing(step: Any) -> None:
+    step.calls[0].plan.merged.parts = step.calls[0].plan.merged.parts[:-1]
+
+
+def level_twice(step: Any) -> None:
+    merged = step.calls[0].plan.merged
+    merged.parts = (*merged.parts, merged.parts[1])
+
+
+SHARED: dict[str, Callable[[Any], None]] = {
+    "a level is missing": level_missing,
+    "a level is merged twice": level_twice,
+    "a level is another row's": another_row,
+    "a level has another block": lambda s: parts_of(s)[1].plan.batch.block_table[0].add_(1),
+    "a level has a block less": lambda s: parts_of(s)[2].plan.batch.lens.__setitem__(0, 0),
+    "own keys begin a block late": lambda s: parts_of(s)[0].plan.batch.block_table[1].add_(1),
+    "own keys are one less": lambda s: parts_of(s)[0].plan.batch.lens.__setitem__(2, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_mistake_over_blocks_that_rows_share_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = shared(BASE.replace(dtype="float32", block_size=16), monkeypatch)
+    assert len(parts_of(step)) == 3
+    checks = PlanChecks(float("inf"))
+    checks(step, None, 1.0)
+    assert checks.plans == 3
+    SHARED[name](step)
+    with pytest.raises(PluginError, match=r"taken apart wrongly.*sequence \d, query token 0"):
         check_calls(step)

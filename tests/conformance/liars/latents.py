@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
+from polyattn import SparseSpec
+from polyattn.kernel import Batch, Frame, KVCache, LayerParams, LayerSpec, Plan
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
+from torch import Tensor
 
 
 class HonestLatent(TorchMLA):
@@ -139,6 +141,17 @@ class ChosenInOrder(TorchSparseMLA):
             count = max(1, int((slots[0] >= 0).sum()))
             slots = slots[:, :count].contiguous()
         super().run(plan, frame.but(choice=slots))
+
+
+class PlacesInTheSequence(TorchSparseMLA):
+    """Each id is one place of the sequence, whatever the layer's choice means."""
+
+    by = ("latent",)
+
+    def place(self, spec: LayerSpec, choice: Tensor, *step: Any) -> Tensor:
+        assert spec.sparse is not None
+        plain = spec.replace(sparse=SparseSpec(budget=spec.sparse.budget))
+        return super().place(plain, choice, *step)
 
 
 class SparseNan(TorchSparseMLA):

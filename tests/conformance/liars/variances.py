@@ -261,8 +261,8 @@ class StatesByTheBatch(TorchScan):
         frame.states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
 
 
-class RoundsDrafts(TorchScan):
-    """A draft's state is rounded where it is put."""
+class StatesOfManyTokens(TorchScan):
+    """Of several sequences with a token each, the states that are left have other bits."""
 
     by = ("divided",)
 

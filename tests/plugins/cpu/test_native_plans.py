@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from polyattn import LayerSpec
+from polyattn_cpu.native import attention
 from test_native import Step, isa, needs_library  # noqa: F401
 
 pytestmark = [needs_library, pytest.mark.usefixtures("isa")]
@@ -39,3 +42,16 @@ def test_every_row_of_every_number_of_blocks_is_computed(blocks: int) -> None:
     for tokens in (5, 14):
         Step(spec(71), [blocks * tokens], [blocks * tokens]).check()
         Step(spec(71), [blocks * tokens - tokens + 1], [blocks * tokens]).check()
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_scratch_is_poisoned_as_the_settings_say(
+    checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's `checks`, too, not the variable alone."""
+    calls: list[int] = []
+    lib = SimpleNamespace(pa_poison=lambda: calls.append(1))
+    monkeypatch.setattr(attention, "load", lambda: lib)
+    monkeypatch.setattr(attention, "current_settings", lambda: SimpleNamespace(checks=checks))
+    assert attention.kernels.__wrapped__() is lib
+    assert len(calls) == checks

@@ -128,7 +128,7 @@ LAYERS = [
     ("kivi4/int4", 160, 32), ("int8_rows/e4m3_rows", 80, 72), ("e4m3_rows/int8_rows", 128, 64),
     ("kivi2/logs6", 64, 48), ("logs6", 96, 32), ("every", 24, 40),
     ("int4/every", 64, 40),  # the registers are the values' alone
-    ("int8_rows/e4m3_rows", 32, 512),  # a row's room is the values': more than scratch has to spare
+    ("int8_rows/e4m3_rows", 32, 1024),  # a row's room is the values': more than scratch has to spare
 ]  # fmt: skip
 
 

@@ -127,6 +127,18 @@ class Backend(Loaded):
         """
         return Plan(batch)
 
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
+
+        The result is read from the plan's buffers as the kernels read them, not from the planner.
+
+        Args:
+            plan: the return value of `plan`.
+            batch: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
+
+        """
+        return None
+
 
 class AttentionBackend(Backend, ABC):
     """Attention over a paged cache or over keys of the call; for MLA, the absorbed decode over latents.
@@ -175,18 +187,6 @@ class AttentionBackend(Backend, ABC):
 
         """
         return False
-
-    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
-        """Return what `run` has its kernels read for a plan, for checks; None if the backend can't tell.
-
-        The result is read from the plan's buffers as the kernels read them, not from the planner.
-
-        Args:
-            plan: the return value of `plan`.
-            batch: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
-
-        """
-        return None
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return `run` for tensors of any shape, for a layer without a cache; None if it needs views.

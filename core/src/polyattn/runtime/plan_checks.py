@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from polyattn.errors import PluginError, shown
-from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.backend import AttentionBackend, Backend
 from polyattn.runtime.portions import unevenly_called, with_host_table
 from polyattn.runtime.reads import problems
 from polyattn.runtime.step.batch import Batch
@@ -39,9 +39,11 @@ class PlanChecks:
         held = {call.phase: call.plan for call in captured.calls} if captured else {}
         check_calls(step)
         for call in step.calls:
-            self.plans += 1
-            plan = held.get(call.phase, call.plan)
-            self.checked += check_plan(call.backend, plan, call.plan.batch)
+            shared = getattr(call.plan, "merged", None)  # a decode whose rows share blocks
+            for each in (call,) if shared is None else shared.calls:
+                self.plans += 1
+                plan = held.get(each.phase, each.plan)
+                self.checked += check_plan(each.backend, plan, each.plan.batch)
         self.spent += time.perf_counter() - began
 
 
@@ -68,12 +70,14 @@ def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
     `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
     Raises `PluginError` with what is wrong.
     """
-    if batch.lens_are_bounds or not isinstance(backend, AttentionBackend):
+    if batch.lens_are_bounds or not isinstance(backend, Backend):
         return False
     reads = backend.reads(plan, batch)
     if reads is None:
         return False
-    spec = reads.spec or backend.spec_of(batch)
+    spec = reads.spec
+    if spec is None:
+        spec = backend.spec_of(batch) if isinstance(backend, AttentionBackend) else backend.spec
     faults = problems(spec, with_host_table(batch), reads)
     if faults:
         raise PluginError(

@@ -82,7 +82,11 @@ def _calls(op: Op, rows: Ints) -> Iterator[tuple[Ints, Call, Any]]:
             yield from _calls(part, _of(rows, some))
         return
     for call in op.calls:
-        yield rows, call, getattr(op, "slots", None)
+        shared = getattr(call.plan, "merged", None)
+        if shared is not None:  # a decode whose rows share blocks
+            yield from _calls(shared, rows)
+        else:
+            yield rows, call, getattr(op, "slots", None)
 
 
 class _Step:
@@ -106,39 +110,48 @@ class _Step:
             self.end += length
             if first == last:
                 continue
-            mine = rows[first:last]
-            seq = int(self.starts.searchsorted(mine[0], "right")) - 1
-            stop = int(self.starts[seq + 1])
-            if mine[-1] >= stop or (np.diff(mine) != 1).any():
+            together = rows[first:last]
+            seqs = self.starts.searchsorted(together, "right") - 1
+            cuts = np.flatnonzero((np.diff(together) != 1) | (np.diff(seqs) != 0)) + 1
+            if len(cuts) and part.causal:
                 problems.append(
-                    f"{name}: sequence {index} has tokens {mine.tolist()[:8]} of several"
+                    f"{name}: sequence {index} has tokens {together.tolist()[:8]} of several"
                 )
                 continue
-            if not length:
-                portions.append(Portion(seq, int(mine[0]), int(mine[-1]) + 1, 0, 0))
-                continue
-            # Where its first token stands, by the step: by the call, too, or no key lies behind it.
-            stands = self.batch.lens[seq] - (stop - int(mine[0]))
-            places = self.begins(seq, index)
-            aligned = [
-                Portion(seq, int(mine[0]), int(mine[-1]) + 1, begin, begin + length)
-                for begin in places
-                if (
-                    begin + length - len(mine) == stands
-                    if part.causal
-                    else begin + length <= stands
-                )
-            ]
-            if not aligned:
-                token, begin = int(mine[0]) - int(self.starts[seq]), next(iter(places), -1)
-                problems.append(
-                    f"{name}: sequence {seq}, query token {token}: its keys from {begin} to "
-                    f"{begin + length} are not the step's"
-                )
-                continue
-            # Keys that lie in one place of the cache are the same: of those, the first that no call has.
-            fresh = (each for each in aligned if len(aligned) > 1 and not _met(each, portions))
-            portions.append(next(fresh, aligned[0]))
+            for mine in np.split(together, cuts):  # several: all see the same keys
+                portion = self.portion(index, mine, portions)
+                if isinstance(portion, str):
+                    problems.append(f"{name}: {portion}")
+                else:
+                    portions.append(portion)
+
+    def portion(self, index: int, mine: Ints, portions: list[Portion]) -> Portion | str:
+        """Return what a sequence of the call is for a sequence's tokens, or why it can't be that."""
+        seq = int(self.starts.searchsorted(mine[0], "right")) - 1
+        length = self.part.lens[index]
+        if not length:
+            return Portion(seq, int(mine[0]), int(mine[-1]) + 1, 0, 0)
+        # Where its first token stands, by the step: by the call, too, or no key lies behind it.
+        stands = self.batch.lens[seq] - (int(self.starts[seq + 1]) - int(mine[0]))
+        places = self.begins(seq, index)
+        aligned = [
+            Portion(seq, int(mine[0]), int(mine[-1]) + 1, begin, begin + length)
+            for begin in places
+            if (
+                begin + length - len(mine) == stands
+                if self.part.causal
+                else begin + length <= stands
+            )
+        ]
+        if not aligned:
+            token, begin = int(mine[0]) - int(self.starts[seq]), next(iter(places), -1)
+            return (
+                f"sequence {seq}, query token {token}: its keys from {begin} to {begin + length} are "
+                "not the step's"
+            )
+        # Keys that lie in one place of the cache are the same: of those, the first that no call has.
+        fresh = (each for each in aligned if len(aligned) > 1 and not _met(each, portions))
+        return next(fresh, aligned[0])
 
     def begins(self, seq: int, index: int) -> list[int]:
         """Return which of a sequence's keys the call's first may be; none: no run of them."""
@@ -158,11 +171,22 @@ class _Step:
         theirs, size = part.host_block_table, self.call.block_size or self.size
         if theirs is None:
             return [0]
-        place, ratio = place[:length:size] // size, self.size // size
-        blocks, turned = table[seq, place // ratio], theirs[index, place] - place % ratio
-        # Where K's and V's blocks lie in turn, the next is twice as far.
-        same = (turned == blocks * ratio) | (turned == 2 * blocks * ratio)
-        return [0] if same.all() else []
+        column, ratio = place[:length:size] // size, self.size // size
+        if not len(column):
+            return [0]
+        turned = theirs[index, column] - column % ratio
+        blocks = table[seq, place[:: self.size] // self.size]
+
+        def same(held: Any, theirs: Any) -> Any:
+            # Where K's and V's blocks lie in turn, the next is twice as far.
+            return (theirs == held * ratio) | (theirs == 2 * held * ratio)
+
+        last = len(blocks) - column[-1] // ratio
+        return [
+            int(at) * self.size
+            for at in np.flatnonzero(same(blocks[:last], turned[0]))
+            if same(blocks[at + column // ratio], turned).all()
+        ]
 
 
 def _met(one: Portion, portions: Iterable[Portion]) -> bool:

@@ -189,9 +189,21 @@ def store_rows(
         key=(key, (count, heads, form.head_size), dtype),
         value=(value, (count, heads, form.v_head_size), dtype),
     )
-    group.check_cache(cache)
     assert value is not None
-    store = group.backend("store", StoreBackend, cache=form)
+    put_rows(group, key, value, cache, slots, params)
+
+
+def put_rows(
+    group: LayerGroup,
+    key: Tensor,
+    value: Tensor,
+    cache: KVCache,
+    slots: Tensor,
+    params: LayerParams,
+) -> None:
+    """Store rows that were checked, as `store_rows`. Raises `CacheError`."""
+    group.check_cache(cache)
+    store = group.backend("store", StoreBackend, cache=group.cache_format)
     store.run(store.plan(slots.long()), key, value, cache, params)
 
 

@@ -319,6 +319,18 @@ class TritonMLASparse(SparseBackend):
         keys = np.full(len(seq), -(-self.topk // config.block_n))
         return self.kernels.plan(batch, Tiles(seq, row, keys), 0, reuse)
 
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        """Return what is read of each token's choice: its places are the keys of a sequence."""
+        assert isinstance(plan, LatentPlan)
+        kernels, count = self.kernels, batch.num_tokens
+        spec = self.spec.replace(kind="mla", sparse=None)
+        chosen = Batch.from_lens([1] * count, [self.topk] * count)
+        launches = (*plan.others, plan)
+        every = [latent_reads(spec, kernels.config, kernels.workspace, p, chosen) for p in launches]
+        reads = in_turn(every)
+        reads.batch = chosen
+        return reads
+
     def run(self, plan: LatentPlan, frame: Frame) -> None:
         """Attend as planned."""
         assert frame.cache is not None and frame.choice is not None

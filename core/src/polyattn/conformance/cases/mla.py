@@ -124,6 +124,11 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
         yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
     if "lse" in caps.features:
         yield "lse", base.replace(needs_lse=True)
+    if base.sparse:
+        most = base.sparse.budget
+        yield "physical ids", base.replace(sparse=SparseSpec(budget=most, physical=True))
+        groups = SparseSpec(budget=-(-most // 4), granularity=4)
+        yield "groups of 4", base.replace(sparse=groups)
     yield "scale", base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN
 
 

@@ -27,12 +27,12 @@ from polyattn.spec.layer import LayerSpec
 class OverShared(Op):
     """Rows' queries over one level of shared blocks, without sinks."""
 
-    def __init__(self, backend: AttentionBackend, plan: Plan):
-        self.backend, self.plan = backend, plan
+    def __init__(self, call: Call):
+        self.inner = (call,)
 
     def run(self, frame: Frame) -> None:
         params = LayerParams(k_scale=frame.params.k_scale, v_scale=frame.params.v_scale)
-        self.backend.run(self.plan, frame.but(params=params))
+        self.inner[0].run(frame.but(params=params))
 
 
 class PrefixPlan(Plan):
@@ -110,7 +110,8 @@ class PrefixDecode:
         keys = Batch(starts, [run.count * size for run in level], table, device=batch.device)
         whole = rows == list(range(batch.num_seqs))
         taken = None if whole else torch.tensor(rows, dtype=torch.int64, device=batch.device)
-        return taken, OverShared(self.shared, self.shared.plan(keys.over_context()))
+        plan = self.shared.plan(keys.over_context())
+        return taken, OverShared(Call("shared", self.shared.name, self.shared, plan, None))
 
     def _own(self, batch: Batch, levels: Levels, size: int) -> Plan:
         """Plan the rows over what lies behind their shared blocks."""

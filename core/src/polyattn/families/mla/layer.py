@@ -27,7 +27,7 @@ from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
-from polyattn.runtime.store import store_rows
+from polyattn.runtime.store import put_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -241,8 +241,7 @@ class LatentAttention(Layer):
             rope_key=(rope_key, (tokens, part.rope_head_size), self._dtype),
         )
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
-        value = entry[..., : part.rank]
-        store_rows(self.group, entry, value, cache, slot_mapping, self.params, self._dtype)
+        put_rows(self.group, entry, entry[..., : part.rank], cache, slot_mapping, self.params)
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None

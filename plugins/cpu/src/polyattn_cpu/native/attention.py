@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from polyattn.kernel import (
     Plan,
     Reads,
     absorbed,
+    current_settings,
     turned,
 )
 from torch import Tensor
@@ -51,6 +53,15 @@ Ints = NDArray[np.signedinteger[Any]]
 _LAYER = struct.Struct("@11i2f2P")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """Load the library; with the setting `checks` an item finds NaN in its scratch."""
+    lib = load()
+    if current_settings().checks:
+        lib.pa_poison()
+    return lib
 
 
 def layer_bytes(
@@ -108,7 +119,7 @@ class StepPlan:
         `key_starts[i]`. `threads`: at most so many; default torch's number.
         `by`: an instruction set; default: the one that runs.
         """
-        lib = load()
+        lib = kernels()
         starts = struct.pack(f"@{len(query_starts)}i", *query_starts)
         lengths = struct.pack(f"@{len(lens)}i", *lens)
         keys = None if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
@@ -131,7 +142,7 @@ class StepPlan:
 
         Their fields are `pa_plan_list`'s in the library's header.
         """
-        lib, numbers = load(), np.zeros(6, np.int64)
+        lib, numbers = kernels(), np.zeros(6, np.int64)
         lib.pa_plan_list(self.handle, numbers.ctypes.data, None, None)
         items = np.zeros((int(numbers[0]), 13), np.int32)
         groups = np.zeros((int(numbers[1]), 2), np.int32)
@@ -151,7 +162,7 @@ def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]
     with None the frame's keys and values, (num_tokens, num_kv_heads, size). Sinks and slopes float32
     (num_heads,), contiguous. The call raises `BatchError` where the table points outside the cache.
     """
-    lib, pack = load(), _TENSORS.pack
+    lib, pack = kernels(), _TENSORS.pack
     call, paged = lib.pa_attend, block_table is not None
     table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
 
@@ -196,7 +207,7 @@ def _failed(text: str, blocks: int) -> Exception:
 
 def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
     """Return `attend` over packed tensors of these strides and any shapes."""
-    lib, pack = load(), _TENSORS.pack
+    lib, pack = kernels(), _TENSORS.pack
     (qt, qh), (kt, kh), (vt, vh), keys = strides
     heads, size = spec.num_heads, spec.v_head_size
     ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys

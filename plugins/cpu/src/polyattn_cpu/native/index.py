@@ -17,8 +17,8 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
-from polyattn_cpu.native.library import NativeError, isa, load
+from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES, kernels
+from polyattn_cpu.native.library import NativeError, isa
 
 _INDEX = struct.Struct("@8P7qd18if4x")
 
@@ -58,7 +58,7 @@ class NativeIndex(IndexBackend):
             spec.tokens_per_entry, spec.pool, spec.forced_first, spec.forced_last, spec.tail,
             spec.within or 1, steps[2], spec.scale,
         )  # fmt: skip
-        failed = load().pa_choose(self.by.encode(), packed, torch.get_num_threads())
+        failed = kernels().pa_choose(self.by.encode(), packed, torch.get_num_threads())
         if failed > 0:
             raise BatchError(
                 f"block_table points outside the index cache's {keys.shape[0]} blocks; the tokens of the "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 10
+ABI = 11
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -47,6 +47,7 @@ def load() -> ctypes.CDLL:
     pointer, text, count = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32
     for name, result, arguments in (
         ("pa_error", text, []),
+        ("pa_poison", None, []),
         ("pa_isas", text, []),
         ("pa_plan_new", pointer, [text, text, text]),
         ("pa_plan_free", None, [pointer]),

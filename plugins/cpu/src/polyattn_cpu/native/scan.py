@@ -19,8 +19,8 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
-from polyattn_cpu.native.library import NativeError, isa, load
+from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES, kernels
+from polyattn_cpu.native.library import NativeError, isa
 
 KINDS = {
     AttentionKind.SHORT_CONV: 0,
@@ -107,7 +107,7 @@ class NativeScan(RecurrentBackend):
                 form.dt_softplus, form.qk_norm, form.activation == "silu", spec.scale,
             )
         )  # fmt: skip
-        failed = load().pa_scan_step(self.by.encode(), packed, torch.get_num_threads())
+        failed = kernels().pa_scan_step(self.by.encode(), packed, torch.get_num_threads())
         if failed > 0:
             raise BatchError(
                 f"state_slots[{failed - 1}]={int(plan.slots[failed - 1])} is out of range: there are "

@@ -21,8 +21,8 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import TORCH_DTYPES
-from polyattn_cpu.native.library import isa, load
+from polyattn_cpu.native.attention import TORCH_DTYPES, kernels
+from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.rows import writer
 
 _SCATTER = struct.Struct("@7P10q5if2Pif")
@@ -92,7 +92,7 @@ def store(
     """
     packed = b"".join([part.packed(slots) for part in parts])
     number = torch.get_num_threads() if threads is None else threads
-    bad = load().pa_store((by or isa()).encode(), packed, len(parts), number)
+    bad = kernels().pa_store((by or isa()).encode(), packed, len(parts), number)
     if bad:
         cache = next(part.cache for part in parts if part.cache is not None)
         raise _outside(slots, bad - 1, cache.shape[0] * cache.shape[1])
@@ -112,7 +112,7 @@ class NativeStore(StoreBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.by = isa()
-        self.isa, self.scatter = self.by.encode(), load().pa_store
+        self.isa, self.scatter = self.by.encode(), kernels().pa_store
         rows, sizes = None if cache is None else cache.rows, (0, 0)
         if cache is not None:
             sizes = (cache.head_size, cache.v_head_size)

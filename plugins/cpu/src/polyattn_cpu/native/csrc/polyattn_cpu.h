@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 10  // library.py refuses a library of another number
+#define PA_ABI 11  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -91,6 +91,9 @@ typedef struct pa_plan pa_plan;
 
 PA_EXPORT int pa_abi(void);
 PA_EXPORT const char *pa_error(void);
+
+// An item finds NaN in its scratch from here on: what it reads before it writes it shows.
+PA_EXPORT void pa_poison(void);
 
 // The instruction sets that were built and that this processor has, best first, comma-separated; after a
 // semicolon those that it has and that the compiler failed at, where there are any.

@@ -1,4 +1,5 @@
 #include "pool.h"
+#include "polyattn_cpu.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -74,14 +75,7 @@ struct Scratch {  // a thread's own
 };
 thread_local Scratch scratch;
 
-// With POLYATTN_CHECKS=1 an item finds NaN in its scratch: what it reads before it writes it shows.
-bool poisons() {
-  static const bool on = [] {
-    const char *checks = std::getenv("POLYATTN_CHECKS");
-    return checks && checks[0] == '1';
-  }();
-  return on;
-}
+bool poisoned = false;
 
 void take_items(Job &job) {
   char *memory = scratch.at_least(job.scratch_bytes);
@@ -91,7 +85,7 @@ void take_items(Job &job) {
     turn.following = -1;
     turn.asked = turn.asked_after;
     turn.asked_after = false;
-    if (poisons()) std::memset(memory, 0xFF, job.scratch_bytes);
+    if (poisoned) std::memset(memory, 0xFF, job.scratch_bytes);
     job.body(job.context, &turn);
   }
 }
@@ -150,6 +144,8 @@ void grow(Pool *of, int32_t workers) {  // under its lock
 }
 
 }  // namespace
+
+void pa_poison(void) { poisoned = true; }
 
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
                  void (*body)(void *, Turn *), void *context) {
