@@ -46,7 +46,17 @@ class PrefixPlan(Plan):
     `several`: some rows have several tokens.
     """
 
-    __slots__ = ("config", "grid", "kept", "merging", "offsets", "places", "several", "table", "work")
+    __slots__ = (
+        "config",
+        "grid",
+        "kept",
+        "merging",
+        "offsets",
+        "places",
+        "several",
+        "table",
+        "work",
+    )
 
     def __init__(self, batch: Batch, config: PrefixConfig):
         super().__init__(batch)

@@ -36,14 +36,18 @@ UNITS = 64
 """Channels of RG-LRU that a program holds by the token."""
 PIECE_UNITS, AHEAD = 128, 8
 """Channels of RG-LRU that a program of a prompt holds, and tokens that it loads ahead."""
-CHUNK = {64: 128, 128: 64}
-"""Tokens of linear attention that a program multiplies at once, by the widest head (H100)."""
+CHUNK = 64
+"""Tokens of linear attention that a program multiplies at once."""
 WIDEST = 128
 """Keys and values of a head that a program holds as a matrix at most; wider ones go by the token."""
-UNIT_PROGRAMS, PROGRAMS = 4, 2
+UNIT_PROGRAMS, PROGRAMS = 8, 4
 """Of a prompt's launch on a scheduler (RG-LRU) or multiprocessor where sequences, too few for one each,
-are cut (H100: RG-LRU's whole sequences took 0.57 of the time at 8 x 4,096, 6.7 times it at 1 x 8,192)."""
-_unit, _unit_pieces, _phi = Launcher(unit_kernel), Launcher(unit_pieces_kernel), Launcher(phi_kernel)
+are cut (H100: RG-LRU's 8 x 4,096 took 460 us cut and 913 whole, 32 x 4,096 1,702 and 1,274)."""
+_unit, _unit_pieces, _phi = (
+    Launcher(unit_kernel),
+    Launcher(unit_pieces_kernel),
+    Launcher(phi_kernel),
+)
 
 
 def token_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
@@ -57,7 +61,7 @@ def token_options(spec: LayerSpec) -> dict[str, int]:
     """Return the launch options of `spec`'s kernel: a wider tile has more warps."""
     if spec.kind is AttentionKind.RG_LRU:
         return {"num_warps": 1}
-    return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": _warps(spec), "num_stages": 1}
 
 
 def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
@@ -70,7 +74,7 @@ def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
         spec.v_head_size + 1,
         power(spec.head_size),
         power(spec.v_head_size),
-        CHUNK[64 if max(spec.head_size, spec.v_head_size) <= 64 else 128],
+        CHUNK,
         feature_map(spec),
         part,
     )
@@ -80,7 +84,12 @@ def piece_options(spec: LayerSpec) -> dict[str, int]:
     """Return that kernel's launch options."""
     if spec.kind is AttentionKind.RG_LRU:
         return {"num_warps": 1, "num_stages": 1}
-    return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": _warps(spec), "num_stages": 1}
+
+
+def _warps(spec: LayerSpec) -> int:
+    """Return the warps that hold a matrix of keys and values: a wider one has more."""
+    return 4 if max(spec.head_size, spec.v_head_size) <= 64 else 8
 
 
 class TritonTokenScan(RecurrentBackend):
