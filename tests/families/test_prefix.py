@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import pytest
@@ -30,7 +31,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention import reference, sharing
 from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
 from polyattn.families.attention.sharing import Sharing, why_not
-from polyattn.kernel import Levels, Plan
+from polyattn.kernel import AttentionBackend, Levels, Plan
 from polyattn.registry.hooks import hookimpl
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.rope import RopeSpec
@@ -314,6 +315,58 @@ def test_a_backend_is_told_only_where_it_shall_read_once(
         for one in (batch, given(batch, GIVEN)):
             group.plan(one)
             assert once.told.pop() == told, (changes, launch_us)
+
+
+def appended(group: LayerGroup, queries: list[int]) -> tuple[Any, Batch]:
+    """The step with so many new tokens of each row."""
+    cache, batch = step(group)
+    starts = [0, *accumulate(queries)]
+    return cache, Batch(starts, LENS, batch.block_table)
+
+
+def sharing_of(spec: LayerSpec, **device: float) -> Sharing:
+    """Sharing by a backend's own launch, on a device that is as fast."""
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
+    group.device = replace(group.device, **device)
+    native = group.backend("decode", AttentionBackend)
+    return Sharing(group, native, None, appends=True)
+
+
+def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
+    """Row 1 has its second shared block's last tokens new: the run ends where all rows' contexts do."""
+    sharing = sharing_of(SPEC)
+    form = sharing.group.cache_format
+    assert form is not None
+    _, batch = appended(sharing.group, [1, 39, 4, 7, 1])
+    call = sharing.call(batch, None)
+    assert call is not None
+    levels = ((SharedRun((0, 1, 2, 3), 0, 1),), (SharedRun((0, 2, 3), 1, 1),), (SharedRun((0, 3), 2, 2),))
+    assert call.plan.batch.shared_prefix == levels
+    assert call.saved_bytes == (3 + 2 + 2) * 16 * form.bytes_per_token
+    sharing.appends = False
+    assert sharing.call(batch, None) is None
+    with pytest.raises(BatchError, match="row 1, whose length is 70; a row's new tokens are its own"):
+        batch.with_shared_prefix(GIVEN).find_shared_prefix(16)
+
+
+@pytest.mark.parametrize(("matmul", "shares"), [(1e3, True), (1e-6, False)])
+def test_rows_of_several_tokens_share_only_where_bytes_take_longer_than_products(
+    matmul: float, shares: bool
+) -> None:
+    sharing = sharing_of(SPEC, matmul=matmul)
+    _, batch = appended(sharing.group, [4, 4, 4, 4, 4])
+    assert (sharing.call(batch, None) is not None) is shares
+
+
+def test_a_window_saves_what_lies_within_it() -> None:
+    """Rows of 100, 70, 68 and 90 tokens see 40: of blocks 0 and 1, rows 1 and 2 the second alone."""
+    sharing = sharing_of(SPEC.replace(sliding_window=40))
+    form = sharing.group.cache_format
+    assert form is not None
+    call = sharing.call(step(sharing.group)[1], None)
+    assert call is not None
+    # Of blocks 2 and 3, which rows 0 and 3 share, both see the second alone.
+    assert call.saved_bytes == (1 + 1) * 16 * form.bytes_per_token
 
 
 class Device:

@@ -7,6 +7,7 @@ the tiles that were run.
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 
 import torch
 from polyattn import Device, LayerSpec
@@ -35,6 +36,12 @@ SPECS = {
     "int8, scales of heads, sinks": BASE.replace(
         num_heads=8, num_kv_heads=2, kv_cache_dtype="int8", scales="head", learned_sinks=True
     ),
+    "several tokens": BASE.replace(logit_soft_cap=1.5),
+    "several tokens, int8": BASE.replace(kv_cache_dtype="int8", learned_sinks=True),
+    "a window": BASE.replace(sliding_window=50, needs_lse=True),
+    "several tokens, a window": BASE.replace(sliding_window=50),
+    "ALiBi": BASE.replace(alibi=True),
+    "several tokens, a window, ALiBi": BASE.replace(sliding_window=70, alibi=True),
     "captured": BASE.replace(graph_capture="single_token_decode"),
 }
 Forest = tuple[Levels, list[int]]
@@ -88,6 +95,7 @@ def params_of(spec: LayerSpec, chance: torch.Generator) -> LayerParams:
     params = LayerParams(
         sinks=torch.randn(spec.num_heads, generator=chance) if spec.learned_sinks else None,
         k_scale=scales[0], v_scale=scales[1],
+        alibi_slopes=torch.rand(spec.num_heads, generator=chance) / 8 if spec.alibi else None,
     )  # fmt: skip
     if spec.scales == "head":
         params.q_scale = params.out_scale = torch.ones(spec.num_kv_heads)
@@ -102,11 +110,20 @@ def check(name: str, which: str, sms: int) -> PrefixPlan:
     cache, table = filled(spec, forest, sms)
     chance = torch.Generator().manual_seed(7)
     params = params_of(spec, chance)
-    query = torch.randn(len(lens), spec.num_heads, spec.head_size, generator=chance)
+    # As many new tokens as a row's own keys, and one of a padding row.
+    shared = [0] * len(lens)
+    for run in (run for level in levels for run in level):
+        for row in run.rows:
+            shared[row] = (run.first + run.count) * BLOCK
+    most = 3 if name.startswith("several") else 1
+    queries = [max(1, min(most + row % 2, n - s)) if most > 1 else 1
+               for row, (n, s) in enumerate(zip(lens, shared, strict=True))]
+    tokens = sum(queries)
+    query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=chance)
     backend = TritonAttention(spec, cache.format, DEVICE)
     backend.num_sms = sms
-    batch = Batch(list(range(len(lens) + 1)), lens, table, shared_prefix=levels)
-    rows = len(lens)
+    batch = Batch([0, *accumulate(queries)], lens, table, shared_prefix=levels)
+    rows = tokens
     if name == "captured":  # what was planned for the most, refilled
         rows += 3
         buffers = StepBuffers(rows, 1, 13 * BLOCK, BLOCK, "cpu", sharing=True)
@@ -126,8 +143,8 @@ def check(name: str, which: str, sms: int) -> PrefixPlan:
         found.append((out, lse))
     (out, lse), again = found
     assert torch.equal(out, again[0]), "other bits"
-    assert not out[len(lens) :].any(), "padding rows get zeros"
-    count = len(lens)
+    assert not out[tokens:].any(), "padding rows get zeros"
+    count = tokens
     wanted, wanted_lse = reference.forward(spec, query[:count], None, None, cache, batch, params)
     limit = tolerance_of(spec)
     error = output_error(out[:count], wanted)

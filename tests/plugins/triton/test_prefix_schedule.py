@@ -19,6 +19,7 @@ from polyattn_triton.prefix_schedule import (
     PrefixWork,
     Room,
     Shape,
+    Tokens,
     cut,
     fastest,
     room_for,
@@ -71,7 +72,7 @@ PROGRAMS = st.integers(1, 60)
 def planned(
     levels: Levels, lens: list[int], shape: Shape, programs: int, room: Room | None = None
 ) -> PrefixWork:
-    tiles = tiles_of(levels, np.array(lens, np.int32), BLOCK_SIZE, shape)
+    tiles = tiles_of(levels, Tokens.of(np.array(lens, np.int32)), BLOCK_SIZE, shape)
     return work_of(tiles, cut(tiles, shape, programs), shape, len(lens), programs, room)
 
 
@@ -194,12 +195,12 @@ def test_tiles_fit_their_groups() -> None:
     """As high as the runs are worth; few rows stay in the small tile, whatever others need."""
     configs = [row.config for row in PREFIX_TABLE if row.arch == "sm_90" and row.bytes == 2]
     chosen = [
-        fastest(run_of(rows, 2048), rows, BLOCK_SIZE, 4, configs).tall for rows in (2, 4, 8, 64)
+        fastest(run_of(rows, 2048), np.ones(rows, int), BLOCK_SIZE, 4, configs).tall for rows in (2, 4, 8, 64)
     ]
     assert chosen == sorted(chosen) and chosen[0] == chosen[1] == 16 and chosen[-1] >= 64
-    assert fastest((), 9, BLOCK_SIZE, 4, configs).tall == 16
+    assert fastest((), np.ones(9, int), BLOCK_SIZE, 4, configs).tall == 16
     pair = ((SharedRun((0, 1), 0, 8), SharedRun(tuple(range(2, 34)), 0, 8)),)
-    tiles = tiles_of(pair, np.full(34, 200, np.int32), BLOCK_SIZE, shape_of(64))
+    tiles = tiles_of(pair, Tokens.of(np.full(34, 200, np.int32)), BLOCK_SIZE, shape_of(64))
     assert tiles.count[:3].tolist() == [2, 16, 16]
 
 

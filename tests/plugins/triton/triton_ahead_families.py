@@ -15,7 +15,7 @@ from polyattn_triton.channels import (
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.mla import mla_kernel
-from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
+from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
 from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
@@ -80,7 +80,7 @@ def compile_token_scan(spec: LayerSpec, arch: str, part: str = "") -> Any:
     pointers |= {"STATE_SLOTS": "i64", "TARGETS": "i64"}
     units = spec.kind is AttentionKind.RG_LRU
     if part:
-        kernel = unit_tiles_kernel if units else phi_kernel
+        kernel = unit_pieces_kernel if units else phi_kernel
         constants = piece_constants(spec, part)
         return compile_kernel(kernel, pointers, constants, arch, piece_options(spec))
     kernel = unit_kernel if units else channel_kernel

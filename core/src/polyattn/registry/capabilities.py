@@ -29,6 +29,10 @@ from polyattn.spec.row_format import ANY_ROWS, is_rows
 from polyattn.spec.sparse import INDEX_FORMS
 
 
+SHARED_FEATURES = frozenset({"appends", "sliding_window", "alibi"})
+"""What a launch over shared blocks may serve beside plain decodes; appends are rows of several tokens."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A set of sizes that a backend allows: listed values, or a range of multiples.
@@ -255,6 +259,7 @@ class Capabilities:
         decode_query_lens: the most query tokens of a row that it takes as a decode.
         shared_prefix: its decode reads blocks of `Batch.shared_prefix` once for all their rows, in its
             own launch.
+        shared_features: what that launch serves beside decodes of one token: names of `SHARED_FEATURES`.
         state_targets: of a recurrence: its decode takes a step's drafts in one launch and writes the
             state after each token to `Batch.state_targets`. For others core decodes token by token.
         padding_rows: of attention: rows of several query tokens may be padding (length 0, known to the
@@ -310,6 +315,7 @@ class Capabilities:
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
     shared_prefix: bool = False
+    shared_features: frozenset[str] = frozenset()
     state_targets: bool = False
     padding_rows: bool = False
     by_address: bool = False
@@ -370,6 +376,11 @@ class Capabilities:
             (self.shared_prefix and not (decodes and True in self.cached),
              "shared_prefix: only a backend that claims phase 'decode' over a cache reads blocks "
              "that rows share"),
+            (not self.shared_features <= SHARED_FEATURES,
+             f"shared_features={sorted(self.shared_features)!r} must be of "
+             f"{', '.join(sorted(SHARED_FEATURES))}"),
+            (self.shared_features and not self.shared_prefix,
+             "shared_features: only a backend that claims shared_prefix has them"),
             (self.phases & SERVICES and len(self.phases) > 1,
              "phases: 'store', 'merge' and 'index' can't be combined with other phases"),
             (not self.indexes <= INDEX_FORMS.keys(),

@@ -93,10 +93,11 @@ class TritonAttention(AlikeAttention):
         self.compilers = Compilers(soon=new and self.torch_device.type == "cuda")
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        """Deal the step's tiles out; of decodes that share keys, those once for all."""
+        """Deal the step's tiles out; of rows that share keys, those once for all."""
         if self.spec.batch_invariant:
             return self.plan_alike(batch)
-        if batch.shared_prefix is not None and batch.all_decode and self.in_one_tile:
+        planned = batch.all_decode or not self.spec.graph_capture
+        if batch.shared_prefix is not None and planned and self.in_one_tile:
             if self.prefixes is None:
                 assert self.cache is not None
                 self.prefixes = PrefixLauncher(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import AttentionKind, LayerSpec, at_least
+from polyattn.kernel import STORAGE_DTYPES, AttentionKind, LayerSpec, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import pick_scan
@@ -17,8 +17,9 @@ from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.selective import Pieces
 
-VALUES = 32
-"""Value channels that a program holds which takes a token at a time, each with all keys."""
+VALUES, OF_128 = 32, 64
+"""Value channels that a program holds which takes a token at a time, each with all keys; and with 128
+keys (H100, decode of 128: KDA's 198 us, 219 with 32; RWKV-7's of 64 keys 69, 72 with 64)."""
 CHUNK = 16
 """Tokens of a chunk: a matrix product's least."""
 PAIR_OPTIONS = {"num_warps": 1, "num_stages": 1}
@@ -48,7 +49,8 @@ def channel_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
     phi = feature_map(spec)
     values = spec.v_head_size + (phi is not None)
     # The normaliser's column is a program's with all values.
-    block = power(values) if phi is not None else min(VALUES, power(values))
+    most = OF_128 if power(spec.head_size) == 128 else VALUES
+    block = power(values) if phi is not None else min(most, power(values))
     return (
         spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
         spec.kind is AttentionKind.KDA, phi, form.qk_norm, drafts,
@@ -70,13 +72,15 @@ def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
 
 def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     """Return `chunk_kernel`'s constants, in its order."""
-    assert spec.recurrent is not None
     block = min(pick_scan(arch, spec.kind, "prefill").block_v, power(spec.v_head_size))
     return (
-        spec.num_heads // spec.num_kv_heads, spec.head_size, spec.v_head_size,
-        power(spec.head_size), block, CHUNK, spec.kind is AttentionKind.KDA,
-        spec.recurrent.qk_norm,
-    )  # fmt: skip
+        spec.head_size,
+        spec.v_head_size,
+        power(spec.head_size),
+        block,
+        CHUNK,
+        spec.kind is AttentionKind.KDA,
+    )
 
 
 def by_token(
@@ -117,11 +121,13 @@ class Channels:
     """Launches a prefill; holds the chunks' matrices. One stream uses it at a time."""
 
     def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
-        self.spec, self.delta = spec, spec.kind is AttentionKind.KDA
+        self.spec = spec
         self.config = pick_scan(arch, spec.kind, "prefill")
         self.constants = chunk_constants(spec, arch)
-        self.matrices = 2 if self.delta else 4
-        self.work: Tensor | None = None
+        small, wide = (2, 3) if spec.kind is AttentionKind.KDA else (4, 4)
+        self.row = small * CHUNK + wide * spec.head_size
+        self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
+        self.whole = torch.empty(0, device=device)
         self._outgrown: list[Tensor] = []
 
     def __call__(
@@ -133,19 +139,15 @@ class Channels:
         chunks: Pieces,
     ) -> None:
         """Run a step. `tensors`, `meta`: as `by_token`."""
-        spec = self.spec
-        q, k, v, g, beta, a, b = tensors
-        tokens, per_head = len(q), self.matrices * CHUNK
-        per_token = spec.num_heads * per_head
-        if self.work is None:
-            self.work = torch.empty(0, dtype=v.dtype, device=v.device)
-        self.work = work = at_least(self.work, tokens * per_token, self._outgrown)
-        strides = _strides(tensors)
-        along = (per_token, per_head)
-        starts, _, slots = meta
+        spec, (q, k, v, g, beta, a, b) = self.spec, tensors
+        heads, (starts, _, slots) = spec.num_heads, meta
+        per_token, places = heads * self.row, slots.numel() + len(q) // CHUNK + 1
+        self.work = work = at_least(self.work, len(q) * per_token, self._outgrown)
+        self.whole = whole = at_least(self.whole, places * heads * spec.head_size, self._outgrown)
+        strides, along = _strides(tensors), (per_token, self.row)
         _pair(
-            (chunks.count, spec.num_heads, 1),
-            (q, k, g, beta, a, b, work, starts, slots, chunks.seq, chunks.start),
+            (chunks.count, heads, 1),
+            (q, k, g, beta, a, b, work, whole, starts, slots, chunks.seq, chunks.start),
             (),
             (*strides[:4], *strides[6:], beta.stride(0), *along),
             (),
@@ -153,10 +155,10 @@ class Channels:
             PAIR_OPTIONS,
         )
         _chunk(
-            (slots.numel(), spec.num_heads, triton.cdiv(spec.v_head_size, self.constants[4])),
-            (q, k, v, g, a, b, work, out, states, *meta),
+            (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3])),
+            (v, work, whole, out, states, *meta),
             (spec.scale,),
-            (*strides, *along, *out.stride()[:2], *states.stride()[:2]),
+            (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
             (),
             self.constants,
             {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},

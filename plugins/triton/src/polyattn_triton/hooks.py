@@ -105,6 +105,7 @@ TRITON_ATTN = declared(
         rows_layout="HND",
         decode_query_lens=16,
         shared_prefix=True,
+        shared_features=names("appends sliding_window alibi"),
         padding_rows=True,
         features=names(
             "causal non_causal gqa v_head_size sliding_window chunked sink_tokens cache_positions "

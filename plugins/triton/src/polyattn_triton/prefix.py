@@ -24,6 +24,7 @@ from polyattn_triton.launch import (
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,
+    Tokens,
     cut,
     fastest,
     room_for,
@@ -40,9 +41,22 @@ from polyattn_triton.variants import (
 
 
 class PrefixPlan(Plan):
-    """One step of decodes over shared keys: its grid, its work and where in it what lies."""
+    """One step of decodes over shared keys: its grid, its work and where in it what lies.
 
-    __slots__ = ("config", "grid", "kept", "merging", "offsets", "table", "work")
+    `several`: some rows have several tokens.
+    """
+
+    __slots__ = (
+        "config",
+        "grid",
+        "kept",
+        "merging",
+        "offsets",
+        "places",
+        "several",
+        "table",
+        "work",
+    )
 
     def __init__(self, batch: Batch, config: PrefixConfig):
         super().__init__(batch)
@@ -50,7 +64,7 @@ class PrefixPlan(Plan):
         self.grid: tuple[int, int, int]
         self.work: Tensor
         self.offsets: tuple[int, int, int, int]
-        self.table = (0, 0)
+        self.table, self.places, self.several = (0, 0), 0, False
         self.kept: Kept
         self.merging: Kept
 
@@ -92,21 +106,29 @@ class PrefixLauncher:
         spec, rows = self.spec, batch.num_seqs
         levels, table = batch.shared_prefix, batch.block_table
         assert levels is not None and table is not None
+        tokens = Tokens.of(
+            batch.host_lens.astype(np.int32), batch.host_query_lens, spec.sliding_window or 0
+        )
         judged = levels
         if spec.graph_capture:
             levels = levels[:MOST_LEVELS]
             # The graph keeps its kernel: that for a run of all rows, as long as the table is wide.
             judged = ((SharedRun(tuple(range(rows)), 0, table.shape[1]),),)
-        config = fastest(judged, rows, self.block_size, spec.gqa_ratio, self.configs)
+        config = fastest(judged, tokens.count, self.block_size, spec.gqa_ratio, self.configs)
         shape = Shape(spec.gqa_ratio, self.small, config)
         programs = self.programs(config)
         room = room_for(rows, programs, shape) if spec.graph_capture else None
-        tiles = tiles_of(levels, batch.host_lens.astype(np.int32), self.block_size, shape)
-        work = work_of(tiles, cut(tiles, shape, programs), shape, rows, programs, room)
+        tiles = tiles_of(levels, tokens, self.block_size, shape)
+        pieces = cut(tiles, shape, programs)
+        work = work_of(tiles, pieces, shape, batch.num_tokens, programs, room)
         plan = PrefixPlan(batch, config)
         plan.grid = (programs, spec.num_kv_heads, 1)
         before = reuse.work if isinstance(reuse, PrefixPlan) else None
-        plan.work = to_device(work.array, self.torch_device, before)
+        plan.several, array = not batch.all_decode, work.array
+        if plan.several or spec.sliding_window or spec.alibi:
+            array = np.concatenate((array, tokens.positions().astype(np.int32)))
+        plan.work = to_device(array, self.torch_device, before)
+        plan.places = len(work.array)
         plan.offsets = (work.bounds, work.parts, work.list, work.part_rows)
         plan.table = (table.stride(0), table.shape[1] - 1)
         space = self.workspace
@@ -131,6 +153,7 @@ class PrefixLauncher:
         bounds, parts, listed, part_rows = plan.offsets
         which: tuple[Any, ...] = (
             plan.config,
+            plan.several,
             step.query.stride(),
             step.query.dtype,
             cache.strides,
@@ -148,6 +171,7 @@ class PrefixLauncher:
                 self.device.arch,
                 key == value,
                 NO_ROWS if read is None else read.constants(apart=False),
+                plan.several,
             )
             site = self._sites[which] = Site(
                 prefix_kernel,
@@ -156,11 +180,13 @@ class PrefixLauncher:
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
         scale, v_scale, soft_cap = step.factors
+        none = self._none
+        slopes = none if params.alibi_slopes is None else params.alibi_slopes
         site(
             plan.grid,
-            (step.query, cache.key, cache.value, *step.scales[:2]),
+            (step.query, cache.key, cache.value, slopes, *step.scales[:2]),
             (scale, soft_cap),
-            (*plan.table, bounds, part_rows),
+            (*plan.table, bounds, part_rows, plan.places),
             plan.kept,
         )
         out, lse = step.out, step.lse
@@ -172,9 +198,8 @@ class PrefixLauncher:
             site = Site(merge_parts_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
             self._sites[which] = site
         rows = rows_merged(spec)
-        none = self._none
         site(
-            (plan.batch.num_seqs, -(-spec.gqa_ratio // rows), spec.num_kv_heads),
+            (plan.batch.num_tokens, -(-spec.gqa_ratio // rows), spec.num_kv_heads),
             (
                 out,
                 out if lse is None else lse,

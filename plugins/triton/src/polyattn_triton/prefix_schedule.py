@@ -30,7 +30,7 @@ MOST_LEVELS = 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The two tiles of a launch: rows are (row of the batch, head of its group).
+    """The two tiles of a launch: rows are (query token, head of its group).
 
     `group`: heads of a KV head; `small`: rows of the lower tile; `config`: of the other.
     """
@@ -41,11 +41,11 @@ class Shape:
 
     @property
     def most(self) -> int:
-        """Rows of the batch that a tile holds."""
+        """Query tokens that a tile holds."""
         return self.config.tall // self.group
 
     def costs(self, count: Ints) -> Ints:
-        """Return what a key tile costs for so many rows of the batch."""
+        """Return what a key tile costs for so many query tokens."""
         small = count * self.group <= self.small
         us: Ints = np.where(small, self.config.small_us, self.config.tall_us)
         return us
@@ -67,14 +67,14 @@ class Tiles:
 
 
 def fastest(
-    levels: Levels, rows: int, block_size: int, group: int, configs: Sequence[PrefixConfig]
+    levels: Levels, tokens: Ints, block_size: int, group: int, configs: Sequence[PrefixConfig]
 ) -> PrefixConfig:
-    """Return the configuration in which a forest over `rows` rows of the batch takes the least time.
+    """Return the configuration in which a forest over rows of so many tokens takes the least time.
 
     `configs`: those there are, lowest tiles first. Counted are the runs: rows' own keys cost alike.
     """
     runs = [run for level in levels for run in level]
-    heads = np.array([len(run.rows) for run in runs], np.int64) * group
+    heads = np.array([tokens[list(run.rows)].sum() for run in runs], np.int64) * group
     keys = np.array([run.count for run in runs], np.int64) * block_size
     least = configs[0].tall
     times = []
@@ -82,36 +82,77 @@ def fastest(
         tiles = -(-heads // config.tall)
         each = np.where(heads <= least, config.small_us, config.tall_us)
         busy = tiles * (each * -(-keys // config.block_n) + config.item_us)
-        times.append((int(busy.sum()) + rows * config.item_us) / config.on_one)
+        times.append((int(busy.sum()) + len(tokens) * config.item_us) / config.on_one)
     return configs[times.index(min(times))]
 
 
-def tiles_of(levels: Levels, lens: Ints, block_size: int, shape: Shape) -> Tiles:
-    """Cut a forest's groups into tiles of rows; rows of length 0 have none.
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The query tokens of a step's rows: (rows,) `lens`, keys; `count`; `start`, its first token.
 
-    `lens` (rows,): keys of each row of the batch, of which at least the last is its own.
+    `window`: keys that a token sees at most, 0 for all.
     """
-    runs = [run for level in levels for run in level]
-    named = np.array(list(chain.from_iterable(run.rows for run in runs)), np.int32)
+
+    lens: Ints
+    count: Ints
+    start: Ints
+    window: int = 0
+
+    @classmethod
+    def of(cls, lens: Ints, count: Ints | None = None, window: int = 0) -> Tokens:
+        """Return those of rows of such lengths; of one token each without `count`."""
+        count = np.ones_like(lens) if count is None else count.astype(np.int32)
+        return cls(lens, count, (count.cumsum() - count).astype(np.int32), window)
+
+    def positions(self) -> Ints:
+        """Return each token's place in its sequence, (tokens,)."""
+        places: Ints = self.within(np.arange(len(self.lens)))
+        return np.repeat(self.lens - self.count - self.start, self.count) + places
+
+    def within(self, rows: Ints) -> Ints:
+        """Return the tokens of some rows, in the rows' order."""
+        count = self.count[rows]
+        skipped = self.start[rows] - (count.cumsum() - count)
+        tokens: Ints = (np.arange(count.sum()) + np.repeat(skipped, count)).astype(np.int32)
+        return tokens
+
+    def first_key(self, begin: Ints, positions: Ints) -> Ints:
+        """Return the first key from `begin` on that a tile sees whose first token is there."""
+        return np.maximum(begin, positions + 1 - self.window) if self.window else begin
+
+
+def tiles_of(levels: Levels, tokens: Tokens, block_size: int, shape: Shape) -> Tiles:
+    """Cut a forest's groups into tiles of query tokens; rows of length 0 have none.
+
+    Of each row's keys at least the last is its own.
+    """
+    runs, lens = [run for level in levels for run in level], tokens.lens
+    rows = np.array(list(chain.from_iterable(run.rows for run in runs)), np.int32)
     held = np.array([(len(run.rows), run.rows[0], run.first, run.count) for run in runs], np.int32)
-    length, table, first, count = held.reshape(-1, 4).T
+    members, table, first, count = held.reshape(-1, 4).T
     stop = (first + count) * block_size
     own = np.zeros(len(lens), np.int32)
-    np.maximum.at(own, named, np.repeat(stop, length))
-    # A run's rows in tiles of `most`: which run each tile is of, and which of its tiles.
+    np.maximum.at(own, rows, np.repeat(stop, members))
+    some = np.flatnonzero(lens > own)
+    # Groups: runs, then rows by themselves. A group's tokens in tiles of `most`.
+    of_run = np.repeat(np.arange(len(runs)), members)
+    length = np.bincount(of_run, tokens.count[rows], len(runs)).astype(np.int64)
+    length = np.concatenate((length, tokens.count[some]))
+    table, begin = np.concatenate((table, some)), np.concatenate((first * block_size, own[some]))
+    end = np.concatenate((stop, lens[some]))
+    named = np.concatenate((tokens.within(rows), tokens.within(some)))
     tiles = -(-length // shape.most)
-    of = np.repeat(np.arange(len(runs)), tiles)
+    of = np.repeat(np.arange(len(length)), tiles)
     skipped = (np.arange(len(of)) - np.repeat(tiles.cumsum() - tiles, tiles)) * shape.most
     at = (length.cumsum() - length)[of] + skipped
-    some = np.flatnonzero(lens > own)
-    shared, places = len(of), len(named)
-    table_of: Ints = np.concatenate((table[of], some))
-    begin = np.concatenate((first[of] * block_size, own[some]))
-    end = np.concatenate((stop[of], lens[some]))
-    count = np.ones(shared + len(some), np.int64)
-    np.minimum(length[of] - skipped, shape.most, out=count[:shared])
-    at = np.concatenate((at, np.arange(places, places + len(some))))
-    return Tiles(table_of, begin, end, at, count, np.concatenate((named, some)))
+    each = np.minimum(length[of] - skipped, shape.most)
+    begin, end = begin[of], end[of]
+    if len(of) and (tokens.window or tokens.count.max() > 1):
+        positions = tokens.positions()[named]
+        begin = tokens.first_key(begin, np.minimum.reduceat(positions, at))
+        end = np.minimum(end, np.maximum.reduceat(positions, at) + 1)
+    seen = begin < end
+    return Tiles(table[of][seen], begin[seen], end[seen], at[seen], each[seen], named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +200,7 @@ def cut(tiles: Tiles, shape: Shape, programs: int) -> Pieces:
 class PrefixWork:
     """What the kernels read, and where in it: int32, pieces first.
 
-    `bounds` (programs + 1): each program's first piece; `parts` (rows of the batch + 1): each row's first
+    `bounds` (programs + 1): each program's first piece; `parts` (tokens + 1): each one's first
     part among those listed from `list` on, as the parts' rows in the workspace; then the tiles' `rows`.
     `part_rows`: rows that all parts have, for each KV head.
     """
@@ -182,7 +223,7 @@ class Room:
 
 
 def room_for(rows: int, programs: int, shape: Shape) -> Room:
-    """Return the room for `rows` rows of the batch in `MOST_LEVELS` levels and by themselves.
+    """Return the room for `rows` rows of one token in `MOST_LEVELS` levels and by themselves.
 
     A row is in one tile of each level, a tile has one row or more, and each program ends in one cut.
     """
@@ -194,7 +235,7 @@ def room_for(rows: int, programs: int, shape: Shape) -> Room:
 def work_of(
     tiles: Tiles, pieces: Pieces, shape: Shape, rows: int, programs: int, room: Room | None = None
 ) -> PrefixWork:
-    """Lay out what the kernels read for `rows` rows of the batch."""
+    """Lay out what the kernels read for `rows` query tokens."""
     group, block = shape.group, shape.config.block_n
     count = tiles.count[pieces.tile]
     ends = np.cumsum(count)

@@ -380,7 +380,7 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
     spec = launcher.spec
     faults: list[str] = []
     work = Work(plan.work, faults)
-    group, heads, count = spec.gqa_ratio, spec.num_kv_heads, batch.num_seqs
+    group, heads, count = spec.gqa_ratio, spec.num_kv_heads, batch.num_tokens
     bounds, parts, listed, part_rows = plan.offsets
     programs = np.arange(plan.grid[0])
     first, last = work[bounds + programs], work[bounds + programs + 1]
@@ -392,9 +392,13 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
         faults.append(f"a tile of {plan.config.tall} rows is to hold {int(rows.max()) * group}")
     which = np.repeat(np.arange(len(rows)), rows)
     i = np.arange(len(which)) - np.repeat(np.cumsum(rows) - rows, rows)
-    seq = work[rows_at[which] + i]
+    token = work[rows_at[which] + i]
+    of_token = np.repeat(np.arange(batch.num_seqs), batch.host_query_lens)
+    row_of = (np.arange(count) - np.array(batch.starts)[of_token]) * group
+    token = np.clip(token, 0, count - 1)
+    seq = of_token[token]
     items = Items(
-        seq, 0 * seq, 0 * seq + group, 0 * seq, 0 * seq + heads, lies[which] + i * group,
+        seq, row_of[token], 0 * seq + group, 0 * seq, 0 * seq + heads, lies[which] + i * group,
         0 * seq + group, table[which],
     )  # fmt: skip
     token = np.arange(count)
@@ -403,7 +407,7 @@ def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Re
     of = np.repeat(token, amount)
     at = np.arange(len(of)) - np.repeat(np.cumsum(amount) - amount, amount)
     merges = Merges(
-        token, 0 * token, 0 * token + group, 0 * token, 0 * token + heads,
+        of_token, row_of, 0 * token + group, 0 * token, 0 * token + heads,
         np.concatenate([[0], amount.cumsum()]), work[listed + begins[of] + at],
     )  # fmt: skip
     keys = Keys(np.arange(len(seq)), begin[which], end[which])

@@ -25,7 +25,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.channels import by_token, channel_constants, feature_map, given_inputs
-from polyattn_triton.kernels.pieces import phi_kernel, unit_tiles_kernel
+from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
 from polyattn_triton.kernels.token import unit_kernel
 from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.scan import ScanPlan, dense
@@ -34,16 +34,20 @@ from polyattn_triton.selective import LEAST_PIECE, SCHEDULERS, Pieces
 Tensors = Mapping[str, Tensor]
 UNITS = 64
 """Channels of RG-LRU that a program holds by the token."""
-TILE_UNITS, TILE_TOKENS = 32, 16
-"""Channels and tokens of RG-LRU that one warp takes at once."""
-CHUNK = {64: 128, 128: 64}
-"""Tokens of linear attention that a program multiplies at once, by the widest head (H100)."""
+PIECE_UNITS, AHEAD = 128, 8
+"""Channels of RG-LRU that a program of a prompt holds, and tokens that it loads ahead."""
+CHUNK = 64
+"""Tokens of linear attention that a program multiplies at once."""
 WIDEST = 128
 """Keys and values of a head that a program holds as a matrix at most; wider ones go by the token."""
-UNIT_PROGRAMS, PROGRAMS = 4, 2
+UNIT_PROGRAMS, PROGRAMS = 8, 4
 """Of a prompt's launch on a scheduler (RG-LRU) or multiprocessor where sequences, too few for one each,
-are cut (H100: RG-LRU's whole sequences took 0.57 of the time at 8 x 4,096, 6.7 times it at 1 x 8,192)."""
-_unit, _unit_tiles, _phi = Launcher(unit_kernel), Launcher(unit_tiles_kernel), Launcher(phi_kernel)
+are cut (H100: RG-LRU's 8 x 4,096 took 460 us cut and 913 whole, 32 x 4,096 1,702 and 1,274)."""
+_unit, _unit_pieces, _phi = (
+    Launcher(unit_kernel),
+    Launcher(unit_pieces_kernel),
+    Launcher(phi_kernel),
+)
 
 
 def token_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
@@ -57,20 +61,20 @@ def token_options(spec: LayerSpec) -> dict[str, int]:
     """Return the launch options of `spec`'s kernel: a wider tile has more warps."""
     if spec.kind is AttentionKind.RG_LRU:
         return {"num_warps": 1}
-    return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": _warps(spec), "num_stages": 1}
 
 
 def piece_constants(spec: LayerSpec, part: str) -> tuple[Any, ...]:
     """Return the constants of the kernel of `spec`'s prompts, in its order. `part`: as it says."""
     if spec.kind is AttentionKind.RG_LRU:
-        return spec.num_heads, TILE_UNITS, TILE_TOKENS, part
+        return spec.num_heads, PIECE_UNITS, AHEAD, part
     return (
         spec.num_heads // spec.num_kv_heads,
         spec.head_size,
         spec.v_head_size + 1,
         power(spec.head_size),
         power(spec.v_head_size),
-        CHUNK[64 if max(spec.head_size, spec.v_head_size) <= 64 else 128],
+        CHUNK,
         feature_map(spec),
         part,
     )
@@ -80,7 +84,12 @@ def piece_options(spec: LayerSpec) -> dict[str, int]:
     """Return that kernel's launch options."""
     if spec.kind is AttentionKind.RG_LRU:
         return {"num_warps": 1, "num_stages": 1}
-    return {"num_warps": 8, "num_stages": 1}
+    return {"num_warps": _warps(spec), "num_stages": 1}
+
+
+def _warps(spec: LayerSpec) -> int:
+    """Return the warps that hold a matrix of keys and values: a wider one has more."""
+    return 4 if max(spec.head_size, spec.v_head_size) <= 64 else 8
 
 
 class TritonTokenScan(RecurrentBackend):
@@ -98,7 +107,7 @@ class TritonTokenScan(RecurrentBackend):
         # A layer whose bits may not depend on the step has them by the token.
         wide = not units and max(spec.head_size, spec.v_head_size) > WIDEST
         self._tiles = not (spec.batch_invariant or wide)
-        self._programs = triton.cdiv(spec.num_heads, TILE_UNITS) if units else spec.num_heads
+        self._programs = triton.cdiv(spec.num_heads, PIECE_UNITS) if units else spec.num_heads
         self._places = multiprocessors(self.torch_device) * (SCHEDULERS if units else 1)
         self._side = self._places * (UNIT_PROGRAMS if units else PROGRAMS)
         self._left = self._none
@@ -135,7 +144,7 @@ class TritonTokenScan(RecurrentBackend):
             parts, cells = ("left", "out"), (pieces.seq, pieces.start)
             programs, size = pieces.count, pieces.size
         if spec.kind is AttentionKind.RG_LRU:
-            kernel, each = _unit_tiles, 2 * spec.num_heads
+            kernel, each = _unit_pieces, 2 * spec.num_heads
             tensors = [dense(frame.inputs[n]) for n in ("x", "input_gate", "recurrent_gate")]
             strides = tuple(t.stride(0) for t in (*tensors, out, states))
             tensors.append(frame.params["Lambda"])

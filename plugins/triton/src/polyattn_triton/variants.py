@@ -331,13 +331,14 @@ def prefix_constants(
     arch: str,
     alike: bool,
     read: tuple[Any, ...] = NO_ROWS,
+    several: bool = False,
 ) -> tuple[Any, ...]:
-    """Return `prefix_kernel`'s constants, in its order."""
+    """Return `prefix_kernel`'s constants, in its order. `several`: rows have several tokens."""
     return (
         spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
         power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
         spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
-        *read,
+        *read, several, spec.sliding_window or 0, spec.alibi,
     )  # fmt: skip
 
 

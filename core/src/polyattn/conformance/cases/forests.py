@@ -18,6 +18,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_soft_cap": {"logit_soft_cap": 1.5},
     "lse": {"needs_lse": True},
 }
+SHARED: dict[str, dict[str, Any]] = {
+    "alibi": {"alibi": True},
+    "sliding_window": {"sliding_window": 70},
+}
+"""What a launch may serve beside plain decodes; a window that ends among the shared blocks."""
 
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
@@ -32,6 +37,16 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         yield Case("forest", "", spec, name)
     for label, spec in _variants(caps, base):
         yield Case("forest", label, spec, "levels")
+    for label in sorted(SHARED.keys() & caps.shared_features):
+        spec = base.replace(**SHARED[label])
+        yield Case("forest", label, spec, "levels")
+        yield Case("forest", label, spec, "many rows")
+    if "appends" in caps.shared_features:
+        for name in FORESTS:
+            yield Case("forest", "appends", base, f"{name}, appends")
+        both = SHARED.keys() & caps.shared_features
+        for label, spec in (*_variants(caps, base), *((n, base.replace(**SHARED[n])) for n in sorted(both))):
+            yield Case("forest", f"appends, {label}", spec, "levels, appends")
     if caps.graph_capture:
         how = "forest_graph" if captures(device) else "forest_reuse"
         yield Case(how, "", base.replace(graph_capture="single_token_decode"), "levels")

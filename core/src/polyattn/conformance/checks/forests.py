@@ -73,11 +73,21 @@ def forest_graph(case: Case, harness: Harness) -> None:
 
 
 def _step(layer: Attention, name: str, harness: Harness) -> tuple[AttentionWorkload, Levels]:
-    """Return the decode of a forest's rows, whose tables and keys agree where they share."""
+    """Return the step of a forest's rows, whose tables and keys agree where they share.
+
+    Of "appends" a row has up to four new tokens, of its own ones.
+    """
     form = layer.group.cache_format
     assert form is not None
-    levels, lens = forest_of(name, form.block_size)
-    return harness.step(layer, [(1, length) for length in lens], shared=levels), levels
+    forest, _, appends = name.partition(", ")
+    levels, lens = forest_of(forest, form.block_size)
+    queries = [1] * len(lens)
+    if appends:
+        shared = dict.fromkeys(range(len(lens)), 0)
+        for run in (run for level in levels for run in level):
+            shared |= dict.fromkeys(run.rows, (run.first + run.count) * form.block_size)
+        queries = [max(1, min(1 + row % 4, n - shared[row])) for row, n in enumerate(lens)]
+    return harness.step(layer, list(zip(queries, lens, strict=True)), shared=levels), levels
 
 
 def _backend(layer: Attention) -> AttentionBackend:
@@ -99,7 +109,7 @@ def _run(
 
     `query`: the step's, and padding rows.
     """
-    spec, count = step.spec, step.batch.num_seqs
+    spec, count = step.spec, step.batch.num_tokens
     query = step.query if query is None else query
     out = torch.full((len(query), spec.num_heads, spec.v_head_size), torch.nan, device=query.device)
     out, lse = out.to(query.dtype), None

@@ -6,6 +6,7 @@ and merges (`prefix`), which any backend with an LSE serves. Only a way with a p
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +20,7 @@ from polyattn.runtime.inputs import capturing
 from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import with_a_column
-from polyattn.runtime.step.shared_prefix import may_share, most_saved
+from polyattn.runtime.step.shared_prefix import Levels, may_share, most_saved
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -49,14 +50,18 @@ CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 
 
-def why_not(spec: LayerSpec) -> str | None:
-    """Return why a layer's decode can't be split by shared prefix, or None."""
+def why_not(spec: LayerSpec, served: Collection[str] = ()) -> str | None:
+    """Return why a layer's decode can't be split by shared prefix, or None.
+
+    `served`: what of `SHARED_FEATURES` a backend's own launch does.
+    """
     if spec.sparse is not None:
         return "a choice of keys: each token reads its own rows of the cache"
     for name, asked in (
-        ("a sliding window", spec.sliding_window),
+        ("a sliding window", spec.sliding_window and "sliding_window" not in served),
+        ("tokens that all windows see", spec.sink_tokens),
         ("chunks", spec.chunk_size),
-        ("ALiBi", spec.alibi),
+        ("ALiBi", spec.alibi and "alibi" not in served),
         ("a bitwise batch-invariant result", spec.batch_invariant),
         ("positions within the cache", unrotated(spec).rope),
         (f"the functions of {spec.variant}", spec.variant),
@@ -74,7 +79,7 @@ class Sharing:
     """The ways in which a group serves decodes that share leading blocks.
 
     `native` reads them once in its own launch, `calls` as calls and merges. `reason`: why there is
-    neither.
+    neither. `appends`: rows of several query tokens, too.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class Sharing:
         native: AttentionBackend | None,
         calls: PrefixDecode | None,
         reason: str = "",
+        appends: bool = False,
     ):
         self.group, self.native, self.calls, self.reason = group, native, calls, reason
+        self.appends = appends and not group.spec.graph_capture
         form = group.cache_format
         self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
         self.rest = self.rested = 0
@@ -97,18 +104,18 @@ class Sharing:
         as bounds don't say which blocks rows really share.
         """
         spec = unrotated(group.spec)
-        reason = why_not(spec)
+        native, served = _native(group, spec) if spec.cached else (None, frozenset())
+        reason = why_not(spec, served)
         if spec.length_bounds:
             reason = "length_bounds: bounds of lengths don't tell which blocks the rows share"
         if reason or not spec.cached:
             return cls(group, None, None, reason or "no layer with cached=False decodes")
-        native = _native(group, spec)
         # A launch of the backend's own was faster than calls wherever both were measured.
         apart = native is None and not spec.graph_capture
         calls = PrefixDecode.of(group) if apart else None
         if native is None and calls is None:
             reason = "none of the candidates reads shared blocks once"
-        return cls(group, native, calls, reason or "")
+        return cls(group, native, calls, reason or "", "appends" in served)
 
     @cached_property
     def looks(self) -> bool:
@@ -159,7 +166,7 @@ class Sharing:
         empty, that steps may share.
         """
         form = self.group.cache_format
-        if self.reason or not batch.all_decode:
+        if self.reason or not (batch.all_decode or self.appends):
             return None
         assert form is not None
         captures = bool(self.group.spec.graph_capture)
@@ -170,12 +177,12 @@ class Sharing:
             table = batch.host_block_table
             if table is None or not may_share(table):
                 return None
-            most = most_saved(table, np.maximum(batch.host_lens - 1, 0), form.block_size)
-            if self._way(1, most * self.block_bytes) is None:
+            most = most_saved(table, np.maximum(batch.host_contexts, 0), form.block_size)
+            if self._way(1, most * self.block_bytes, batch) is None:
                 return None
         levels = batch.find_shared_prefix(form.block_size)
-        saved = sum(run.saved for level in levels for run in level) * self.block_bytes
-        way = self.native if captures else self._way(len(levels), saved)
+        saved = self._saved_blocks(levels, batch) * self.block_bytes
+        way = self.native if captures else self._way(len(levels), saved, batch)
         if way is None:
             return None
         known = None if earlier is None else earlier.plan
@@ -203,21 +210,52 @@ class Sharing:
         form = self.group.cache_format
         assert form is not None
         rows = [row for row, count in enumerate(step.query_lens) if count == 1]
-        levels = step.part(rows).find_shared_prefix(form.block_size)
-        saved = sum(run.saved for level in levels for run in level)
+        part = step.part(rows)
+        saved = self._saved_blocks(part.find_shared_prefix(form.block_size), part)
         megabytes = saved * self.block_bytes / 1e6
         return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
-    def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
+    def _saved_blocks(self, levels: Levels, batch: Batch) -> int:
+        """Return the block reads that are saved where runs are read once; of a window, within it."""
+        runs, window = [run for level in levels for run in level], self.group.spec.sliding_window
+        if not window:
+            return sum(run.saved for run in runs)
+        form, saved = self.group.cache_format, 0
+        assert form is not None
+        unseen = (batch.host_contexts + 1 - window) // form.block_size
+        for run in runs:
+            first = np.maximum(unseen[list(run.rows)], run.first)
+            seen = np.maximum(run.first + run.count - first, 0)
+            saved += int(seen.sum() - seen.max())
+        return saved
+
+    def _way(
+        self, levels: int, saved_bytes: int, batch: Batch
+    ) -> AttentionBackend | PrefixDecode | None:
         """Return the backend predicted fastest for a step that saves so many bytes; None for none."""
         if not saved_bytes:
             return None
         platform, saved_us = self.group.device.platform, self._saved_us(saved_bytes)
+        if not batch.all_decode:
+            saved_us = self._appends_us(saved_bytes, batch)
         if self.native is not None:
             launch_us = LAUNCH_US.get(platform, ACCELERATOR_LAUNCH_US)
             return self.native if saved_us > launch_us else None
         calls_us = (levels + 1) * CALL_US.get(platform, ACCELERATOR_CALL_US)
         return self.calls if saved_us > calls_us else None
+
+    def _appends_us(self, saved_bytes: int, batch: Batch) -> float:
+        """Return what rows of several tokens save: bytes count only where products take no longer."""
+        device, spec, form = self.group.device, self.group.spec, self.group.cache_format
+        assert form is not None
+        if not device.matmul:
+            return self._saved_us(saved_bytes)
+        pairs = int(batch.host_query_lens @ batch.host_lens)
+        flops = 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
+        multiplied = flops / (ATTAINED * device.matmul * 1e6)
+        read = int(batch.host_lens.sum()) * form.bytes_per_token
+        whole, less = self._saved_us(read), self._saved_us(read - saved_bytes)
+        return max(whole, multiplied) - max(less, multiplied)
 
     def _saved_us(self, saved_bytes: int) -> float:
         device, spec = self.group.device, self.group.spec
@@ -230,13 +268,17 @@ class Sharing:
         return saved_bytes * each / 1e3
 
 
-def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
-    """Return the first candidate that reads shared blocks in its own launch."""
+def _native(
+    group: LayerGroup, spec: LayerSpec
+) -> tuple[AttentionBackend | None, frozenset[str]]:
+    """Return the first candidate that reads shared blocks in its own launch, and its claims of it."""
     whole = group.cache_format
     for info in dict(group.selection.candidates).get("decode", ()):
-        able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
-        if able and not check(info.capabilities, spec, group.device, "decode"):
+        claims = info.capabilities
+        able = claims.shared_prefix and not why_not(spec, claims.shared_features)
+        able = able and group.kernel_format(info) == whole
+        if able and not check(claims, spec, group.device, "decode"):
             backend = group.candidate("decode", info, AttentionBackend)
             if backend is not None:
-                return backend
-    return None
+                return backend, claims.shared_features
+    return None, frozenset()

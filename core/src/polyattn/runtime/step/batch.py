@@ -283,6 +283,11 @@ class Batch:
         return self.host_starts[1:] - self.host_starts[:-1]
 
     @cached_property
+    def host_contexts(self) -> Integers:
+        """Tokens before each sequence's new ones, or its last one, int64 (num_seqs,); padding: -1."""
+        return self.host_lens - np.maximum(self.host_query_lens, 1)
+
+    @cached_property
     def query_lens(self) -> list[int]:
         """Query tokens of each sequence, on the host."""
         return list(self.host_query_lens.tolist())
@@ -466,22 +471,22 @@ class Batch:
     def find_shared_prefix(self, block_size: int) -> Levels:
         """Return `shared_prefix`, or what `host_block_table` shows; () if neither is known.
 
-        A row's last token is its own, so that each row attends to something alone.
+        A row's new tokens are its own, so that each row attends to something alone.
 
         Args:
             block_size: of the cache, in tokens.
 
         Raises:
-            BatchError: `shared_prefix` leaves a row no token of its own.
+            BatchError: `shared_prefix` leaves a row's new token no block of its own.
 
         """
         if self.shared_prefix is not None:
-            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            check_own_tokens(self.shared_prefix, self.lens, self.host_contexts, block_size)
             return self.shared_prefix
         table = self.host_block_table
         if table is None or not may_share(table):
             return ()
-        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+        return shared_prefixes(table, np.maximum(self.host_contexts, 0), block_size)
 
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
         """Return the same batch with the blocks that its rows share.

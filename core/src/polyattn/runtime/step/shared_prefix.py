@@ -168,16 +168,18 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
             )
 
 
-def check_own_tokens(levels: Levels, lens: Sequence[int], block_size: int) -> None:
-    """Check that each row has a token behind the blocks that it shares. Raises `BatchError`."""
+def check_own_tokens(
+    levels: Levels, lens: Sequence[int], contexts: Rows, block_size: int
+) -> None:
+    """Check that each row has its new tokens behind the blocks that it shares. Raises `BatchError`."""
     for level in levels:
         for run in level:
             end = (run.first + run.count) * block_size
             for row in run.rows:
-                if lens[row] <= end:
+                if contexts[row] < end:
                     raise BatchError(
                         f"shared_prefix has {end} tokens of row {row}, whose length is {lens[row]}; a "
-                        "row's last token is its own: end the run before it"
+                        "row's new tokens are its own: end the run before them"
                     )
 
 

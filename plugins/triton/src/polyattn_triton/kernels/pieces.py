@@ -1,4 +1,4 @@
-"""Prompts of RG-LRU and of linear attention with a normaliser: tiles of tokens at once, in pieces.
+"""Prompts of RG-LRU and of linear attention with a normaliser, in pieces side by side.
 
 Few long sequences are cut: a first launch ("left") finds what every piece leaves of no state, a second
 ("out") starts each piece with what those before it leave, as `kernels.selective` does it. Others run
@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.scan import _softplus
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+AT_ONCE = tl.constexpr(8)
+"""Pieces before a piece that are loaded at once."""
 
 
 @triton.jit
@@ -35,12 +39,28 @@ def _piece(
 
 
 @triton.jit
-def _after(a, b, next_a, next_b):
-    return a * next_a, b * next_a + next_b
+def _sigmoid(x):
+    """As a square: an inverse root takes two instructions, a division seven."""
+    root = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * x))
+    return root * root
+
+
+@triton.jit
+def _rows(X, I, R, at, stop, x_t, i_t, r_t, ok, AHEAD: tl.constexpr):
+    """Load the next tokens, before the ones at hand are computed; beyond the last one that one again."""
+    rows = ()
+    for j in tl.static_range(AHEAD):
+        row = tl.minimum(at + j, stop - 1).to(tl.int64)
+        rows = rows + (  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no starred tuple
+            tl.load(X + row * x_t, mask=ok),
+            tl.load(I + row * i_t, mask=ok),
+            tl.load(R + row * r_t, mask=ok),
+        )
+    return rows
 
 
 @triton.jit(do_not_specialize=["piece_tokens"])
-def unit_tiles_kernel(
+def unit_pieces_kernel(
     X,
     INPUT_GATE,
     RECURRENT_GATE,
@@ -61,12 +81,13 @@ def unit_tiles_kernel(
     piece_tokens,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """RG-LRU. Grid: (sequences or pieces, blocks of channels).
+    """RG-LRU, a channel's tokens one after another in one lane. Grid: (sequences or pieces, blocks).
 
-    LEFT (pieces, 2, channels): the product of a piece's decays, and the state that it leaves.
+    LEFT (pieces, 2, channels): the sum of a piece's log decays, and the state that it leaves. `AHEAD`:
+    tokens that are loaded before their turn.
     """
     piece = tl.program_id(0)
     slot, start, count, begun, first, stop = _piece(
@@ -75,56 +96,53 @@ def unit_tiles_kernel(
     if count == 0:
         return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    c_ok = c < CHANNELS
-    rate = -8.0 * _softplus(tl.load(LAMBDA + c, mask=c_ok, other=0.0))
+    ok = c < CHANNELS
     own = LEFT + piece.to(tl.int64) * (2 * CHANNELS) + c
-    h = tl.load(STATE + slot * st_s + c, mask=c_ok & begun & (first == 0), other=0.0).to(tl.float32)
-    through = tl.full([BLOCK], 1.0, tl.float32)
+    h = tl.load(STATE + slot * st_s + c, mask=ok & begun & (first == 0), other=0.0).to(tl.float32)
     if PART == "out":
-        for back in range(first // piece_tokens, 0, -1):
-            before = own - back * (2 * CHANNELS)
-            decay = tl.load(before, mask=c_ok, other=0.0)
-            h = decay * h + tl.load(before + CHANNELS, mask=c_ok, other=0.0)
-    rows = tl.arange(0, TOKENS)
+        for back in range(first // piece_tokens, 0, -AT_ONCE):
+            logs = ()
+            left = ()
+            for j in tl.static_range(AT_ONCE):
+                there = ok & (back > j)
+                before = own - (back - j) * (2 * CHANNELS)
+                logs = logs + (tl.load(before, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+                left = left + (tl.load(before + CHANNELS, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            for j in tl.static_range(AT_ONCE):
+                h = tl.exp2(logs[j]) * h + left[j]
+    rate = -8.0 * LOG2_E * _softplus(tl.load(LAMBDA + c, mask=ok, other=0.0))
+    logs_sum = tl.zeros([BLOCK], tl.float32)
     origin = start.to(tl.int64)
-    ok = (first + rows < stop)[:, None] & c_ok[None, :]
-    row = origin + first + rows[:, None]
-    x = tl.load(X + row * x_t + c[None, :], mask=ok, other=0.0)
-    i = tl.load(INPUT_GATE + row * i_t + c[None, :], mask=ok, other=0.0)
-    r = tl.load(RECURRENT_GATE + row * r_t + c[None, :], mask=ok, other=0.0)
-    for at in range(first, stop, TOKENS):
-        here, here_ok = row, ok
-        here_x, here_i, here_r = x.to(tl.float32), i.to(tl.float32), r.to(tl.float32)
-        ok = (at + TOKENS + rows < stop)[:, None] & c_ok[
-            None, :
-        ]  # the next tile, ahead of its turn
-        row += TOKENS
-        x = tl.load(X + row * x_t + c[None, :], mask=ok, other=0.0)
-        i = tl.load(INPUT_GATE + row * i_t + c[None, :], mask=ok, other=0.0)
-        r = tl.load(RECURRENT_GATE + row * r_t + c[None, :], mask=ok, other=0.0)
-        log_a = rate[None, :] * tl.sigmoid(here_r)
-        # 1 - exp(2 log a) loses its digits where a is near 1: there its series serves.
-        twice = 2.0 * log_a
-        series = -twice * (1.0 + twice * (0.5 + twice * (1.0 / 6.0 + twice / 24.0)))
-        a = tl.exp(log_a)
-        root = tl.sqrt(tl.where(twice > -0.05, series, 1.0 - a * a))
-        fresh = (at + rows == 0)[:, None] & (begun == 0)
-        b = tl.where(fresh, 1.0, root) * tl.sigmoid(here_i) * here_x
-        a = tl.where(here_ok, a, 1.0)  # beyond the end a token leaves the state as it is
-        b = tl.where(here_ok, b, 0.0)
-        a, b = tl.associative_scan((a, b), 0, _after)
-        y = a * h[None, :] + b
-        last = (rows == TOKENS - 1)[:, None]
-        h = tl.sum(tl.where(last, y, 0.0), 0)
-        if PART == "left":
-            through *= tl.sum(tl.where(last, a, 0.0), 0)
-        else:
-            tl.store(OUT + here * o_t + c[None, :], y.to(OUT.dtype.element_ty), mask=here_ok)
+    X += origin * x_t + c
+    INPUT_GATE += origin * i_t + c
+    RECURRENT_GATE += origin * r_t + c
+    OUT += origin * o_t + c
+    rows = _rows(X, INPUT_GATE, RECURRENT_GATE, first, stop, x_t, i_t, r_t, ok, AHEAD)
+    for at in range(first, stop, AHEAD):
+        here = rows
+        rows = _rows(X, INPUT_GATE, RECURRENT_GATE, at + AHEAD, stop, x_t, i_t, r_t, ok, AHEAD)
+        for j in tl.static_range(AHEAD):
+            t = at + j
+            live = t < stop
+            log_a = rate * _sigmoid(here[3 * j + 2].to(tl.float32))
+            # 1 - exp(2 log a) loses its digits where a is near 1: there its series serves.
+            twice = (2.0 / LOG2_E) * log_a
+            series = -twice * (1.0 + twice * (0.5 + twice * (1.0 / 6.0 + twice / 24.0)))
+            a = tl.exp2(log_a)
+            root = tl.sqrt(tl.where(twice > -0.05, series, 1.0 - a * a))
+            root = tl.where((t == 0) & (begun == 0), 1.0, root)
+            fresh = root * _sigmoid(here[3 * j + 1].to(tl.float32)) * here[3 * j].to(tl.float32)
+            h = tl.where(live, a * h + fresh, h)
+            if PART == "left":
+                logs_sum += tl.where(live, log_a, 0.0)
+            else:
+                place = OUT + t.to(tl.int64) * o_t
+                tl.store(place, h.to(OUT.dtype.element_ty), mask=ok & live)
     if PART == "left":
-        tl.store(own, through, mask=c_ok)
-        tl.store(own + CHANNELS, h, mask=c_ok)
+        tl.store(own, logs_sum, mask=ok)
+        tl.store(own + CHANNELS, h, mask=ok)
     elif stop == count:
-        tl.store(STATE + slot * st_s + c, h.to(STATE.dtype.element_ty), mask=c_ok)
+        tl.store(STATE + slot * st_s + c, h.to(STATE.dtype.element_ty), mask=ok)
 
 
 @triton.jit

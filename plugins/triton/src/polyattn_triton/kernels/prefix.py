@@ -1,7 +1,7 @@
-"""The decode kernel of rows that share keys: each shared key is read once for a tile of its rows.
+"""The decode kernel of rows that share keys: each shared key is read once for a tile of their tokens.
 
-A program goes through its pieces (`prefix_schedule`): rows of a group over a chunk of the keys that
-they share, or one row over its own. Two heights of tiles in one launch; what a row has of each piece
+A program goes through its pieces (`prefix_schedule`): tokens of rows over a chunk of the keys that these
+share, or one row's over its own. Two heights of tiles in one launch; what a row has of each piece
 is a part, and `merge_parts_kernel` merges a row's parts in the order of its keys.
 """
 
@@ -21,17 +21,17 @@ FIELDS = tl.constexpr(PIECE)
 
 @triton.jit
 def _over_keys(
-    acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, begin, stop, end,
-    MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    acc, m, sums, q, K, V, BT, row_scale, soft_cap, row_pos, slope, k_b, k_t, v_b, v_t, bt_end, begin,
+    stop, end, MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr,
     ACROSS: tl.constexpr, RAISED: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of keys from `begin` to `stop`; without `MASK` none reaches beyond `end`."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    rows = tl.arange(0, BLOCK_M)
     block = blocks_in_table(BT, begin + offs_n, bt_end, BLOCK_SIZE)
     for start in range(begin, stop, BLOCK_N):
         key_pos = start + offs_n
@@ -52,12 +52,15 @@ def _over_keys(
             v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
-            s, rows, key_pos, end, 0.0, row_scale, soft_cap, 0,
-            MASK, False, 0, 0, 0, SOFT_CAP, False, None, 0,
+            s, row_pos, key_pos, end, slope, row_scale, soft_cap, 0,
+            MASK, CAUSAL, WINDOW, 0, 0, SOFT_CAP, ALIBI, None, 0,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - (m_new - RAISED)[:, None])
+        base = m_new
+        if CAUSAL or WINDOW > 0:  # of a row that has seen no key there is nothing yet
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s - (base - RAISED)[:, None])
         if ACROSS:
             sums = sums * alpha[:, None] + p
         else:
@@ -69,13 +72,14 @@ def _over_keys(
 
 @triton.jit
 def _attend(
-    Q, K, V, BT, ROWS_AT, PARTS, PART_LSE, scale, soft_cap,
+    Q, K, V, BT, ROWS_AT, POSITIONS, SLOPES, PARTS, PART_LSE, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
     seq, begin, end, count, part, kv_head,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr, READ_K: tl.constexpr,
-    READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend with `count` rows' heads of one KV head to the keys [begin, end), and store their part."""
     ACROSS: tl.constexpr = BLOCK_M <= 16  # a row lies across the warps
@@ -89,6 +93,12 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
+    row_pos = rows
+    slope = 0.0
+    if CAUSAL or WINDOW > 0 or ALIBI:
+        row_pos = tl.load(POSITIONS + token, mask=row_ok, other=end - 1)
+    if ALIBI:
+        slope = tl.load(SLOPES + kv_head * G + rows % G, mask=row_ok, other=0.0)
     # As in `decode`: small floats are multiplied in float16, which powers of two make wide enough.
     BY_HALF: tl.constexpr = (
         K.dtype.element_ty.is_fp8() or ROWS_WAY >= 8
@@ -109,17 +119,20 @@ def _attend(
     else:
         sums = tl.zeros([BLOCK_M], tl.float32)
     whole = begin
-    if not ACROSS:  # only the last keys of a run don't fill a tile
-        whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+    if not ACROSS and WINDOW == 0:  # only the last keys of a run don't fill a tile
+        seen = end
+        if CAUSAL:  # and the later ones aren't before every token
+            seen = tl.minimum(end, tl.maximum(begin, tl.min(row_pos, 0) + 1))
+        whole = begin + (seen - begin) // BLOCK_N * BLOCK_N
         acc, m, sums = _over_keys(
-            acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, begin, whole,
-            end, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-            ACROSS, RAISED, READ_K, READ_V,
+            acc, m, sums, q, K, V, BT, row_scale, soft_cap, row_pos, slope, k_b, k_t, v_b, v_t, bt_end,
+            begin, whole, end, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP,
+            ALIKE, ACROSS, RAISED, READ_K, READ_V, CAUSAL, WINDOW, ALIBI,
         )  # fmt: skip
     acc, m, sums = _over_keys(
-        acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, whole, end,
-        end, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-        ACROSS, RAISED, READ_K, READ_V,
+        acc, m, sums, q, K, V, BT, row_scale, soft_cap, row_pos, slope, k_b, k_t, v_b, v_t, bt_end,
+        whole, end, end, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP,
+        ALIKE, ACROSS, RAISED, READ_K, READ_V, CAUSAL, WINDOW, ALIBI,
     )  # fmt: skip
     if ACROSS:
         total = tl.sum(sums, 1)
@@ -141,19 +154,21 @@ def _piece(WORK, piece, there):
     return seq, begin, end, rows_at, count, lies
 
 
-@triton.jit(do_not_specialize=["bt_s", "bt_end", "bounds", "part_rows"])
+@triton.jit(do_not_specialize=["bt_s", "bt_end", "bounds", "part_rows", "places"])
 def prefix_kernel(
-    Q, K, V, Q_SCALE, K_SCALE, PARTS, PART_LSE, BT, WORK,
+    Q, K, V, SLOPES, Q_SCALE, K_SCALE, PARTS, PART_LSE, BT, WORK,
     scale, soft_cap,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end, bounds, part_rows,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end, bounds, part_rows, places,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, SMALL: tl.constexpr, TALL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
     SCALES: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """One token a sequence: the pieces that WORK has for this program. Grid: (programs, KV heads).
+    """The pieces that WORK has for this program. Grid: (programs, KV heads).
 
-    `bounds`: where WORK says which pieces are whose. `part_rows`: of all parts of a KV head.
+    `bounds`: where WORK says which pieces are whose; `places`: and where tokens are in their sequences.
+    `part_rows`: of all parts of a KV head. `CAUSAL`: sequences have several tokens.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -167,31 +182,32 @@ def prefix_kernel(
         # The next piece's fields arrive while this one is computed.
         later = _piece(WORK, tl.minimum(piece + 1, last - 1), True)
         ROWS_AT = WORK + rows_at
+        POSITIONS = WORK + places
         part = kv_head * part_rows + lies
         if SMALL == TALL:
             _attend(
-                Q, K, V, BT, ROWS_AT, PARTS, PART_LSE, scale, soft_cap,
+                Q, K, V, BT, ROWS_AT, POSITIONS, SLOPES, PARTS, PART_LSE, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, begin, end, count, part, kv_head,
                 G, D, DV, BLOCK_D, BLOCK_DV, SMALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-                READ_K, READ_V, ROWS_WAY,
+                READ_K, READ_V, ROWS_WAY, CAUSAL, WINDOW, ALIBI,
             )  # fmt: skip
         else:
             if count * G <= SMALL:
                 _attend(
-                    Q, K, V, BT, ROWS_AT, PARTS, PART_LSE, scale, soft_cap,
+                    Q, K, V, BT, ROWS_AT, POSITIONS, SLOPES, PARTS, PART_LSE, scale, soft_cap,
                     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                     seq, begin, end, count, part, kv_head,
                     G, D, DV, BLOCK_D, BLOCK_DV, SMALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-                    READ_K, READ_V, ROWS_WAY,
+                    READ_K, READ_V, ROWS_WAY, CAUSAL, WINDOW, ALIBI,
                 )  # fmt: skip
             else:
                 _attend(
-                    Q, K, V, BT, ROWS_AT, PARTS, PART_LSE, scale, soft_cap,
+                    Q, K, V, BT, ROWS_AT, POSITIONS, SLOPES, PARTS, PART_LSE, scale, soft_cap,
                     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                     seq, begin, end, count, part, kv_head,
                     G, D, DV, BLOCK_D, BLOCK_DV, TALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
-                    READ_K, READ_V, ROWS_WAY,
+                    READ_K, READ_V, ROWS_WAY, CAUSAL, WINDOW, ALIBI,
                 )  # fmt: skip
         seq, begin, end, rows_at, count, lies = later
 
