@@ -50,6 +50,13 @@ def of_e4m3(x: Bits) -> Bits:
     return numbers.numpy().view(np.uint32).reshape(-1)
 
 
+def scaled(a: Bits, b: Bits) -> Bits:
+    """Products of two bfloat16 each, rounded once: exact in float32 where one is a power of two."""
+    x, y = (torch.from_numpy(v.view(np.int16).copy()).view(torch.bfloat16).double() for v in (a, b))
+    bits: Bits = (x * y).bfloat16().view(torch.int16).numpy().view(np.uint32)
+    return bits
+
+
 def rounded(high: Bits, low: Bits, kind: str) -> Bits:
     """Two float32 as 16 bits each."""
     pair = np.stack([low, high], -1).view(np.float32)
@@ -66,9 +73,11 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": lop3,
     "prmt.b32": prmt,
     "add.rn.f16x2": lambda a, b: packed(halves(a) + halves(b)),
+    "mul.rn.bf16x2": scaled,
     "mul.rn.f16x2": lambda a, b: packed(halves(a) * halves(b)),
     "fma.rn.f16x2": lambda a, b, c: packed(halves(a) * halves(b) + halves(c)),
     "cvt.rn.bf16x2.f32": lambda high, low: rounded(high, low, "bf16x2"),

@@ -161,7 +161,8 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-PACKED = [(form, name) for form in ("int4", "nvfp4") for name in DECODES]
+OF_ROWS = ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows")
+PACKED = [(form, name) for form in OF_ROWS for name in DECODES]
 PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
 
 

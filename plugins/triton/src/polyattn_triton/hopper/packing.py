@@ -29,19 +29,26 @@ other's stages 163 and 117."""
 EIGHT = Config(16, 32, 1, 4)
 """Over e4m3, where programs fill the chip uncut. H100, 64 x 4,096 by head: 185 us; the portable kernel's
 by token 199."""
-FORMS = {"int4": 0, "nvfp4": 1, "fp8_e4m3": 2}
+FORMS = {
+    name: form
+    for form, name in enumerate(
+        ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows")
+    )
+}
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4
 """Programs of one warp over rows in a usual program's place."""
 REGISTERS = 168
 """Of their threads: with so many, twelve programs are on a multiprocessor at once."""
-ROWS = {("int4", 1), ("nvfp4", 1)}
+OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows")
+"""Those whose rows begin at multiples of 4 bytes alone."""
+ROWS = {(name, 1) for name in FORMS if name != "fp8_e4m3"}
 """Formats of rows among them."""
 
 
 def word_bytes(cache: CacheFormat) -> int:
     """Return how many bytes are copied at once, which rows begin at multiples of."""
-    return 16 if cache.rows is None else 8
+    return 16 if cache.rows is None else 4 if cache.dtype in OF_FOUR else 8
 
 
 def packed_config(
@@ -63,6 +70,7 @@ def packed_config(
         and spec.head_size == 128
         and spec.gqa_ratio <= 16
         and cache.block_size % 16 == 0
+        and (cache.dtype != "mxfp4" or spec.dtype == "bfloat16")  # whose range its scales have
     )
     if not fits:
         return None
@@ -73,8 +81,7 @@ def packed_config(
 
 def packed_bytes(cache: CacheFormat, config: Config) -> int:
     """Return how much shared memory a program takes."""
-    row = cache.head_size if cache.rows is None else cache.head_size // 2 + word_bytes(cache)
-    return 2 * config.num_stages * config.block_n * row
+    return config.num_stages * config.block_n * sum(cache.widths)
 
 
 def packed_constants(
