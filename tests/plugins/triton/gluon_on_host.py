@@ -484,7 +484,9 @@ def inline(
     for x in args:
         bits = encoded(np.broadcast_to(x.a, shape), x.dtype).reshape(-1)
         if BYTES[x.dtype] == 4:  # a register each
-            registers += [np.ascontiguousarray(bits[at::pack]).view(np.uint32) for at in range(pack)]
+            registers += [
+                np.ascontiguousarray(bits[at::pack]).view(np.uint32) for at in range(pack)
+            ]
             continue
         assert pack * BYTES[x.dtype] == 4
         registers.append(np.ascontiguousarray(bits).view(np.uint32))

@@ -39,9 +39,10 @@ def prmt(a: Bits, b: Bits, which: Bits) -> Bits:
     held = np.stack([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1).reshape(
         -1, 8
     )
-    assert not (which & 0x8888).any()  # a sign's copies
-    places = np.stack([which >> np.uint32(4 * at) & 7 for at in range(4)], -1)
-    return np.ascontiguousarray(np.take_along_axis(held, places, 1)).view(np.uint32).reshape(-1)
+    places = np.stack([which >> np.uint32(4 * at) & 15 for at in range(4)], -1)
+    chosen = np.take_along_axis(held, places & 7, 1)
+    chosen = np.where(places & 8, np.where(chosen & 128, 255, 0), chosen)  # a sign's copies
+    return np.ascontiguousarray(chosen.astype(np.uint8)).view(np.uint32).reshape(-1)
 
 
 def of_e4m3(x: Bits) -> Bits:
@@ -73,6 +74,7 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": lop3,
     "prmt.b32": prmt,

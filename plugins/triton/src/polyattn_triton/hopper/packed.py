@@ -33,15 +33,16 @@ from polyattn_triton.hopper.unpacking import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-LEAST = gl.constexpr(2.0**-126)
 RAISED = gl.constexpr(15)
 """Weights are 2^15 times as large, as in `kernels.decode`: float16 then holds small ones."""
+LEAST = gl.constexpr(2.0**-126)
+"""The smallest unit of values that rows have scales of."""
 
 
 INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS = (gl.constexpr(n) for n in range(8))
-"""Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power of two
-for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3 alone; e4m3 and
-int8, a float32 for each row."""
+"""Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power
+of two for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3;
+e4m3 and int8, a float32 for each row."""
 
 
 @gluon.constexpr_function
@@ -59,48 +60,89 @@ def word_of(form):
 @gluon.constexpr_function
 def scale_words(form):
     """How many such words a row's scales take; their place in shared memory, of e4m3."""
-    return 2 if form == KIVI4 or form == KIVI2 else 1
+    return 2 if form in (KIVI4, KIVI2) else 1
 
 
 @gluon.jit
 def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     """Return operands, a unit's first numbers, its second and so on, of units int16.
 
-    `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales (nvfp4)
-    `which` says which is meant; what is returned is then the 2^14th part.
+    `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales
+    (nvfp4) `which` says which is meant; what is returned is then the 2^14th part.
     """
     if FORM == INT8_ROWS:
-        found = gl.inline_asm_elementwise(
-            BYTES_BELOW if BELOW_ONE else BYTES_BESIDE, "=r,=r,r", [units], dtype=(gl.float16, gl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            BYTES_BELOW if BELOW_ONE else BYTES_BESIDE,
+            "=r,=r,r",
+            [units],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
     elif FORM >= E4M3:
-        found = gl.inline_asm_elementwise(
-            BELOW if BELOW_ONE else BESIDE, "=r,=r,r", [units], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            BELOW if BELOW_ONE else BESIDE,
+            "=r,=r,r",
+            [units],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
     elif FORM == NVFP4:
-        found = gl.inline_asm_elementwise(
-            E2M1_BELOW if BELOW_ONE else E2M1_BESIDE, "=r,=r,=r,=r,r,r,r", [units, by, which],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            E2M1_BELOW if BELOW_ONE else E2M1_BESIDE,
+            "=r,=r,=r,=r,r,r,r",
+            [units, by, which],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
     elif FORM == KIVI2:
-        found = gl.inline_asm_elementwise(
-            QUARTERS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [units, by],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            QUARTERS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [units, by],
+            dtype=(
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
     elif FORM == KIVI4:
-        found = gl.inline_asm_elementwise(
-            STEPS, "=r,=r,=r,=r,r,r,r", [units, by], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            STEPS,
+            "=r,=r,=r,=r,r,r,r",
+            [units, by],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
     elif FORM == MXFP4:
-        found = gl.inline_asm_elementwise(
-            POWERS, "=r,=r,=r,=r,r,r", [units, by], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
+        numbers = gl.inline_asm_elementwise(
+            POWERS,
+            "=r,=r,=r,=r,r,r",
+            [units, by],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        found = gl.inline_asm_elementwise(
-            INTEGERS, "=r,=r,=r,=r,r,r", [units, by], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return found
+        numbers = gl.inline_asm_elementwise(
+            INTEGERS,
+            "=r,=r,=r,=r,r,r",
+            [units, by],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return numbers
 
 
 @gluon.jit
@@ -164,13 +206,49 @@ def _copy_both(
 ):  # fmt: skip
     """Copy a tile's keys and values, which lie in these two blocks."""
     _copy(
-        k_codes, k_scales, K, first, second, tile, slot, length, of_k, k_b, k_t,
-        WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
-    )  # fmt: skip
+        k_codes,
+        k_scales,
+        K,
+        first,
+        second,
+        tile,
+        slot,
+        length,
+        of_k,
+        k_b,
+        k_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        FORM,
+    )
     _copy(
-        v_codes, v_scales, V, first, second, tile, slot, length, of_v, v_b, v_t,
-        WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
-    )  # fmt: skip
+        v_codes,
+        v_scales,
+        V,
+        first,
+        second,
+        tile,
+        slot,
+        length,
+        of_v,
+        v_b,
+        v_t,
+        WORDS,
+        WIDE,
+        LINE,
+        BLOCK_N,
+        BLOCK_SIZE,
+        FORM,
+    )
+
+
+@gluon.jit
+def _with(parts, one):
+    """Return a tuple that has one part more."""
+    return parts + (one,)  # noqa: RUF005
 
 
 @gluon.jit
@@ -183,23 +261,25 @@ def _product(a, b, acc):
 
 
 @gluon.jit
-def _scales(held, UNITS_OF: gl.constexpr, AXIS: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr):
+def _scales(
+    held, UNITS_OF: gl.constexpr, AXIS: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Load a tile's scales as they meet units, in a layout of three dimensions that lacks `AXIS`."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, UNITS_OF)
     if FORM == MXFP4:
         ROW: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
-        found = _powers(held._reinterpret(gl.uint8, [BLOCK_N, 4], PLAIN).load(ROW))
+        scales = _powers(held._reinterpret(gl.uint8, [BLOCK_N, 4], PLAIN).load(ROW))
         if AXIS == 1:
-            found = found.permute((1, 0))
-        found = gl.convert_layout(found, LAYOUT)
+            scales = scales.permute((1, 0))
+        scales = gl.convert_layout(scales, LAYOUT)
     else:
         KIND: gl.constexpr = gl.float16 if FORM == INT4 else gl.int16 if FORM == NVFP4 else gl.int32
         held = held._reinterpret(KIND, [BLOCK_N, 4], PLAIN)
         if AXIS == 1:
             held = held.permute((1, 0))
-        found = held.load(LAYOUT)
-    return found
+        scales = held.load(LAYOUT)
+    return scales
 
 
 @gluon.jit
@@ -209,7 +289,7 @@ def _attend(
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: operands' sums, LSE."""
+    """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: sums, LSE."""
     COUNT: gl.constexpr = numbers_of(FORM)
     UNITS: gl.constexpr = D // COUNT
     WORDS: gl.constexpr = 2 * UNITS // word_of(FORM)
@@ -253,15 +333,15 @@ def _attend(
     for i in gl.static_range(COUNT):
         of_query = gl.load(AT + (2 * i if FORM >= E4M3 else i), mask=mine, other=0.0).to(gl.float32)
         most = gl.maximum(most, gl.abs(of_query))
-        rows = rows + (of_query,)
+        rows = _with(rows, of_query)
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
     q = ()
     acc = ()
     for i in gl.static_range(COUNT):
-        q = q + (gl.convert_layout((rows[i] / power[None, :]).to(KIND), B),)
-        acc = acc + (gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES),)
+        q = _with(q, gl.convert_layout((rows[i] / power[None, :]).to(KIND), B))
+        acc = _with(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
     by = gl.convert_layout(power, HEAD) * (scale * LOG2E * RAISED_BY)
 
     m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
@@ -336,7 +416,7 @@ def _attend(
         so_far = acc
         acc = ()
         for i in gl.static_range(COUNT):
-            acc = acc + (_product(v[i], weights, so_far[i] * alpha[None, :]),)
+            acc = _with(acc, _product(v[i], weights, so_far[i] * alpha[None, :]))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -350,7 +430,7 @@ def _attend(
     so_far = acc
     acc = ()
     for i in gl.static_range(COUNT):
-        acc = acc + (so_far[i] * norm,)
+        acc = _with(acc, so_far[i] * norm)
     return acc, lse
 
 
@@ -369,7 +449,7 @@ def words_layout(words, size):
 @gluon.jit
 def _store(
     acc, lse, OUT, LSE, at, lse_at, by, lse_by, ok, HAS_LSE: gl.constexpr, FORM: gl.constexpr
-):  # fmt: skip
+):
     """Store the heads' outputs, whose numbers come from one operand after another, and their LSE."""
     LAYOUT: gl.constexpr = acc[0].type.layout
     COUNT: gl.constexpr = numbers_of(FORM)
@@ -406,7 +486,7 @@ def packed_kernel(
 ):  # fmt: skip
     """A token of one sequence, the heads of one KV head, over all their keys or some of them.
 
-    Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FORM`: `INT4` on.
+    Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FORM`: `INT4`...
     """
     gl.static_assert(gl.num_warps() == 1)
     gdc_launch_dependents()

@@ -1,7 +1,6 @@
 """Which decodes does `hopper.packed` serve, and what is it launched with?
 
-Plain layers with heads of 128, over caches of int4 or nvfp4 rows, which begin at multiples of 8 bytes, or
-of e4m3, at 16.
+Plain layers with heads of 128, over e4m3, or rows that `FORMS` names.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ PACKED, BY_HEAD = Config(16, 32, 1, 3), Config(16, 32, 1, 2)
 which has the memory that programs leave. H100, int4, 64 x 4,096: 143 us by token, 115 by head; with each
 other's stages 163 and 117."""
 EIGHT = Config(16, 32, 1, 4)
-"""Over e4m3, where programs fill the chip uncut. H100, 64 x 4,096 by head: 185 us; the portable kernel's
-by token 199."""
+"""Over e4m3, where programs fill the chip uncut, and rows that are copied by 4 bytes. H100, 64 x 4,096
+by head: e4m3 185 us (199 by the portable kernel, by token), e4m3_rows 221 (`BY_HEAD` 240), mxfp4 149
+(154)."""
 FORMS = {
     name: form
     for form, name in enumerate(
@@ -74,7 +74,7 @@ def packed_config(
     )
     if not fits:
         return None
-    if rows is None:
+    if rows is None or cache.dtype in OF_FOUR:
         return EIGHT
     return BY_HEAD if cache.layout == "HND" else PACKED
 

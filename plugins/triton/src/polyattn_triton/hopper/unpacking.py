@@ -1,7 +1,7 @@
-"""How do bytes of a cache become numbers for Hopper's tensor cores? In PTX, two units of 16 bits at once.
+"""How do a cache's bytes become numbers for Hopper's tensor cores? In PTX, two units of 16 bits at once.
 
-`$0` on are the operands; then come two units, then their scales. A unit's first numbers, its second and so
-on are one operand each.
+`$0` on are the operands; then come two units, then their scales. A unit's first numbers, its second and
+so on are one operand each.
 """
 
 from __future__ import annotations
@@ -103,7 +103,11 @@ def _steps(bits: int) -> str:
     ]
     for at in range(half):
         place = bits * at
-        mask, less, part = ((1 << bits) - 1) << place, 0xE400 - (place << 10), 0x3C00 - (place << 10)
+        mask, less, part = (
+            ((1 << bits) - 1) << place,
+            0xE400 - (place << 10),
+            0x3C00 - (place << 10),
+        )
         text += [f"mov.b32 {n}, {x << 16 | x:#x};" for n, x in (("part", part), ("less", less))]
         for source, to in ((f"${each}", at), ("t", half + at)):
             text += [
@@ -116,12 +120,12 @@ def _steps(bits: int) -> str:
 
 def _powers() -> str:
     """e2m1 in the places of bfloat16's bits is its 2^126th part; scales are bfloat16's."""
+    moves = ("shl.b32 x, $4, 6", "shl.b32 x, $4, 2", "shr.u32 x, $4, 2", "shr.u32 x, $4, 6")
     text = [".reg .b32 x, s, big;", "mov.b32 big, 0x7e807e80;"]
-    for at, (move, sign) in enumerate((("shl.b32 x, $4, 6", 12), ("shl.b32 x, $4, 2", 8),
-                                       ("shr.u32 x, $4, 2", 4), ("shr.u32 x, $4, 6", 0))):  # fmt: skip
+    for at, move in enumerate(moves):
         text += [
             f"{move};",
-            f"shl.b32 s, $4, {sign};",
+            f"shl.b32 s, $4, {12 - 4 * at};",
             "and.b32 x, x, 0x01c001c0;",
             "lop3.b32 x, s, 0x80008000, x, 0xea;",
             "mul.rn.bf16x2 x, x, big;",
@@ -133,8 +137,7 @@ def _powers() -> str:
 STEPS = gl.constexpr(_steps(4))
 QUARTERS = gl.constexpr(_steps(2))
 POWERS = gl.constexpr(_powers())
-# Bytes of two's complement, 128 more, are the low bits of 1024's mantissa: of two units of a row, then of two
-# rows.
+# Bytes of two's complement, 128 more, are the low bits of 1024's mantissa.
 _BYTES = """
 {
     .reg .b32 x, magic, less;
