@@ -35,10 +35,11 @@ def of_format(name: str, label: str = "", **changes: object) -> Other:
     return Other(f"TRITON_ATTN {name}{label}", "TRITON_ATTN", {"kv_cache_dtype": name, **changes})
 
 
-def decode_of(name: str, step: str, lens: list[int], bar: Bar) -> Row:
+def decode_of(name: str, step: str, lens: list[int], bar: Bar, **changes: int) -> Row:
     """A decode beside e4m3's, bf16's and a copy that moves its bytes."""
     by = [of_format(name), *(of_format(n) for n in ("fp8_e4m3", "auto") if n != name)]
-    return Row(f"formats: {name}, {step}", SMALL_BLOCKS, [(1, n) for n in lens], {"cuda": by}, bar,
+    spec = SMALL_BLOCKS.replace(**changes)
+    return Row(f"formats: {name}, {step}", spec, [(1, n) for n in lens], {"cuda": by}, bar,
                ["machine.copy"], "attend")  # fmt: skip
 
 
@@ -83,7 +84,13 @@ ROWS = [
            "cpu": caches("NATIVE_ATTN")}, part="attend")
       for n, m in ((1, 8192), (16, 4096), (64, 4096))),
     *(decode_of(n, "64 x 4096", [4096] * 64, Bar(most, "machine.copy")) for n, most in NEAR.items()),
+    *(decode_of(n, "64 x 4096", [4096] * 64, Bar(1.0, "TRITON_ATTN fp8_e4m3"))
+      for n in ("mxfp4", "kivi4", "kivi2", "turboquant4")),
+    *(decode_of(n, "64 x 4096", [4096] * 64, Bar(1.0, "TRITON_ATTN auto"))
+      for n in ("int8_rows", "e4m3_rows")),
     *(decode_of(n, "1 x 128k", [128 * K], Bar(0.75, "TRITON_ATTN fp8_e4m3")) for n in ("nvfp4", "int4")),
+    decode_of("int4", "1 x 128k, one KV head", [128 * K], Bar(1.0, "TRITON_ATTN fp8_e4m3"),
+              num_heads=8, num_kv_heads=1),
     decode_of("nvfp4", "64 of 1 to 8k", [128 * (i + 1) - i for i in range(64)],
               Bar(0.75, "TRITON_ATTN fp8_e4m3")),
     *(prefill_of(n, tokens) for n in ("nvfp4", "mxfp4") for tokens in (256, 512, K, 2 * K, 4 * K, 8 * K)),

@@ -182,7 +182,7 @@ def divided(a: Any, b: Any) -> Value:
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": towards_zero,
     "mod": lambda a, b: a - towards_zero(a, b) * b, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "rshift": np.right_shift, "truediv": np.divide,
+    "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift, "truediv": np.divide,
 }  # fmt: skip
 for name, compute in OPERATORS.items():
     for at, method in zip((f"__{name}__", f"__r{name}__"), operator(compute), strict=True):
@@ -483,6 +483,11 @@ def inline(
     registers = []
     for x in args:
         bits = encoded(np.broadcast_to(x.a, shape), x.dtype).reshape(-1)
+        if BYTES[x.dtype] == 4:  # a register each
+            registers += [
+                np.ascontiguousarray(bits[at::pack]).view(np.uint32) for at in range(pack)
+            ]
+            continue
         assert pack * BYTES[x.dtype] == 4
         registers.append(np.ascontiguousarray(bits).view(np.uint32))
     found = [

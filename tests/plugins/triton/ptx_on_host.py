@@ -39,15 +39,23 @@ def prmt(a: Bits, b: Bits, which: Bits) -> Bits:
     held = np.stack([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1).reshape(
         -1, 8
     )
-    assert not (which & 0x8888).any()  # a sign's copies
-    places = np.stack([which >> np.uint32(4 * at) & 7 for at in range(4)], -1)
-    return np.ascontiguousarray(np.take_along_axis(held, places, 1)).view(np.uint32).reshape(-1)
+    places = np.stack([which >> np.uint32(4 * at) & 15 for at in range(4)], -1)
+    chosen = np.take_along_axis(held, places & 7, 1)
+    chosen = np.where(places & 8, np.where(chosen & 128, 255, 0), chosen)  # a sign's copies
+    return np.ascontiguousarray(chosen.astype(np.uint8)).view(np.uint32).reshape(-1)
 
 
 def of_e4m3(x: Bits) -> Bits:
     """The two numbers of a register's low half."""
     numbers = torch.from_numpy(x.astype(np.uint16)).view(torch.float8_e4m3fn).half()
     return numbers.numpy().view(np.uint32).reshape(-1)
+
+
+def scaled(a: Bits, b: Bits) -> Bits:
+    """Products of two bfloat16 each, rounded once: exact in float32 where one is a power of two."""
+    x, y = (torch.from_numpy(v.view(np.int16).copy()).view(torch.bfloat16).double() for v in (a, b))
+    bits: Bits = (x * y).bfloat16().view(torch.int16).numpy().view(np.uint32)
+    return bits
 
 
 def rounded(high: Bits, low: Bits, kind: str) -> Bits:
@@ -66,9 +74,12 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": lop3,
     "prmt.b32": prmt,
     "add.rn.f16x2": lambda a, b: packed(halves(a) + halves(b)),
+    "mul.rn.bf16x2": scaled,
     "mul.rn.f16x2": lambda a, b: packed(halves(a) * halves(b)),
     "fma.rn.f16x2": lambda a, b, c: packed(halves(a) * halves(b) + halves(c)),
     "cvt.rn.bf16x2.f32": lambda high, low: rounded(high, low, "bf16x2"),

@@ -23,6 +23,7 @@ from polyattn.spec.row_format import known_formats
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
+from polyattn_triton.hopper.packing import ROWS as PACKED_ROWS
 from unseen_format import LOGS6
 
 DECODES = ([1, 17, 32, 33, 64, 700, 1024, 5], [4096] * 3, [20000], [300] * 40, [9, 9000, 1, 2500])
@@ -35,7 +36,7 @@ def cases(names: list[str]) -> Iterator[tuple[LayerSpec, list[tuple[int, int]]]]
     for name in names:
         spec = BASE.replace(kv_cache_dtype=name)
         steps = [[(1, n) for n in lens] for lens in DECODES]
-        if name in ("int4", "nvfp4"):
+        if (name, 1) in PACKED_ROWS:
             for changes, step in itertools.product(
                 (
                     {}, {"dtype": "float16", "block_size": 64}, {"num_kv_heads": 32},

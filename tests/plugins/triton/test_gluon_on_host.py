@@ -18,11 +18,13 @@ from gluon_on_host import on_host
 from polyattn import Batch, Device, KVCache, LatentSpec, LayerSpec, SparseSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import CacheFormat, Frame, LayerParams, quantize
+from polyattn.runtime.cache.formats.turboquant import CODEBOOK
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import mla, planning
 from polyattn_triton.attention import TritonAttention
+from polyattn_triton.functions.rows import table_asm
 from polyattn_triton.hopper import packed
 from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
@@ -161,7 +163,8 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-PACKED = [(form, name) for form in ("int4", "nvfp4") for name in DECODES]
+OF_ROWS = ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows")
+PACKED = [(form, name) for form in OF_ROWS for name in DECODES]
 PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
 
 
@@ -342,6 +345,54 @@ def test_every_unit_of_four_bits() -> None:
             each = np.array([groups, 0x3830], np.uint16)
             right(packed.E2M1_BELOW, floats, (first, 0.5), each, np.uint16(0x5410))
             right(packed.E2M1_BELOW, floats, (second, 1.0), each, np.uint16(0x7632))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_every_unit_of_steps(bits: int) -> None:
+    """Codes times their own group's step, from its least number on, as one rounding gives it."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    ends = np.array([[0.25, -3.0], [1.7, 0.1]], np.float16)
+    scales = [np.full(len(pair), x, np.uint32) for x in ends.view(np.uint32)[:, 0]]
+    asm = packed.STEPS if bits == 4 else packed.QUARTERS
+    parts = run_ptx(asm.value, 16 // bits, [*registers_of(pair), *scales])
+    for at, numbers in enumerate(parts):
+        codes = (pair >> bits * at & (1 << bits) - 1).astype(np.float64)
+        wanted = codes * ends[:, 0].astype(np.float64) + ends[:, 1].astype(np.float64)
+        assert np.array_equal(numbers.view(np.float16).reshape(-1, 2), wanted.astype(np.float16))
+
+
+def test_every_unit_of_powers() -> None:
+    """e2m1's numbers times powers of two that float16 can't hold, exact in bfloat16."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for powers in ((1.0, 2.0**-120), (2.0**124, 2.0**-3)):
+        by = torch.tensor(powers).bfloat16()
+        scales = np.broadcast_to(by.view(torch.int16).numpy(), pair.shape)
+        for at, bits in enumerate(run_ptx(packed.POWERS.value, 4, registers_of(pair, scales))):
+            codes = torch.from_numpy((pair >> 4 * at & 15).astype(np.int64))
+            wanted = torch.where(codes >= 8, -1, 1) * e2m1[codes & 7] * by.float()
+            numbers = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+            assert torch.equal(numbers.float().view(-1, 2), wanted)
+
+
+def test_every_byte() -> None:
+    """Of two units each operand has one's two numbers, or both's first ones and both's second ones."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    numbers = pair.view(np.int8).astype(np.float16)
+    for asm, places in (
+        (packed.BYTES_BESIDE, ((0, 1), (2, 3))),
+        (packed.BYTES_BELOW, ((0, 2), (1, 3))),
+    ):
+        for bits, mine in zip(run_ptx(asm.value, 2, registers_of(pair)), places, strict=True):
+            assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
+
+
+def test_a_table_of_sixteen() -> None:
+    """Four codes at once, each a byte, of a codebook: what torch has in its place, as float16."""
+    codes = np.stack([UNITS >> 4 * at & 15 for at in range(4)], -1).astype(np.uint8)
+    pairs = run_ptx(table_asm([*CODEBOOK]), 2, [codes.view(np.uint32).reshape(-1)])
+    numbers = np.stack([x.view(np.float16).reshape(-1, 2) for x in pairs], 1).reshape(-1, 4)
+    assert np.array_equal(numbers, np.array(CODEBOOK, np.float16)[codes])
 
 
 def test_every_unit_of_e4m3() -> None:

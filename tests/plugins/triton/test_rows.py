@@ -31,7 +31,7 @@ def test_compiles_to_machine_code(phase: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "kivi4", "kivi2"])
 def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_path: Path) -> None:
     from polyattn_triton.hopper.packing import PLACES
     from polyattn_triton.variants import FEW_ON_ONE
@@ -44,12 +44,13 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_multiprocessor_holds_four_programs_over_e4m3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows"])
+def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str, tmp_path: Path) -> None:
     from polyattn_triton.variants import MANY_ON_ONE
     from test_triton import programs_on_one
     from triton_ahead import compile_packed
 
-    kernel = compile_packed(SPEC.replace(kv_cache_dtype="fp8_e4m3"), "decode")
+    kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), "decode")
     assert programs_on_one(kernel, tmp_path, 160) >= MANY_ON_ONE
     assert kernel.metadata.shared * MANY_ON_ONE <= 227 << 10
 
@@ -73,8 +74,12 @@ def test_needs_no_small_types_of_the_device(arch: str) -> None:
 def test_every_format_compiles_to_machine_code(name: str) -> None:
     from triton_ahead import compile_phase
 
-    for phase in ("listed", "paged", "write"):
-        kernel = compile_phase(SPEC.replace(kv_cache_dtype=name), "sm_90", phase)
+    for dtype, phase in (
+        *product(("bfloat16", "float16"), ("listed", "paged")),
+        ("bfloat16", "write"),
+    ):
+        spec = SPEC.replace(kv_cache_dtype=name, dtype=dtype)
+        kernel = compile_phase(spec, "sm_90", phase)
         assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
         # A few scales of a byte may come alone; elements mustn't.
         assert phase == "write" or kernel.asm["ptx"].count("ld.global.b8") < 16

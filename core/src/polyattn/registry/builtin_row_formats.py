@@ -53,7 +53,7 @@ ROW_FORMATS = (
     _named(
         "turboquant4", "turboquant",
         lambda size: 0 if size & (size - 1) or size < 8 else size // 2 + 2,
-        "4 bits of a turned row, and its norm (TurboQuant)", turn="turn",
+        "4 bits of a turned row, and its norm (TurboQuant)", largest=65504.0, turn="turn",
     ),
     _named(
         "fp8_ds_mla", "deepseek", lambda size: 656 if size == 576 else 0,

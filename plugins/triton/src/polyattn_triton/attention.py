@@ -87,6 +87,11 @@ class TritonAttention(AlikeAttention):
         self._no_scales = (self._one,) * 4
         rows = None if cache is None else cache.rows
         self._turned_rows = tuple(f if f.turn else None for f in rows or ()) or (None, None)
+        sizes = spec.head_size, spec.v_head_size
+        self._matrices = [
+            None if f is None else turned(torch.eye(n, device=self.torch_device), f, back)
+            for f, n, back in zip(self._turned_rows, sizes, (False, True), strict=True)
+        ]
         self.prefixes: PrefixLauncher | None = None
         self.merger = Merger(spec, self.early, self._functions[-1] == 2)
         new = self.generated is not None and self.generated.new
@@ -167,14 +172,22 @@ class TritonAttention(AlikeAttention):
         of_key, of_value = self._turned_rows
         if of_key is not None:
             wide = dequantized(frame.query, frame.params.q_scale, torch.float32)
-            query = turned(wide, of_key).to(STORAGE_DTYPES[self.spec.dtype])
+            query = self._turned_rows_of(wide, 0).to(STORAGE_DTYPES[self.spec.dtype])
             frame = frame.but(query=query)
         if of_value is None:
             self._run(plan, frame)
             return
         out = torch.empty(frame.out.shape, dtype=torch.float32, device=frame.out.device)
         self._run(plan, frame.but(out=out))
-        write_output(frame.out, turned(out, of_value, back=True), 1.0)
+        write_output(frame.out, self._turned_rows_of(out, 1), 1.0)
+
+    def _turned_rows_of(self, rows: Tensor, at: int) -> Tensor:
+        """Turn queries (0), or outputs back (1): by a product, but where a row's bits must be its own."""
+        format, matrix = self._turned_rows[at], self._matrices[at]
+        assert format is not None and matrix is not None
+        if self.spec.batch_invariant or self.spec.dtype == "float32":
+            return turned(rows, format, back=bool(at))
+        return rows @ matrix
 
     def _run(self, plan: Plan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params

@@ -244,7 +244,8 @@ class PlannedAttention(AttentionBackend):
         # To merge many splits takes longer than a second program in a place gains, but for small ones.
         each = self.places * (2 if self.in_rows else 1) // programs
         wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
-        most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
+        limit = MAX_SPLITS * (PLACES if self.in_rows else 1)
+        most = max(1, min(wanted, -(-longest // self.least_split), limit))
         keys = -(-longest // self.few_config.block_n)
         return self.chip.splits(most, keys, batch.num_seqs, self.by_one)
 

@@ -56,6 +56,24 @@ on_nvidia.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit
+def as_it_is(tile):
+    """A tile of float16. A product whose operand is reshaped isn't compiled for Hopper (Triton 3.6)."""
+    if on_nvidia():
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, True, 2)
+    return tile
+
+
+@triton.jit
+def look_up(code, otherwise, ASM: tl.constexpr):
+    """What codes of four bits stand for in a table (`rows.table_asm`), float16; else `otherwise`."""
+    if on_nvidia():
+        otherwise = tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [code.to(tl.int8)], tl.float16, True, 4
+        )
+    return otherwise
+
+
+@triton.jit
 def _share(x):
     """1 / (1 + 2^x), to 4e-7 of itself.
 

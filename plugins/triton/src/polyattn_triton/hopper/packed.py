@@ -1,11 +1,11 @@
-"""Decode over four-bit numbers, or e4m3, for Hopper, in Gluon: what `kernels.decode` computes.
+"""Decode over numbers of 4 or 2 bits, or e4m3, for Hopper, in Gluon: what `kernels.decode` computes.
 
 A warp is a program and attends to 32 keys at a time. Keys are the rows of the first product and values'
 columns those of the second, so that a product's short side is the heads of one KV head. Numbers pass
 from shared memory to the tensor cores' registers in units of 16 bits, which hold four numbers: a unit's
 first numbers, its second and so on are four operands, whose columns are every fourth of a head. So none
-is moved once it is unpacked, two at a time, and multiplied by its group's scale. Of e4m3 a unit holds two
-numbers, which have no scales.
+is moved once it is unpacked, two at a time, and multiplied by its group's scale. Of 2 bits a unit holds
+eight numbers, of e4m3 two, which have no scales.
 
 Gluon has no interpreter: CI compiles this ahead of time, and a GPU checks its values.
 """
@@ -18,124 +18,139 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper.rows import barrier
+from polyattn_triton.hopper.unpacking import (
+    BELOW,
+    BESIDE,
+    BYTES_BELOW,
+    BYTES_BESIDE,
+    E2M1_BELOW,
+    E2M1_BESIDE,
+    INTEGERS,
+    POWERS,
+    QUARTERS,
+    STEPS,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(15)
 """Weights are 2^15 times as large, as in `kernels.decode`: float16 then holds small ones."""
+LEAST = gl.constexpr(2.0**-126)
+"""The smallest unit of values that rows have scales of."""
 
-# Four bits, of two units, are the low bits of 1024's mantissa, or of its next four: that minus 1032 is
-# exact, as is a 16th of it minus 72.
-INTEGERS = gl.constexpr("""
-{
-    .reg .b32 t, a, b, c, magic, less, part, by;
-    mov.b32 magic, 0x64006400;
-    mov.b32 less, 0xe408e408;
-    mov.b32 part, 0x2c002c00;
-    mov.b32 by, 0xd480d480;
-    shr.u32 t, $4, 8;
-    lop3.b32 a, $4, 0x000f000f, magic, 0xea;
-    lop3.b32 b, $4, 0x00f000f0, magic, 0xea;
-    lop3.b32 c, t, 0x000f000f, magic, 0xea;
-    lop3.b32 t, t, 0x00f000f0, magic, 0xea;
-    add.rn.f16x2 a, a, less;
-    fma.rn.f16x2 b, b, part, by;
-    add.rn.f16x2 c, c, less;
-    fma.rn.f16x2 t, t, part, by;
-    mul.rn.f16x2 $0, a, $5;
-    mul.rn.f16x2 $1, b, $5;
-    mul.rn.f16x2 $2, c, $5;
-    mul.rn.f16x2 $3, t, $5;
-}
-""")
-# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds
-# two pairs of scales, of which $6 says which is meant.
-E2M1 = """
-    .reg .b32 a, b, low, high, none, by;
-    mov.b32 none, 0;
-    shl.b32 a, $4, 4;
-    shl.b32 b, $4, 1;
-    and.b32 a, a, 0x80808080;
-    lop3.b32 low, b, 0x0e0e0e0e, a, 0xea;
-    shr.u32 b, $4, 3;
-    and.b32 a, $4, 0x80808080;
-    lop3.b32 high, b, 0x0e0e0e0e, a, 0xea;
-    prmt.b32 a, low, none, 0x2404;
-    mul.rn.f16x2 $0, a, by;
-    prmt.b32 a, high, none, 0x2404;
-    mul.rn.f16x2 $1, a, by;
-    prmt.b32 a, low, none, 0x3414;
-    mul.rn.f16x2 $2, a, by;
-    prmt.b32 a, high, none, 0x3414;
-    mul.rn.f16x2 $3, a, by;
-"""
-HALVES = """
-    .reg .b16 first, second;
-    .reg .b32 s, t;
-    mov.b32 {first, second}, $5;
-    cvt.rn.f16x2.e4m3x2 s, first;
-"""
-# Of two units in a row, which are of one group.
-E2M1_BESIDE = gl.constexpr(
-    "{" + HALVES + E2M1.replace("mov.b32 none", "prmt.b32 by, s, s, $6;\n    mov.b32 none") + "}"
-)
-# Of two rows, each of which has its own.
-SECOND = "cvt.rn.f16x2.e4m3x2 t, second;\n    prmt.b32 by, s, t, $6;\n    mov.b32 none"
-E2M1_BELOW = gl.constexpr("{" + HALVES + E2M1.replace("mov.b32 none", SECOND) + "}")
-# Two units of e4m3, beside one another in a row: each one's two numbers are neighbours of an operand.
-BESIDE = gl.constexpr("""
-{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}
-""")
-# And of two rows: their first numbers are neighbours, and their second ones.
-BELOW = gl.constexpr("""
-{
-    .reg .b32 t;
-    .reg .b16 low, high;
-    prmt.b32 t, $2, $2, 0x3120;
-    mov.b32 {low, high}, t;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}
-""")
+
+INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS = (gl.constexpr(n) for n in range(8))
+"""Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power
+of two for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3;
+e4m3 and int8, a float32 for each row."""
+
+
+@gluon.constexpr_function
+def numbers_of(form):
+    """How many numbers a unit holds."""
+    return 2 if form >= E4M3 else 8 if form == KIVI2 else 4
+
+
+@gluon.constexpr_function
+def word_of(form):
+    """What rows begin at multiples of, in bytes, and are copied in."""
+    return 4 if form == MXFP4 or form > E4M3 else 8
+
+
+@gluon.constexpr_function
+def scale_words(form):
+    """How many such words a row's scales take; their place in shared memory, of e4m3."""
+    return 2 if form in (KIVI4, KIVI2) else 1
 
 
 @gluon.jit
-def _converted(units, ASM: gl.constexpr):
-    """Return two operands of float16 from units int16 of e4m3."""
-    return gl.inline_asm_elementwise(
-        ASM, "=r,=r,r", [units], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-    )
+def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
+    """Return operands, a unit's first numbers, its second and so on, of units int16.
+
+    `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales
+    (nvfp4) `which` says which is meant; what is returned is then the 2^14th part.
+    """
+    if FORM == INT8_ROWS:
+        numbers = gl.inline_asm_elementwise(
+            BYTES_BELOW if BELOW_ONE else BYTES_BESIDE,
+            "=r,=r,r",
+            [units],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORM >= E4M3:
+        numbers = gl.inline_asm_elementwise(
+            BELOW if BELOW_ONE else BESIDE,
+            "=r,=r,r",
+            [units],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORM == NVFP4:
+        numbers = gl.inline_asm_elementwise(
+            E2M1_BELOW if BELOW_ONE else E2M1_BESIDE,
+            "=r,=r,=r,=r,r,r,r",
+            [units, by, which],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORM == KIVI2:
+        numbers = gl.inline_asm_elementwise(
+            QUARTERS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [units, by],
+            dtype=(
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+                gl.float16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORM == KIVI4:
+        numbers = gl.inline_asm_elementwise(
+            STEPS,
+            "=r,=r,=r,=r,r,r,r",
+            [units, by],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORM == MXFP4:
+        numbers = gl.inline_asm_elementwise(
+            POWERS,
+            "=r,=r,=r,=r,r,r",
+            [units, by],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        numbers = gl.inline_asm_elementwise(
+            INTEGERS,
+            "=r,=r,=r,=r,r,r",
+            [units, by],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return numbers
 
 
 @gluon.jit
-def _integers(units, scales):
-    """Return the first, second, third and fourth numbers of units int16 times their scales, float16."""
-    return gl.inline_asm_elementwise(
-        INTEGERS,
-        "=r,=r,=r,=r,r,r",
-        [units, scales],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _floats(units, scales, which, ASM: gl.constexpr):
-    """The same for e2m1, times two's 14th power; of pairs of scales int16 `which` says which is meant."""
-    return gl.inline_asm_elementwise(
-        ASM,
-        "=r,=r,=r,=r,r,r,r",
-        [units, scales, which],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+def _powers(codes):
+    """Return the powers of two that codes of e8m0 stand for, bfloat16: 0 is 2^-127, 255 NaN."""
+    codes = codes.to(gl.int32)
+    bits = gl.maximum(codes << 7, 64) | (((codes + 1) >> 2) & 64)
+    return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
@@ -156,7 +171,7 @@ def _block(BT, tile, part: gl.constexpr, length, BLOCK_N: gl.constexpr, BLOCK_SI
 def _copy(
     codes, scales, ROWS, first, second, tile, slot, length, of_row, b, t,
     WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, EIGHT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's rows into shared memory, 16 of each of two blocks.
 
@@ -167,16 +182,18 @@ def _copy(
         block = first if part == 0 else second
         FROM = ROWS + block.to(gl.int64) * b + (at % BLOCK_SIZE) * t
         to = codes.index(slot).slice(part * 16, 16)
-        if EIGHT:
+        if FORM >= E4M3:
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
             mine = (row < length - at)[:, None]
             async_copy.async_copy_global_to_shared(to, FROM + of_row, mask=mine)
         else:
             async_copy.async_copy_global_to_shared(to, FROM + of_row)
+        if FORM != E4M3:
             line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
+            each = gl.arange(0, scale_words(FORM), layout=gl.SliceLayout(0, LINE))
             async_copy.async_copy_global_to_shared(
                 scales.index(slot).slice(part * 16, 16),
-                FROM + WORDS + (line * t)[:, None],
+                FROM + WORDS + (line * t)[:, None] + each[None, :],
                 mask=(line < length - at)[:, None],
             )
 
@@ -185,7 +202,7 @@ def _copy(
 def _copy_both(
     k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, slot, length, of_k, of_v,
     k_b, k_t, v_b, v_t, WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, EIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's keys and values, which lie in these two blocks."""
     _copy(
@@ -205,7 +222,7 @@ def _copy_both(
         LINE,
         BLOCK_N,
         BLOCK_SIZE,
-        EIGHT,
+        FORM,
     )
     _copy(
         v_codes,
@@ -224,8 +241,14 @@ def _copy_both(
         LINE,
         BLOCK_N,
         BLOCK_SIZE,
-        EIGHT,
+        FORM,
     )
+
+
+@gluon.jit
+def _with(parts, one):
+    """Return a tuple that has one part more."""
+    return parts + (one,)  # noqa: RUF005
 
 
 @gluon.jit
@@ -238,26 +261,47 @@ def _product(a, b, acc):
 
 
 @gluon.jit
+def _scales(
+    held, UNITS_OF: gl.constexpr, AXIS: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Load a tile's scales as they meet units, in a layout of three dimensions that lacks `AXIS`."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, UNITS_OF)
+    if FORM == MXFP4:
+        ROW: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
+        scales = _powers(held._reinterpret(gl.uint8, [BLOCK_N, 4], PLAIN).load(ROW))
+        if AXIS == 1:
+            scales = scales.permute((1, 0))
+        scales = gl.convert_layout(scales, LAYOUT)
+    else:
+        KIND: gl.constexpr = gl.float16 if FORM == INT4 else gl.int16 if FORM == NVFP4 else gl.int32
+        held = held._reinterpret(KIND, [BLOCK_N, 4], PLAIN)
+        if AXIS == 1:
+            held = held.permute((1, 0))
+        scales = held.load(LAYOUT)
+    return scales
+
+
+@gluon.jit
 def _attend(
     Q, K, V, BT, scale, q_t, q_h, k_b, k_t, v_b, v_t, token, kv_head, length, begin, end, step,
     k_codes, v_codes, k_scales, v_scales,
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: acc, m, l."""
-    EIGHT: gl.constexpr = FORM == 2
-    FLOAT: gl.constexpr = FORM == 1
-    UNITS: gl.constexpr = D // 2 if EIGHT else D // 4
-    WORDS: gl.constexpr = UNITS // 4
-    KIND: gl.constexpr = gl.int16 if FLOAT else gl.float16  # of eight units' two scales, or one
+    """Attend with a token's heads to its key tiles from `begin` to `end` by `step`: sums, LSE."""
+    COUNT: gl.constexpr = numbers_of(FORM)
+    UNITS: gl.constexpr = D // COUNT
+    WORDS: gl.constexpr = 2 * UNITS // word_of(FORM)
+    KIND: gl.constexpr = gl.bfloat16 if FORM == MXFP4 else gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 2 if EIGHT else 1], [4, 8], [1, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 2 if FORM == E4M3 else 1], [4, 8], [1, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
-    RAISED_BY: gl.constexpr = 16384.0 if FLOAT else 1.0
+    RAISED_BY: gl.constexpr = 16384.0 if FORM == NVFP4 else 1.0
 
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, WIDE))
@@ -272,7 +316,7 @@ def _attend(
         if tile < last:
             _copy_both(
                 k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, i, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, EIGHT,
+                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
             )  # fmt: skip
         async_copy.commit_group()
         first = _block(BT, tile + step, 0, length, BLOCK_N, BLOCK_SIZE)
@@ -281,36 +325,33 @@ def _attend(
     # Powers of two keep queries inside of float16's range.
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
     head = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(0, QUERY))
-    place = unit // 2 * 4 + unit % 2 if EIGHT else 4 * unit
-    NEXT: gl.constexpr = 2 if EIGHT else 1
+    place = unit // 2 * 4 + unit % 2 if FORM >= E4M3 else COUNT * unit
     AT = Q + token * q_t + (kv_head * G + head)[None, :] * q_h + place[:, None]
     mine = (head < G)[None, :] & (unit < UNITS)[:, None]
-    q0 = gl.load(AT, mask=mine, other=0.0).to(gl.float32)
-    q1 = gl.load(AT + NEXT, mask=mine, other=0.0).to(gl.float32)
-    most = gl.maximum(gl.abs(q0), gl.abs(q1))
-    if not EIGHT:
-        q2 = gl.load(AT + 2, mask=mine, other=0.0).to(gl.float32)
-        q3 = gl.load(AT + 3, mask=mine, other=0.0).to(gl.float32)
-        most = gl.maximum(most, gl.maximum(gl.abs(q2), gl.abs(q3)))
+    rows = ()
+    most = gl.zeros([UNITS, BLOCK_G], gl.float32, QUERY)
+    for i in gl.static_range(COUNT):
+        of_query = gl.load(AT + (2 * i if FORM >= E4M3 else i), mask=mine, other=0.0).to(gl.float32)
+        most = gl.maximum(most, gl.abs(of_query))
+        rows = _with(rows, of_query)
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
-    q0 = gl.convert_layout((q0 / power[None, :]).to(gl.float16), B)
-    q1 = gl.convert_layout((q1 / power[None, :]).to(gl.float16), B)
-    if not EIGHT:
-        q2 = gl.convert_layout((q2 / power[None, :]).to(gl.float16), B)
-        q3 = gl.convert_layout((q3 / power[None, :]).to(gl.float16), B)
+    q = ()
+    acc = ()
+    for i in gl.static_range(COUNT):
+        q = _with(q, gl.convert_layout((rows[i] / power[None, :]).to(KIND), B))
+        acc = _with(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
     by = gl.convert_layout(power, HEAD) * (scale * LOG2E * RAISED_BY)
 
-    acc0 = gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
     m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
     sums = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     LIE: gl.constexpr = units_layout(UNITS)
+    SPAN: gl.constexpr = UNITS // 4  # of the units that have one scale, or of nvfp4's two
+    BY_ROW: gl.constexpr = FORM > E4M3
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_values = length.to(gl.float32) * 0.0 + LEAST
     slot = 0
     for tile in range(begin, last, step):
         async_copy.wait_group(STAGES - 2)
@@ -321,58 +362,61 @@ def _attend(
         if ahead < last:
             _copy_both(
                 k_codes, k_scales, v_codes, v_scales, K, V, first, second, ahead, to, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, EIGHT,
+                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
             )  # fmt: skip
         async_copy.commit_group()
         first = _block(BT, ahead + step, 0, length, BLOCK_N, BLOCK_SIZE)
         second = _block(BT, ahead + step, 1, length, BLOCK_N, BLOCK_SIZE)
 
         k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
-        s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
-        if EIGHT:
-            k0, k1 = _converted(k, BESIDE)
-            s = _product(k0, q0, s)
-            s = _product(k1, q1, s)
+        if FORM >= E4M3:
+            k = _numbers(k, k, k, FORM, False)
         else:
-            k = k.reshape((BLOCK_N, UNITS // 8, 8))
-            k_by = k_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
-            k_by = k_by.load(gl.SliceLayout(2, k.type.layout))[:, :, None]
-            if FLOAT:
-                which = _which(gl.SliceLayout(0, gl.SliceLayout(1, k.type.layout)), 0x1010, 0x3232)
-                k0, k1, k2, k3 = _floats(k, k_by, which[None, None, :], E2M1_BESIDE)
-            else:
-                k0, k1, k2, k3 = _integers(k, k_by)
-            s = _product(k0, q0, s)
-            s = _product(k1, q1, s)
-            s = _product(k2, q2, s)
-            s = _product(k3, q3, s)
+            k = k.reshape((BLOCK_N, 4, SPAN))
+            OF_K: gl.constexpr = k.type.layout
+            k_by = _scales(k_scales.index(slot), OF_K, 2, FORM, BLOCK_N)[:, :, None]
+            which = k_by
+            if FORM == NVFP4:
+                IN_K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_K))
+                which = _which(IN_K, 0x1010, 0x3232)[None, None, :]
+            k = _numbers(k, k_by, which, FORM, False)
+        s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
+        for i in gl.static_range(COUNT):
+            s = _product(k[i], q[i], s)
+        if BY_ROW:
+            s = s * k_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
         s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 0))
         alpha = gl.exp2(m - m_new)
         p = gl.exp2(s - (m_new - RAISED)[None, :])
         m = m_new
         sums = sums * alpha[None, :] + p
-        weights = gl.convert_layout(p.to(gl.float16), B)
-        more = alpha[None, :]
+        if BY_ROW:  # weights are multiplied by a value's scale over a power of two above all so far
+            v_by = v_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
+            top = gl.max(gl.max(v_by, 0), 0)
+            above = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True) * 2
+            above = gl.maximum(of_values, above)
+            alpha = alpha * (of_values / above)
+            p = p * (v_by / above)
+            of_values = above
+        weights = gl.convert_layout(p.to(KIND), B)
         v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE)
         v = v.permute((1, 0)).load(A)
-        if EIGHT:
-            v0, v1 = _converted(v, BELOW)
-            acc0 = _product(v0, weights, acc0 * more)
-            acc1 = _product(v1, weights, acc1 * more)
+        if FORM >= E4M3:
+            v = _numbers(v, v, v, FORM, True)
         else:
-            v = v.reshape((UNITS // 8, 8, BLOCK_N))
-            v_by = v_scales.index(slot)._reinterpret(KIND, [BLOCK_N, UNITS // 8], PLAIN)
-            v_by = v_by.permute((1, 0)).load(gl.SliceLayout(1, v.type.layout))[:, None, :]
-            if FLOAT:
-                which = _which(gl.SliceLayout(0, gl.SliceLayout(2, v.type.layout)), 0x5410, 0x7632)
-                v0, v1, v2, v3 = _floats(v, v_by, which[None, :, None], E2M1_BELOW)
-            else:
-                v0, v1, v2, v3 = _integers(v, v_by)
-            acc0 = _product(v0, weights, acc0 * more)
-            acc1 = _product(v1, weights, acc1 * more)
-            acc2 = _product(v2, weights, acc2 * more)
-            acc3 = _product(v3, weights, acc3 * more)
+            v = v.reshape((4, SPAN, BLOCK_N))
+            OF_V: gl.constexpr = v.type.layout
+            v_by = _scales(v_scales.index(slot), OF_V, 1, FORM, BLOCK_N)[:, None, :]
+            which = v_by
+            if FORM == NVFP4:
+                IN_V: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OF_V))
+                which = _which(IN_V, 0x5410, 0x7632)[None, :, None]
+            v = _numbers(v, v_by, which, FORM, True)
+        so_far = acc
+        acc = ()
+        for i in gl.static_range(COUNT):
+            acc = _with(acc, _product(v[i], weights, so_far[i] * alpha[None, :]))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -380,8 +424,14 @@ def _attend(
     total = gl.sum(sums, 0)
     safe = gl.where(total == 0.0, 1.0, total)
     norm = (RAISED_BY / safe)[None, :]
+    if BY_ROW:
+        norm = norm * of_values
     lse = gl.where(total == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
-    return acc0 * norm, acc1 * norm, acc2 * norm, acc3 * norm, lse
+    so_far = acc
+    acc = ()
+    for i in gl.static_range(COUNT):
+        acc = _with(acc, so_far[i] * norm)
+    return acc, lse
 
 
 @gluon.constexpr_function
@@ -391,26 +441,22 @@ def units_layout(units):
 
 
 @gluon.constexpr_function
-def words_layout(words):
-    """The same for words of 8 bytes."""
-    return gl.SwizzledSharedLayout(2, 16 // words, words // 2, [1, 0])
+def words_layout(words, size):
+    """The same for words of `size` bytes."""
+    return gl.SwizzledSharedLayout(16 // size, 128 // (words * size), words * size // 16, [1, 0])
 
 
 @gluon.jit
 def _store(
-    acc0, acc1, acc2, acc3, lse, OUT, LSE, at, lse_at, by, lse_by, ok, HAS_LSE: gl.constexpr,
-    EIGHT: gl.constexpr,
-):  # fmt: skip
-    """Store the heads' outputs, each second or fourth number from one operand, and their LSE."""
-    LAYOUT: gl.constexpr = acc0.type.layout
-    unit = gl.arange(0, acc0.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    TO = OUT + at[None, :] + (2 if EIGHT else 4) * unit[:, None]
-    mine = ok[None, :]
-    gl.store(TO, (acc0 * by).to(OUT.dtype.element_ty), mask=mine)
-    gl.store(TO + 1, (acc1 * by).to(OUT.dtype.element_ty), mask=mine)
-    if not EIGHT:
-        gl.store(TO + 2, (acc2 * by).to(OUT.dtype.element_ty), mask=mine)
-        gl.store(TO + 3, (acc3 * by).to(OUT.dtype.element_ty), mask=mine)
+    acc, lse, OUT, LSE, at, lse_at, by, lse_by, ok, HAS_LSE: gl.constexpr, FORM: gl.constexpr
+):
+    """Store the heads' outputs, whose numbers come from one operand after another, and their LSE."""
+    LAYOUT: gl.constexpr = acc[0].type.layout
+    COUNT: gl.constexpr = numbers_of(FORM)
+    unit = gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    TO = OUT + at[None, :] + COUNT * unit[:, None]
+    for i in gl.static_range(COUNT):
+        gl.store(TO + i, (acc[i] * by).to(OUT.dtype.element_ty), mask=ok[None, :])
     if HAS_LSE:
         gl.store(LSE + lse_at, lse * lse_by, mask=ok)
 
@@ -440,33 +486,32 @@ def packed_kernel(
 ):  # fmt: skip
     """A token of one sequence, the heads of one KV head, over all their keys or some of them.
 
-    Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FORM`:
-    0 integers from -8, with a scale in float16 for each 32; 1 e2m1, with one in e4m3 for each 16; 2 e4m3.
+    Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FORM`: `INT4`...
     """
     gl.static_assert(gl.num_warps() == 1)
     gdc_launch_dependents()
-    WORD: gl.constexpr = gl.int64
-    EIGHT: gl.constexpr = FORM == 2
-    WORDS: gl.constexpr = D // 8 if EIGHT else D // 16
-    CODES: gl.constexpr = words_layout(WORDS)
-    SCALED: gl.constexpr = 1 if EIGHT else BLOCK_N
+    SIZE: gl.constexpr = word_of(FORM)
+    WORD: gl.constexpr = gl.int32 if SIZE == 4 else gl.int64
+    WORDS: gl.constexpr = 2 * D // numbers_of(FORM) // SIZE
+    CODES: gl.constexpr = words_layout(WORDS, SIZE)
+    SCALED: gl.constexpr = 1 if FORM == E4M3 else BLOCK_N
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     k_codes = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, WORDS], CODES)
     v_codes = gl.allocate_shared_memory(WORD, [STAGES, BLOCK_N, WORDS], CODES)
-    k_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, 1], LINE)
-    v_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, 1], LINE)
+    k_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, scale_words(FORM)], LINE)
+    v_scales = gl.allocate_shared_memory(WORD, [STAGES, SCALED, scale_words(FORM)], LINE)
     # Programs of all heads begin one after another: where rows lie by token, they share lines of memory.
     number = gl.program_id(0) + gl.program_id(1) * gl.num_programs(0)
     program = number // gl.num_programs(1)
     kv_head = number % gl.num_programs(1)
     scale = _scaled(scale, Q_SCALE, K_SCALE, kv_head, False, SCALES)
     v_scale = _scaled(v_scale, V_SCALE, OUT_SCALE, kv_head, True, SCALES)
-    KEYS = K.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (k_h // 8)
-    VALUES = V.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (v_h // 8)
-    k_b = k_b // 8
-    k_t = k_t // 8
-    v_b = v_b // 8
-    v_t = v_t // 8
+    KEYS = K.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (k_h // SIZE)
+    VALUES = V.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (v_h // SIZE)
+    k_b = k_b // SIZE
+    k_t = k_t // SIZE
+    v_b = v_b // SIZE
+    v_t = v_t // SIZE
     head = gl.arange(
         0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
     )
@@ -486,7 +531,7 @@ def packed_kernel(
         stop = gl.minimum(at + share, gl.load(WORK + 1))
         while at < stop:
             token = seq.to(gl.int64)
-            acc0, acc1, acc2, acc3, lse = _attend(
+            acc, lse = _attend(
                 Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
                 token, kv_head, gl.load(SEQ_LENS + seq),
                 gl.maximum(at - low - item, 0), gl.minimum(stop, high) - low - item, 1,
@@ -497,11 +542,11 @@ def packed_kernel(
             if (high - 1) // share > first:
                 part = kv_head * 2 * programs + 2 * program + (first == program).to(gl.int32)
                 place = part * ROWS + head
-                _store(acc0, acc1, acc2, acc3, lse, PARTS, PART_LSE, place * D, place,
-                       1.0, 1.0, ok, True, EIGHT)  # fmt: skip
+                _store(acc, lse, PARTS, PART_LSE, place * D, place,
+                       1.0, 1.0, ok, True, FORM)  # fmt: skip
             else:
-                _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
-                       token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, EIGHT)  # fmt: skip
+                _store(acc, lse, OUT, LSE, token * o_t + heads * o_h,
+                       token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, FORM)  # fmt: skip
             barrier()  # the next one's copies go where this one's products read
             at = high
             low = high
@@ -515,7 +560,7 @@ def packed_kernel(
             begin = gl.program_id(2)
             step = splits
         length = gl.load(SEQ_LENS + program)
-        acc0, acc1, acc2, acc3, lse = _attend(
+        acc, lse = _attend(
             Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
             token, kv_head, length, begin, length, step, k_codes, v_codes, k_scales, v_scales,
             G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM,
@@ -523,22 +568,7 @@ def packed_kernel(
         if SPLIT:
             part = (program * gl.num_programs(1) + kv_head) * splits + begin
             place = part * ROWS + head
-            _store(
-                acc0,
-                acc1,
-                acc2,
-                acc3,
-                lse,
-                PARTS,
-                PART_LSE,
-                place * D,
-                place,
-                1.0,
-                1.0,
-                ok,
-                True,
-                EIGHT,
-            )
+            _store(acc, lse, PARTS, PART_LSE, place * D, place, 1.0, 1.0, ok, True, FORM)
         else:
-            _store(acc0, acc1, acc2, acc3, lse, OUT, LSE, token * o_t + heads * o_h,
-                   token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, EIGHT)  # fmt: skip
+            _store(acc, lse, OUT, LSE, token * o_t + heads * o_h,
+                   token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, FORM)  # fmt: skip

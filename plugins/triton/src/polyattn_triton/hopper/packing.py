@@ -1,7 +1,6 @@
 """Which decodes does `hopper.packed` serve, and what is it launched with?
 
-Plain layers with heads of 128, over caches of int4 or nvfp4 rows, which begin at multiples of 8 bytes, or
-of e4m3, at 16.
+Plain layers with heads of 128, over e4m3, or rows that `FORMS` names.
 """
 
 from __future__ import annotations
@@ -27,21 +26,29 @@ PACKED, BY_HEAD = Config(16, 32, 1, 3), Config(16, 32, 1, 2)
 which has the memory that programs leave. H100, int4, 64 x 4,096: 143 us by token, 115 by head; with each
 other's stages 163 and 117."""
 EIGHT = Config(16, 32, 1, 4)
-"""Over e4m3, where programs fill the chip uncut. H100, 64 x 4,096 by head: 185 us; the portable kernel's
-by token 199."""
-FORMS = {"int4": 0, "nvfp4": 1, "fp8_e4m3": 2}
+"""Over e4m3, where programs fill the chip uncut, and rows that are copied by 4 bytes. H100, 64 x 4,096
+by head: e4m3 185 us (199 by the portable kernel, by token), e4m3_rows 221 (`BY_HEAD` 240), mxfp4 149
+(154)."""
+FORMS = {
+    name: form
+    for form, name in enumerate(
+        ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows")
+    )
+}
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4
 """Programs of one warp over rows in a usual program's place."""
 REGISTERS = 168
 """Of their threads: with so many, twelve programs are on a multiprocessor at once."""
-ROWS = {("int4", 1), ("nvfp4", 1)}
+OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows")
+"""Those whose rows begin at multiples of 4 bytes alone."""
+ROWS = {(name, 1) for name in FORMS if name != "fp8_e4m3"}
 """Formats of rows among them."""
 
 
 def word_bytes(cache: CacheFormat) -> int:
     """Return how many bytes are copied at once, which rows begin at multiples of."""
-    return 16 if cache.rows is None else 8
+    return 16 if cache.rows is None else 4 if cache.dtype in OF_FOUR else 8
 
 
 def packed_config(
@@ -63,18 +70,18 @@ def packed_config(
         and spec.head_size == 128
         and spec.gqa_ratio <= 16
         and cache.block_size % 16 == 0
+        and (cache.dtype != "mxfp4" or spec.dtype == "bfloat16")  # whose range its scales have
     )
     if not fits:
         return None
-    if rows is None:
+    if rows is None or cache.dtype in OF_FOUR:
         return EIGHT
     return BY_HEAD if cache.layout == "HND" else PACKED
 
 
 def packed_bytes(cache: CacheFormat, config: Config) -> int:
     """Return how much shared memory a program takes."""
-    row = cache.head_size if cache.rows is None else cache.head_size // 2 + word_bytes(cache)
-    return 2 * config.num_stages * config.block_n * row
+    return config.num_stages * config.block_n * sum(cache.widths)
 
 
 def packed_constants(

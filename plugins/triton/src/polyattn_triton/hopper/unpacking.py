@@ -1,0 +1,154 @@
+"""How do a cache's bytes become numbers for Hopper's tensor cores? In PTX, two units of 16 bits at once.
+
+`$0` on are the operands; then come two units, then their scales. A unit's first numbers, its second and
+so on are one operand each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+
+# Four bits, of two units, are the low bits of 1024's mantissa, or of its next four: that minus 1032 is
+# exact, as is a 16th of it minus 72.
+INTEGERS = gl.constexpr("""
+{
+    .reg .b32 t, a, b, c, magic, less, part, by;
+    mov.b32 magic, 0x64006400;
+    mov.b32 less, 0xe408e408;
+    mov.b32 part, 0x2c002c00;
+    mov.b32 by, 0xd480d480;
+    shr.u32 t, $4, 8;
+    lop3.b32 a, $4, 0x000f000f, magic, 0xea;
+    lop3.b32 b, $4, 0x00f000f0, magic, 0xea;
+    lop3.b32 c, t, 0x000f000f, magic, 0xea;
+    lop3.b32 t, t, 0x00f000f0, magic, 0xea;
+    add.rn.f16x2 a, a, less;
+    fma.rn.f16x2 b, b, part, by;
+    add.rn.f16x2 c, c, less;
+    fma.rn.f16x2 t, t, part, by;
+    mul.rn.f16x2 $0, a, $5;
+    mul.rn.f16x2 $1, b, $5;
+    mul.rn.f16x2 $2, c, $5;
+    mul.rn.f16x2 $3, t, $5;
+}
+""")
+# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds
+# two pairs of scales, of which $6 says which is meant.
+E2M1 = """
+    .reg .b32 a, b, low, high, none, by;
+    mov.b32 none, 0;
+    shl.b32 a, $4, 4;
+    shl.b32 b, $4, 1;
+    and.b32 a, a, 0x80808080;
+    lop3.b32 low, b, 0x0e0e0e0e, a, 0xea;
+    shr.u32 b, $4, 3;
+    and.b32 a, $4, 0x80808080;
+    lop3.b32 high, b, 0x0e0e0e0e, a, 0xea;
+    prmt.b32 a, low, none, 0x2404;
+    mul.rn.f16x2 $0, a, by;
+    prmt.b32 a, high, none, 0x2404;
+    mul.rn.f16x2 $1, a, by;
+    prmt.b32 a, low, none, 0x3414;
+    mul.rn.f16x2 $2, a, by;
+    prmt.b32 a, high, none, 0x3414;
+    mul.rn.f16x2 $3, a, by;
+"""
+HALVES = """
+    .reg .b16 first, second;
+    .reg .b32 s, t;
+    mov.b32 {first, second}, $5;
+    cvt.rn.f16x2.e4m3x2 s, first;
+"""
+# Of two units in a row, which are of one group.
+E2M1_BESIDE = gl.constexpr(
+    "{" + HALVES + E2M1.replace("mov.b32 none", "prmt.b32 by, s, s, $6;\n    mov.b32 none") + "}"
+)
+# Of two rows, each of which has its own.
+SECOND = "cvt.rn.f16x2.e4m3x2 t, second;\n    prmt.b32 by, s, t, $6;\n    mov.b32 none"
+E2M1_BELOW = gl.constexpr("{" + HALVES + E2M1.replace("mov.b32 none", SECOND) + "}")
+# Two units of e4m3, beside one another in a row: each one's two numbers are neighbours of an operand.
+BESIDE = gl.constexpr("""
+{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+# And of two rows: their first numbers are neighbours, and their second ones.
+BELOW = gl.constexpr("""
+{
+    .reg .b32 t;
+    .reg .b16 low, high;
+    prmt.b32 t, $2, $2, 0x3120;
+    mov.b32 {low, high}, t;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+
+
+def _steps(bits: int) -> str:
+    """Codes of 4 or 2 bits times a step, from a least number on: a float16 each, of either unit's group.
+
+    A code in the mantissa of 1024, times a power of two, less 1024 times that: all exact.
+    """
+    each, half = 16 // bits, 8 // bits
+    text = [
+        ".reg .b32 x, t, magic, by, least, part, less;",
+        "mov.b32 magic, 0x64006400;",
+        f"prmt.b32 by, ${each + 1}, ${each + 2}, 0x5410;",
+        f"prmt.b32 least, ${each + 1}, ${each + 2}, 0x7632;",
+        f"shr.u32 t, ${each}, 8;",
+    ]
+    for at in range(half):
+        place = bits * at
+        mask, less, part = (
+            ((1 << bits) - 1) << place,
+            0xE400 - (place << 10),
+            0x3C00 - (place << 10),
+        )
+        text += [f"mov.b32 {n}, {x << 16 | x:#x};" for n, x in (("part", part), ("less", less))]
+        for source, to in ((f"${each}", at), ("t", half + at)):
+            text += [
+                f"lop3.b32 x, {source}, {mask << 16 | mask:#x}, magic, 0xea;",
+                "fma.rn.f16x2 x, x, part, less;",
+                f"fma.rn.f16x2 ${to}, x, by, least;",
+            ]
+    return "{" + "\n".join(text) + "}"
+
+
+def _powers() -> str:
+    """e2m1 in the places of bfloat16's bits is its 2^126th part; scales are bfloat16's."""
+    moves = ("shl.b32 x, $4, 6", "shl.b32 x, $4, 2", "shr.u32 x, $4, 2", "shr.u32 x, $4, 6")
+    text = [".reg .b32 x, s, big;", "mov.b32 big, 0x7e807e80;"]
+    for at, move in enumerate(moves):
+        text += [
+            f"{move};",
+            f"shl.b32 s, $4, {12 - 4 * at};",
+            "and.b32 x, x, 0x01c001c0;",
+            "lop3.b32 x, s, 0x80008000, x, 0xea;",
+            "mul.rn.bf16x2 x, x, big;",
+            f"mul.rn.bf16x2 ${at}, x, $5;",
+        ]
+    return "{" + "\n".join(text) + "}"
+
+
+STEPS = gl.constexpr(_steps(4))
+QUARTERS = gl.constexpr(_steps(2))
+POWERS = gl.constexpr(_powers())
+# Bytes of two's complement, 128 more, are the low bits of 1024's mantissa.
+_BYTES = """
+{
+    .reg .b32 x, magic, less;
+    mov.b32 magic, 0x64646464;
+    mov.b32 less, 0xe480e480;
+    xor.b32 x, $2, 0x80808080;
+    prmt.b32 $0, x, magic, FIRST;
+    prmt.b32 $1, x, magic, SECOND;
+    add.rn.f16x2 $0, $0, less;
+    add.rn.f16x2 $1, $1, less;
+}
+"""
+BYTES_BESIDE = gl.constexpr(_BYTES.replace("FIRST", "0x4140").replace("SECOND", "0x4342"))
+BYTES_BELOW = gl.constexpr(_BYTES.replace("FIRST", "0x4240").replace("SECOND", "0x4341"))
