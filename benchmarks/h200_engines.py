@@ -26,6 +26,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -91,8 +92,13 @@ def serving(rows: Any, args: Options) -> None:
 def always(rows: Any, args: Options) -> None:
     from engines import always as tokens
 
-    for dtype, own in (("float16", "FLASH_ATTN"), ("float32", "TRITON_ATTN")):
-        rows.add(f"FULL graphs, {dtype}, {own}", lambda d=dtype, o=own: tokens.compared(d, o))
+    for model, dtype, own, changed in (
+        ("llama", "float16", "FLASH_ATTN", {"head_dim": 64}),
+        ("llama", "float32", "TRITON_ATTN", {"head_dim": 64}),
+        ("deepseek_v3", "float16", "TRITON_MLA", {"first_k_dense_replace": 2}),
+    ):
+        what = f"FULL graphs, {model}, {dtype}, beside {own}"
+        rows.add(what, partial(tokens.compared, model, dtype, own, **changed))
 
 
 def hf_logits(rows: Any, args: Options) -> None:

