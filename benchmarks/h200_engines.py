@@ -8,6 +8,7 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
+- `always`: vLLM's engine, whose graphs hold prompts and decodes: greedy tokens beside its own backends'.
 - `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
@@ -25,6 +26,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -32,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 120, "serving": 1200}
+TIMED = {"nano": 120, "always": 240, "serving": 1200}
 COMPARED = {
     "nano32": 150, "vllm": 150, "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
@@ -41,11 +43,12 @@ LIMITS = TIMED | COMPARED
 CARRIED = Path("/tmp/engines-transformers")
 """Where a transformers of the version that the integration is made for is unpacked."""
 Row = dict[str, Any]
-Section = Callable[[Any, str], None]
-"""Adds its rows; the second is nano-vllm's folder."""
+Options = argparse.Namespace
+Section = Callable[[Any, Options], None]
+"""Adds its rows; the second are the options."""
 
 
-def vllm(rows: Any, nano: str) -> None:
+def vllm(rows: Any, args: Options) -> None:
     from engines import vllm_graphs
 
     vllm_graphs.stand_in()
@@ -55,43 +58,57 @@ def vllm(rows: Any, nano: str) -> None:
         ("soft cap", {"logits_soft_cap": 10.0}),
         ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
         ("3 drafts", {"drafts": 3}),
+        ("MLA", {"kind": "LatentRunner"}),
+        ("MLA, 3 drafts", {"kind": "LatentRunner", "drafts": 3}),
     ):
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
         if "drafts" not in layer:
             rows.add(f"and of prompts and decodes, {label}", lambda x=layer: vllm_graphs.mixed(**x))
 
 
-def nano32(rows: Any, nano: str) -> None:
+def nano32(rows: Any, args: Options) -> None:
     from engines import nano as engine
 
-    rows.add("nano-vllm, float32, graphs", lambda: engine.equal_tokens(nano))
+    rows.add("nano-vllm, float32, graphs", lambda: engine.equal_tokens(args.nano))
 
 
-def nano16(rows: Any, nano: str) -> None:
+def nano16(rows: Any, args: Options) -> None:
     from engines import nano as engine
 
-    for row in engine.throughput(nano, rows.end - time.monotonic()):
+    for row in engine.throughput(args.nano, rows.end - time.monotonic()):
         rows.note(f"nano-vllm, bf16: {row.pop('what')}", row)
 
 
-def serving(rows: Any, nano: str) -> None:
+def serving(rows: Any, args: Options) -> None:
     import torch
     from engines import serving as load
     from pages import about
 
     rows.note("serving, where", about(torch.device(load.DEVICE)) | {"vLLM": load.VERSION})
-    for row in load.measured(rows.end - time.monotonic()):
+    for row in load.measured(rows.end - time.monotonic(), args.loads):
         rows.note(f"serving, {row.pop('what')}", row)
 
 
-def hf_logits(rows: Any, nano: str) -> None:
+def always(rows: Any, args: Options) -> None:
+    from engines import always as tokens
+
+    for model, dtype, own, changed in (
+        ("llama", "float16", "FLASH_ATTN", {"head_dim": 64}),
+        ("llama", "float32", "TRITON_ATTN", {"head_dim": 64}),
+        ("deepseek_v3", "float16", "TRITON_MLA", {"first_k_dense_replace": 2}),
+    ):
+        what = f"FULL graphs, {model}, {dtype}, beside {own}"
+        rows.add(what, partial(tokens.compared, model, dtype, own, **changed))
+
+
+def hf_logits(rows: Any, args: Options) -> None:
     from engines import hugging_face as tf
 
     for name in tf.MODELS:
         rows.add(f"{name}: logits", lambda n=name: tf.logits(n))
 
 
-def hf_tokens(rows: Any, nano: str) -> None:
+def hf_tokens(rows: Any, args: Options) -> None:
     from engines import hugging_face as tf
 
     modes = ("no padding", "left padding", "static cache", "beams", "static cache, compiled")
@@ -100,7 +117,7 @@ def hf_tokens(rows: Any, nano: str) -> None:
             rows.add(f"{name}: tokens, {mode}", lambda n=name, m=mode: tf.tokens(n, m))
 
 
-def hf_batching(rows: Any, nano: str) -> None:
+def hf_batching(rows: Any, args: Options) -> None:
     from engines import hugging_face as tf
 
     for name in ("llama", "gemma2"):
@@ -109,22 +126,22 @@ def hf_batching(rows: Any, nano: str) -> None:
 
 
 SECTIONS: dict[str, Section] = {
-    "vllm": vllm, "nano32": nano32, "nano": nano16, "serving": serving,
+    "vllm": vllm, "nano32": nano32, "nano": nano16, "always": always, "serving": serving,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 
 
-def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
-    """Run one section in this process; its rows go to `out` as they come."""
+def run_section(args: Options) -> int:
+    """Run one section in this process; its rows go to `args.out` as they come."""
     from rows import Rows
 
     class Written(Rows):
         def note(self, what: str, row: Row) -> None:
             super().note(what, row)
-            out.write_text(json.dumps(self.rows))
+            args.out.write_text(json.dumps(self.rows))
 
-    rows = Written(seconds)
-    SECTIONS[name](rows, nano)
+    rows = Written(args.seconds)
+    SECTIONS[args.section](rows, args)
     return len(rows.wrong())
 
 
@@ -152,10 +169,11 @@ def main() -> int:
     parser.add_argument(
         "--transformers", help="a wheel of transformers 5.23, for the sections that use it"
     )
+    parser.add_argument("--loads", default="", help="a regexp: the loads of `serving` that are run")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
-        return run_section(args.section, args.nano, args.seconds, args.out)
+        return run_section(args)
     if args.transformers:
         zipfile.ZipFile(args.transformers).extractall(CARRIED)
     end, found = time.monotonic() + args.seconds, list[Row]()
@@ -196,7 +214,7 @@ def section_rows(name: str, args: Any, limit: float) -> list[Row]:
     try:
         subprocess.run(
             [sys.executable, __file__, "--section", name, "--nano", str(Path(args.nano).resolve()),
-             "--out", str(out), "--seconds", str(limit - 10)],
+             "--loads", args.loads, "--out", str(out), "--seconds", str(limit - 10)],
             env=environment(name), timeout=limit, check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -139,13 +139,17 @@ def test_results_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "rows, environ",
     [
-        ("graphs.replayed(6, drafts=n) for n in (0, 3)", {}),
+        ("graphs.replayed(6, n, kind) for n in (0, 3) for kind in ('Runner', 'LatentRunner')", {}),
+        (
+            "[graphs.mixed(1, graphs.torch.float32, 'LatentRunner')]",
+            {"TRITON_INTERPRET": "1", "POLYATTN_BACKEND": "TRITON_MLA"},
+        ),
         (
             "graphs.mixed(1, graphs.torch.float32, sliding_window=n) for n in (None, 40)",
             {"TRITON_INTERPRET": "1", "POLYATTN_BACKEND": "TRITON_ATTN"},
         ),
     ],
-    ids=["uniform", "mixed"],
+    ids=["uniform", "latent", "mixed"],
 )
 def test_the_rehearsal_of_vllms_graphs(rows: str, environ: dict[str, str]) -> None:
     """vLLM's names stood in for, in a process of its own; `h200_engines.py` captures the same steps.
@@ -154,7 +158,7 @@ def test_the_rehearsal_of_vllms_graphs(rows: str, environ: dict[str, str]) -> No
     """
     code = (
         "from engines import vllm_graphs as graphs; graphs.stand_in(); "
-        f"found = [{rows}]; assert all(row['right'] for row in found), found"
+        f"found = list({rows}); assert all(row['right'] for row in found), found"
     )
     subprocess.run(
         [sys.executable, "-c", code], cwd=BENCHMARKS, check=True, env={**os.environ, **environ}

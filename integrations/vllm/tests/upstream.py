@@ -68,7 +68,7 @@ FIELDS = {
     ),
     f"{BACKEND}.AttentionImpl": "fused_output_quant_supported supports_dcp supports_pcp",
     f"{BACKEND}.AttentionMetadataBuilder": "reorder_batch_threshold",
-    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS",
+    f"{BACKEND}.AttentionCGSupport": "NEVER UNIFORM_BATCH ALWAYS",
     f"{BACKEND}.AttentionType": "DECODER ENCODER ENCODER_ONLY ENCODER_DECODER",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA",
     "vllm.envs": "VLLM_BATCH_INVARIANT",

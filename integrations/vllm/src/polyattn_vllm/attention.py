@@ -8,6 +8,7 @@ import torch
 from polyattn import Attention, LayerGroup
 from polyattn.host import refuse
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from polyattn_vllm.layouts import Layouts
@@ -91,6 +92,8 @@ class PolyattnImpl(AttentionImpl[Step]):
         attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ):  # fmt: skip
+        config = get_current_vllm_config_or_none()  # the drafter's own, of its layers
+        refuse(REMEDY, use_non_causal=config is not None and config.attention_config.use_non_causal)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks

@@ -22,11 +22,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    EncoderOnlyAttentionSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec
 
 from polyattn_vllm.layouts import layout_of
 
@@ -104,7 +100,7 @@ class Builder(AttentionMetadataBuilder[Step]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return what a graph may hold: steps of as many tokens a request, of MLA one token.
+        """Return what a graph may hold: steps of as many tokens a request.
 
         Where `FULL` is asked for, any step, if backends for that serve all layers.
         """
@@ -112,8 +108,6 @@ class Builder(AttentionMetadataBuilder[Step]):
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
-        if isinstance(kv_cache_spec, MLAAttentionSpec):
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if _mixes(vllm_config) and _captures_any(vllm_config, kv_cache_spec):
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
@@ -320,8 +314,7 @@ def layer_spec(layer: Any, config: VllmConfig, kv_cache_spec: Any, any_step: boo
         mode = config.compilation_config.cudagraph_mode
         full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
         if full and not envs.VLLM_BATCH_INVARIANT:
-            uniform = _drafts(config) > 0 and "latent" not in fields
-            fields["graph_capture"] = "uniform" if uniform else "single_token_decode"
+            fields["graph_capture"] = "uniform" if _drafts(config) else "single_token_decode"
             if any_step:
                 fields["graph_capture"] = "any"
     return LayerSpec(**fields)
@@ -359,7 +352,7 @@ def _captures_any(config: VllmConfig, kv_cache_spec: Any) -> bool:
     device = config.device_config.device
     try:
         for spec in {layer_spec(each, config, kv_cache_spec, True) for each in ours}:
-            if not spec.cached or spec.latent is not None:
+            if not spec.cached:
                 return False
             selected(spec, config, device, verify=False)
     except SelectionError:
