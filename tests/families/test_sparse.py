@@ -326,6 +326,9 @@ def test_an_indexer_chooses_as_its_definition_says(
     assert torch.equal(indexer(*given), wanted)
     monkeypatch.setattr(torch_index, "SCORES", 300)
     assert torch.equal(indexer(*given), wanted), "in pieces"
+    narrow = replace(frame, query=frame.query.to(torch.float8_e4m3fn))
+    wanted = reference.indexed(indexer.group.spec, batch, narrow)
+    assert torch.equal(indexer(narrow.query, *given[1:]), wanted), "queries of e4m3"
 
 
 @pytest.mark.parametrize("form", ["auto", "fp8_e4m3", "fp8_scaled"])

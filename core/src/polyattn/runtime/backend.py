@@ -297,6 +297,11 @@ class IndexBackend(Backend, ABC):
 
     """
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """Whether queries of e4m3 come as they are, not in the layer's dtype, which holds them."""
+        return False
+
     @abstractmethod
     def run(self, plan: Any, frame: IndexFrame) -> None:
         """Choose each token's keys; of equal scores the smaller id wins.

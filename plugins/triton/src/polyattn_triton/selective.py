@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from polyattn.kernel import Batch, LayerSpec, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import SELECTIVE, SelectiveConfig
 from polyattn_triton.kernels.selective import selective_kernel
-from polyattn_triton.launch import Launcher, multiprocessors
+from polyattn_triton.launch import Launcher, multiprocessors, to_device
 
 SCHEDULERS = 4
 """Of a multiprocessor, each of which runs programs of one warp."""
@@ -133,22 +135,20 @@ class Pieces:
         if batch.num_contexts is not None:
             prompts = batch.num_seqs - 1
             self.count = (batch.num_tokens + prompts * (size - 1)) // size
-        self.seq, self.start = self._packed = self._on_device(starts, batch)
+        self._packed = to_device(self._filled(starts, batch), device, None)
+        self.seq, self.start = self._packed.view(2, -1)
 
     def fill(self, batch: Batch) -> None:
         """Replace the pieces by those of a later step of the same captured room."""
-        self._packed.copy_(self._on_device(self._starts(batch), batch), non_blocking=True)
+        to_device(self._filled(self._starts(batch), batch), self._device, self._packed)
 
     def _starts(self, batch: Batch) -> list[tuple[int, int]]:
         counts = batch.query_lens if batch.num_contexts is None else batch.query_lens[:-1]
         return [(i, at) for i, count in enumerate(counts) for at in range(0, count, self.size)]
 
-    def _on_device(self, starts: list[tuple[int, int]], batch: Batch) -> Tensor:
+    def _filled(self, starts: list[tuple[int, int]], batch: Batch) -> NDArray[np.int32]:
         starts = starts + [(batch.num_seqs - 1, 0)] * (self.count - len(starts))
-        packed = torch.tensor(starts, dtype=torch.int32).view(-1, 2).T.contiguous()
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return packed
+        return np.array(starts, dtype=np.int32).reshape(-1, 2).T.ravel()
 
 
 class Selective:

@@ -109,7 +109,8 @@ class Indexer:
         """Choose keys for each token of a step.
 
         Args:
-            query: (num_tokens, num_heads, head_size), in the layer's dtype.
+            query: (num_tokens, num_heads, head_size), in the layer's dtype, or of e4m3 as it is; its
+                scales belong into the weights (DeepGEMM, 2025).
             keys: a paged cache with each sequence's entries, the step's own included.
             plan: the step's batch, or a plan of it; the block table says where the entries are.
             weights: (num_tokens, num_heads), if the spec folds heads by weights.
@@ -126,6 +127,8 @@ class Indexer:
         """
         batch = plan.batch if isinstance(plan, StepPlan) else plan
         self._check(query, keys, batch, weights, within)
+        if not self.backend.multiplies_e4m3:
+            query = query.to(self._dtype)
         shape = (batch.num_tokens, self.spec.choices, chosen_width(self.spec, batch))
         out = torch.empty(shape, dtype=torch.int32, device=query.device)
         with own_precision(self.group.device_type):
@@ -155,7 +158,9 @@ class Indexer:
                 "the batch has no block_table, and the index keys are in a paged cache: pass one"
             )
         shape = (tokens, spec.num_heads, spec.head_size)
-        check_tensors(self.group.torch_device, query=(query, shape, self._dtype))
+        narrow = getattr(query, "dtype", None) is torch.float8_e4m3fn
+        dtype = torch.float8_e4m3fn if narrow else self._dtype
+        check_tensors(self.group.torch_device, query=(query, shape, dtype))
         self._check_cache("keys", keys)
         longest = batch.max_seq_len // spec.tokens_per_entry
         if longest > batch.block_table.shape[1] * keys.shape[1]:

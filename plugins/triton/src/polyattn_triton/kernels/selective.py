@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.kernels.pieces import _piece
 from polyattn_triton.kernels.scan import _softplus, gated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -113,21 +114,11 @@ def selective_kernel(
     channels); or "out", which starts from these.
     """
     piece = tl.program_id(0)
-    seq = piece
-    first = 0
-    if PART != "whole":
-        seq = tl.load(PIECE_SEQ + piece)
-        first = tl.load(PIECE_START + piece)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    slot, start, count, begun, first, end = _piece(
+        piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
+    )
     if count == 0:
         return
-    end = count
-    if PART != "whole":
-        end = tl.minimum(first + piece_tokens, count)
     blocks = tl.cdiv(EACH, BLOCK_D)
     of_bc = tl.program_id(1) // blocks
     d = of_bc * EACH + tl.program_id(1) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -140,7 +131,7 @@ def selective_kernel(
     row = piece.to(tl.int64)
     left = LEFT + n * CHANNELS + _over(d, GROUPS)
     before = first // piece_tokens if PART == "out" else 0
-    from_state = (tl.load(SEQ_LENS + seq) > count) & (first == 0)
+    from_state = begun & (first == 0)
     a = ()
     h = ()
     for j in tl.static_range(PER):
