@@ -6,9 +6,10 @@ import random
 
 from polyattn import LayerSpec
 from polyattn.tools.lengths import DISTRIBUTIONS
-from table import LLAMA, QWEN, Contender, Other, Row
+from table import LATENT, LLAMA, QWEN, Contender, Other, Row, model
 
 TINY = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32)
+DEEPSEEK = model("deepseek-v3")
 LENS = DISTRIBUTIONS["uniform"](256, 1024, random.Random(5))
 NAMES = {
     "cuda": ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"),
@@ -32,6 +33,9 @@ ROWS = [
     Row("a plan: one token after 16", LLAMA, "q1s17", NAMES, part="plan"),
     Row("a plan: 256 uneven decodes", QWEN, [(1, n) for n in LENS], NAMES, part="plan"),
     Row("a plan: 32 decodes and 2 prompts", LLAMA, "32q1s2k_2q1k", NAMES, part="plan"),
+    Row("MLA, a layer's call: one token after 8,191", DEEPSEEK, "q1s8k", LATENT,
+        part="host of a call"),
+    Row("MLA, a plan: one token after 8,191", DEEPSEEK, "q1s8k", LATENT, part="plan"),
     Row("`select`, known", LLAMA, "q1s17", {"cuda": ("TRITON_ATTN",), "cpu": ("NATIVE_ATTN",)},
         part="select"),
 ]  # fmt: skip

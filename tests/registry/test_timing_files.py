@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from polyattn import settings
+from polyattn import Device, LayerSpec, settings
 from polyattn.errors import SettingsError
 from polyattn.registry.discovery import refresh
-from polyattn.registry.timings import read_table, timings
+from polyattn.registry.timings import Timings, read_table, timings
 from polyattn.spec.timing import KINDS, TERMS
 
 
@@ -88,3 +88,44 @@ def test_a_fifo_is_no_table(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(SettingsError, match="it is no regular file"):
         read_table(path)
+
+
+def measured(name: str, *classes: dict[str, object], arch: str = "sm_90") -> dict[str, object]:
+    layer = {"kind": "attention", "dtype": "bfloat16", "stored": "bfloat16"}
+    device = {"platform": "cuda", "arch": arch, "name": name}
+    models = [
+        MODEL
+        | {
+            "backend": f"{name}{c['head_size']}",
+            "layer": layer | {"v_head_size": c["head_size"]} | c,
+        }
+        for c in classes
+    ]
+    return table(device=device, models=models, versions={})
+
+
+def test_a_layer_of_a_class_that_no_table_has(tmp_path: Path) -> None:
+    """It is judged by the nearest class of the architecture's chips."""
+    written = (
+        measured("X", {"head_size": 128}, {"head_size": 64, "stored": "fp8_e4m3"}),
+        measured("Y", {"head_size": 128}, {"head_size": 64}),
+        measured("Z", {"head_size": 80}, arch="sm_80"),
+    )
+    paths = [tmp_path / f"{at}.json" for at in range(len(written))]
+    for path, data in zip(paths, written, strict=True):
+        path.write_text(json.dumps(data))
+    tables = Timings(tuple(map(read_table, paths)))
+
+    def found(device: str, arch: str = "sm_90", platform: str = "cuda", **changes: object) -> str:
+        spec = LayerSpec(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 128} | changes)  # type: ignore[arg-type]
+        names = [m.backend for m in tables.models(spec, Device(platform, arch, device))]
+        return "".join(names)
+
+    assert found("X") == found("other") == "X128"
+    assert found("Y") == found("Y", dtype="float16") == "Y128"
+    assert found("X", head_size=64) == found("X", head_size=48) == "Y64"
+    assert found("X", head_size=96) == "X128" and found("X", head_size=256) == "X128"
+    assert found("Z", "sm_80", head_size=128) == "Z80" and not found("Z", "sm_80", head_size=512)
+    assert found("X", kv_cache_dtype="int8") == "X64" and not found("X", dtype="float32")
+    assert not found("X", batch_invariant="steps", head_size=64)
+    assert not found("X", "sm_80", platform="cpu") and not found("other", "sm_100")

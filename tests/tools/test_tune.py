@@ -13,6 +13,7 @@ import pytest
 import torch
 from polyattn import Batch, Device, LatentSpec, LayerGroup, LayerSpec, Role, select
 from polyattn.errors import SettingsError
+from polyattn.families.attention.roofline import visible_pairs
 from polyattn.registry.discovery import discover
 from polyattn.selection.prediction import Predictor, StepShape, shape_of_step
 from polyattn.settings import Settings
@@ -70,6 +71,15 @@ def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> N
     )
     us = [p.evaluate(p.among(kind, ["A"]), shape)["A"] for p in (guess, right)]
     assert us[0] == pytest.approx(us[1], rel=0.1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
+def test_products_are_those_that_are_seen(window: int | None) -> None:
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, sliding_window=window)
+    for query, length in ((500, 500), (300, 900), (50, 5000), (17, 60), (101, 101), (99, 150)):
+        shape = shape_of_step(spec, [query, query], [length, length + 7])
+        seen = visible_pairs(spec, query, length) + visible_pairs(spec, query, length + 7)
+        assert shape.pairs == seen
 
 
 def test_the_fit_predicts_as_the_choice_does() -> None:

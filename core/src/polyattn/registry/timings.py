@@ -17,6 +17,7 @@ from polyattn.registry.discovery import discover, generation
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
+from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
@@ -25,6 +26,11 @@ REMEDY = "measure again: polyattn tune"
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
+FARTHEST = 4.0
+"""How far, by `distance`, a class may be from a layer that is judged by its times: heads of 128 speak for
+those of 32, and of 512."""
+OTHER_CHIP = 0.5
+"""How far another chip of the architecture is."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class TimingTable:
 
     path: str
     platform: str
+    arch: str
     device: str
     measured: str
     entries: tuple[Entry, ...]
@@ -63,9 +70,7 @@ class TimingTable:
         """
         if not self.is_for(device):
             return ()
-        entries = [
-            e for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)
-        ]
+        entries = [e for e in self._fresh(device) if e.speaks_of(spec)]
         at_level = {(e.model.backend, e.model.kind) for e in entries if e.model.level}
         # Where a backend was measured at the layer's level, that counts.
         return tuple(
@@ -73,6 +78,24 @@ class TimingTable:
             for e in entries
             if e.model.level or (e.model.backend, e.model.kind) not in at_level
         )
+
+    def near(self, spec: LayerSpec, device: Device) -> tuple[float, tuple[TimingModel, ...]]:
+        """Return the class next to `spec`, of a chip of this architecture: how far it is, and its models.
+
+        What a coefficient multiplies is bytes and products, of any head size.
+        """
+        alike = (self.platform, self.arch) == (device.platform, device.arch)
+        if spec.batch_invariant or not (self.is_for(device) or (alike and device.is_accelerator)):
+            return math.inf, ()
+        mine = layer_class(spec)
+        plain = [e for e in self._fresh(device) if not e.model.level]
+        far = {e.layer: distance(dict(e.layer), mine) for e in plain}
+        nearest = min(far, key=far.__getitem__, default=())
+        models = tuple(e.model for e in plain if e.layer == nearest)
+        return far.get(nearest, math.inf) + (0 if self.is_for(device) else OTHER_CHIP), models
+
+    def _fresh(self, device: Device) -> list[Entry]:
+        return [e for e in self.entries if not (e.stale and device.is_real)]
 
     def notes(self, device: Device) -> list[str]:
         """Return what of the table is ignored on `device`, and why, a line each."""
@@ -94,13 +117,17 @@ class Timings:
     broken: tuple[str, ...] = ()
 
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
-        """Return the models of the first table that speaks of a spec on a device.
+        """Return the models of the first table that speaks of a spec on a device, or of what is near.
 
-        What is measured is attention over a cache, without functions and masks of a caller's.
+        What is measured is attention over a cache, without functions and masks of a caller's. A layer
+        of a class, or on a chip, that no table has is judged by the nearest class of the architecture.
         """
         if not spec.cached or spec.variant is not None or spec.mask is not None:
             return ()
-        return next((m for table in self.tables if (m := table.models(spec, device))), ())
+        exact = next((m for table in self.tables if (m := table.models(spec, device))), ())
+        near = [table.near(spec, device) for table in self.tables] if not exact else []
+        far, models = min(near, key=lambda found: found[0], default=(math.inf, ()))
+        return exact or (models if far <= FARTHEST else ())
 
     def notes(self, device: Device) -> list[str]:
         """Return what is ignored of the tables for `device`, a line each."""
@@ -117,6 +144,20 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
         "head_size": spec.head_size,
         "v_head_size": spec.v_head_size,
     }
+
+
+def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
+    """Return how far a class is from a layer's: doublings of head sizes; other types count little.
+
+    Nothing is near another kind, or elements of another size.
+    """
+    theirs = asked | measured  # what a class leaves open is as asked
+    mine, other = (ITEM_BYTES.get(c["stored"]) for c in (asked, theirs))
+    if asked["kind"] != theirs["kind"] or mine is None or mine != other:
+        return math.inf
+    sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
+    types = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
+    return sum(sizes + types)
 
 
 _read: dict[Any, Timings] = {}
@@ -210,6 +251,7 @@ def read_table(path: Path) -> TimingTable:
     return TimingTable(
         str(path),
         str(device.get("platform")),
+        str(device.get("arch")),
         str(device.get("name")),
         plain(str(data.get("measured", ""))),
         tuple(entries),

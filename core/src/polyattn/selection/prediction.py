@@ -34,8 +34,9 @@ TALL = 128
 class StepShape(NamedTuple):
     """The shape of a call: sums over its rows, and its longest row.
 
-    `pairs` counts pairs of a query token and a key that it sees; if all rows are short, those of whole
-    tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV heads.
+    `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
+    those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
+    heads.
     """
 
     rows: int
@@ -64,7 +65,8 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
         lens, longest = np.minimum(lens, seen), seen
     keys = int(lens.sum())
     group, kv_heads = _heads(spec)
-    return StepShape(rows, rows, keys, longest, keys, rows * kv_heads * -(-group // TALL))
+    pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
+    return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL))
 
 
 def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
@@ -77,12 +79,15 @@ def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
         n = np.minimum(n, q + seen)
     tokens = int(q.sum())
     group, kv_heads = _heads(spec)
-    if 1 < most <= LONGEST_SHORT:
+    if 1 < most <= LONGEST_SHORT or (most == 1 and spec.latent is not None):
         pairs = int((q * group + TILE - 1) // TILE @ n) * TILE // group
     else:
         pairs = int(q @ n)
         if spec.causal:
             pairs -= (int(q @ q) - tokens) // 2
+        if spec.causal and seen < sys.maxsize:  # what lies before the windows of later tokens
+            over = np.maximum(n - seen - 1, 0)
+            pairs -= int(over @ (over + 1)) // 2
     tiles = int((-(-q * group // TALL)).sum()) * kv_heads
     return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles)
 

@@ -337,5 +337,5 @@ declare(
         XFORMERS,
         *FAMILIES,
     ],
-    timings=[str(Path(__file__).with_name("timings_h200.json"))],
+    timings=[str(Path(__file__).with_name(f"timings_{chip}.json")) for chip in ("h200", "h100")],
 )
