@@ -50,7 +50,7 @@ def summed_by(config: Any) -> tuple[int, ...]:
 def segments_of(work: Any) -> list[tuple[int, ...]]:
     """Return each tile's request, first row, first and last key tile of each segment that is merged."""
     _, programs, count = (int(work[i]) for i in range(3))
-    end, seq, row, each = work[4 + 8 * programs + np.arange(4 * count)].reshape(4, count)
+    end, seq, row, each = work[4 + 9 * programs + np.arange(4 * count)].reshape(4, count)
     ends = zip(*(x.tolist() for x in (seq, row, np.diff(end, prepend=0), each)), strict=True)
     return [(s, r, k * e, k * e + e) for s, r, n, e in ends for k in range(n)]
 

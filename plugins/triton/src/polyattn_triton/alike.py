@@ -213,7 +213,7 @@ class AlikeAttention(PlannedAttention):
         if dealt.items:
             plan.merging = dealt
             self.workspace.reserve(
-                dealt.segments * heads * plan.rows, self.spec.v_head_size, 0
+                dealt.places * heads * plan.rows, self.spec.v_head_size, 0
             )
         plan.work = to_device(dealt.work, self.torch_device, None)
         self._keep(plan)

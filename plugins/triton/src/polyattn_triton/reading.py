@@ -116,29 +116,31 @@ def dealt_segments(work: Work, folds: bool) -> tuple[Pieces, tuple[Ints, ...]]:
     """
     _, programs, count, items = (int(work[i]) for i in range(4))
     column = 4 + np.arange(programs)
-    at, stop, tile, low, high, seq, row, each = (work[column + k * programs] for k in range(8))
-    tiles = 4 + 8 * programs
+    at, stop, tile, low, high, seq, row, each, shift = (
+        work[column + k * programs] for k in range(9)
+    )
+    tiles = 4 + 9 * programs
     reads: list[tuple[Ints, ...]] = []
     while (some := at < stop).any():
-        at, stop, tile, low, high, seq, row, each = (
-            x[some] for x in (at, stop, tile, low, high, seq, row, each)
+        at, stop, tile, low, high, seq, row, each, shift = (
+            x[some] for x in (at, stop, tile, low, high, seq, row, each, shift)
         )
         to = np.where((at == low) & folds, np.minimum(stop, high), at + 1)
         alone = (at == low) & (to == high)
-        reads.append((seq, row, (at - low) * each, (to - low) * each, np.where(alone, -1, at)))
-        if len(reads) > int(work[0]):
-            work.faults.append("a program goes on after the last segment")
+        reads.append((seq, row, (at - low) * each, (to - low) * each, np.where(alone, -1, at + shift)))
+        if (to <= at).any():
+            work.faults.append("a program doesn't go on")
             break
         at, ended = to, to == high
         after = np.minimum(tile + 1, count - 1)
         low, tile = np.where(ended, high, low), np.where(ended, after, tile)
-        high, seq, row, each = (
+        high, seq, row, each, shift = (
             np.where(ended, work[tiles + k * count + after], x)
-            for k, x in enumerate((high, seq, row, each))
+            for k, x in enumerate((high, seq, row, each, shift))
         )
     none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
     pieces = Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
-    item = tiles + 4 * count + np.arange(items)
+    item = tiles + 5 * count + np.arange(items)
     return pieces, tuple(work[item + k * items] for k in range(5))
 
 

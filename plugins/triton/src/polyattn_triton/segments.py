@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from polyattn_triton.schedule import EVEN, Ints, Tiles
 
-HEADER, COLUMNS, TILE, ITEM = 4, 8, 4, 5
+HEADER, COLUMNS, TILE, ITEM = 4, 9, 5, 5
 """Numbers that the work begins with, then of each program, tile and merged tile."""
 MERGED_ROWS = 4
 """Rows that a program merges of tiles of a few parts."""
@@ -25,12 +25,12 @@ MERGED_ROWS = 4
 class Dealt:
     """What `decode_kernel` and `fold_kernel` read: `work`, whose last `items` are merged.
 
-    `segments`: of all tiles, places of parts. `parts`: of a tile at most.
+    `places`: of parts, a KV head's. `parts`: of a tile at most.
     """
 
     work: NDArray[np.int32]
     programs: int
-    segments: int
+    places: int
     items: int
     parts: int
 
@@ -59,19 +59,27 @@ def deal(tiles: Tiles, each: Ints, bounds: Ints, line: Ints, merged: bool) -> De
     cut = np.flatnonzero(end < high)
     into = (end - low)[cut]
     parts = 1 + (high - end)[cut]
+    # Only a merged tile's segments have places.
+    ends = (high - low)[cut].cumsum()
+    places = int(ends[-1]) if len(cut) else 0
+    shift: Ints = np.zeros(count, np.int64)
+    shift[cut] = ends - high[cut]
     work = np.empty(HEADER + COLUMNS * programs + TILE * count + ITEM * len(cut), np.int32)
-    work[:HEADER] = line[-1], programs, count, len(cut)
+    work[:HEADER] = places, programs, count, len(cut)
     columns = work[HEADER : HEADER + COLUMNS * programs].reshape(COLUMNS, programs)
     columns[0], columns[1], columns[2] = bounds[:-1], bounds[1:], tile
     columns[3], columns[4] = low[tile], high[tile]
-    columns[5], columns[6], columns[7] = tiles.seq[tile], tiles.row[tile], each[tile]
+    columns[5], columns[6] = tiles.seq[tile], tiles.row[tile]
+    columns[7], columns[8] = each[tile], shift[tile]
     rest = work[HEADER + COLUMNS * programs :]
-    rest[: TILE * count].reshape(TILE, count)[:] = high, tiles.seq, tiles.row, each
+    rest[: TILE * count].reshape(TILE, count)[:] = (
+        high, tiles.seq, tiles.row, each, shift,
+    )  # fmt: skip
     if len(cut):
         rest[TILE * count :].reshape(ITEM, len(cut))[:] = (
-            tiles.seq[cut], tiles.row[cut], low[cut], into, parts,
+            tiles.seq[cut], tiles.row[cut], low[cut] + shift[cut], into, parts,
         )  # fmt: skip
-    return Dealt(work, programs, int(line[-1]), len(cut), int(parts.max(initial=1)))
+    return Dealt(work, programs, places, len(cut), int(parts.max(initial=1)))
 
 
 def line_of(keys: Ints, each: Ints) -> Ints:

@@ -332,13 +332,13 @@ def decode_kernel(
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if SEGMENTS > 0:
-        at, stop, tile, low, high, seq, start, each = my_segments(WORK)
+        at, stop, tile, low, high, seq, start, each, shift = my_segments(WORK)
         while at < stop:
             folds = (at == low) & (SEGMENTS == 2)
             to = tl.where(folds, tl.minimum(stop, high), at + 1)
             begin = (at - low) * each
             end = (to - low) * each
-            part_row = (kv_head * tl.load(WORK) + at) * ROWS
+            part_row = (kv_head * tl.load(WORK) + at + shift) * ROWS
             seq_len = tl.load(SEQ_LENS + seq)
             token0 = seq
             query_len = 1
@@ -380,7 +380,7 @@ def decode_kernel(
             at = to
             if at == high:
                 low = high
-                tile, high, seq, start, each = next_segments(WORK, tile)
+                tile, high, seq, start, each, shift = next_segments(WORK, tile)
     elif LISTED:
         at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
         while at < stop:
