@@ -272,3 +272,37 @@ def test_the_products_around_a_latent_layer_are_each_request_s_own(
     monkeypatch.setattr(torch, "einsum", by_rows("einsum", 0))
     run_case(case, "TORCH_MLA", device, SEED)
     assert len(rows) > 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [96, 2560])
+def test_tokens_of_several_sequences_go_together_where_each_fills_vectors(
+    width: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RG-LRU by torch, with and without room for all on one thread: the kit's cases, of other widths."""
+    from dataclasses import replace
+
+    from polyattn import resolve_device
+    from polyattn.conformance.checks import invariance
+    from polyattn.conformance.checks.table import run_case
+    from polyattn.conformance.derive import derive
+    from polyattn.registry.discovery import discover
+    from polyattn_cpu import recurrent
+
+    device, sizes = resolve_device("cpu"), []
+    real = recurrent.TorchScan._tokens
+
+    def tokens(self: Any, rows: list[int], *given: Any) -> None:
+        sizes.append(len(rows))
+        real(self, rows, *given)
+
+    monkeypatch.setattr(recurrent.TorchScan, "_tokens", tokens)
+    monkeypatch.setattr(recurrent, "ON_ONE_THREAD", 4 * width)
+    monkeypatch.setattr(invariance, "DRAWS", 6)
+    for case in derive(discover().backends["TORCH_SCAN"], device):
+        if case.check in ("regrouped", "divided") and case.spec.kind == "rg_lru":
+            spec = case.spec.replace(num_heads=width, num_kv_heads=width, dtype=dtype)
+            if case.check == "divided":
+                spec = spec.replace(dtype="float32")
+            run_case(replace(case, spec=spec), "TORCH_SCAN", device, SEED)
+    assert max(sizes) == 4

@@ -56,7 +56,10 @@ TORCH_INDEX = BackendInfo(
     name="TORCH_INDEX",
     summary="keys scored and chosen by torch's operators",
     path="polyattn.families.sparse.torch_index:TorchIndex",
-    capabilities=Capabilities(**_EVERYWHERE | _INDEXING),
+    capabilities=Capabilities(
+        features=Capabilities.features | {"batch_invariant", "step_invariant"},
+        **_EVERYWHERE | _INDEXING,
+    ),
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
     proof={"cpu": Proof.MEASURED},
 )

@@ -10,9 +10,11 @@ from polyattn.device import Device
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.chosen_pages import places_of
+from polyattn.runtime.step.each_token import each_token
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
+from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 
 Addressed = Callable[..., None]
@@ -297,10 +299,25 @@ class IndexBackend(Backend, ABC):
 
     """
 
+    alone_from: ClassVar[Invariance] = Invariance.STEPS
+    """The level of `batch_invariant` from which each token is planned as a decode of its own."""
+
     @property
     def multiplies_e4m3(self) -> bool:
         """Whether queries of e4m3 come as they are, not in the layer's dtype, which holds them."""
         return False
+
+    def plan(self, batch: Batch, reuse: Any = None) -> Plan:
+        """Return the plan of one step; at a level that asks for it, of decodes alone.
+
+        Args:
+            batch: the sequences.
+            reuse: ignored: what runs reads the batch's own tensors.
+
+        """
+        if batch.all_decode or self.spec.batch_invariant < self.alone_from:
+            return Plan(batch)
+        return Plan(each_token(batch))
 
     @abstractmethod
     def run(self, plan: Any, frame: IndexFrame) -> None:

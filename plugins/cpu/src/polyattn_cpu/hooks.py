@@ -196,7 +196,7 @@ NATIVE_INDEX = BackendInfo(
         kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
         dtypes=NATIVE_DTYPES,
         phases=names("index"),
-        features=Capabilities.features | {"batch_invariant"},
+        features=Capabilities.features | {"batch_invariant", "step_invariant"},
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),

@@ -24,6 +24,12 @@ from polyattn_cpu.scans import delta_scan, first_order, gated_scan, low_rank_sca
 Tensors = Mapping[str, Tensor]
 
 
+VECTORS = 32
+"""Elements of two of the widest vectors, which torch's loops take at a time."""
+ON_ONE_THREAD = 1 << 15
+"""Elements up to which they don't divide their work among threads."""
+
+
 class ScanPlan(Plan):
     """Each sequence's slot, and how many tokens it had before the step; 0: it starts fresh."""
 
@@ -40,7 +46,8 @@ class TorchScan(RecurrentBackend):
     """Prefill one sequence at a time, decode all sequences at once.
 
     Where bits must not follow from the batch, a sequence at a time alone; where they must not follow from
-    steps either, a token at a time. Each is then a copy, so that it lies alike for what vectors load.
+    steps either, a token at a time. Each is then a copy, so that it lies alike for what vectors load. Of
+    RG-LRU, which has no product, tokens of several sequences go together anyway (`_together`).
     """
 
     name: ClassVar[str] = "TORCH_SCAN"
@@ -49,26 +56,43 @@ class TorchScan(RecurrentBackend):
         return ScanPlan(batch)
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        level, tensors = self.spec.batch_invariant, (frame.params, frame.states, frame.out)
+        batch, level = plan.batch, self.spec.batch_invariant
+        together = self._together(frame, len(plan.slots))
+        singly = [0] * len(plan.slots)  # tokens of each sequence that go one by one
         if level >= Invariance.STEPS:
-            for first, count, slot, before in zip(
-                plan.batch.starts, plan.batch.query_lens, plan.slots, plan.before, strict=False
-            ):
-                for at in range(count):
-                    self._tokens([first + at], [slot], [before + at], frame.inputs, *tensors)
-        elif plan.batch.all_decode and not level:
-            rows = list(range(len(plan.slots)))
-            self._tokens(rows, plan.slots, plan.before, frame.inputs, *tensors)
-        else:
-            self._sequences(plan, frame.inputs, *tensors)
+            singly = batch.query_lens
+        elif together > 1 if level else batch.all_decode:
+            singly = [int(count == 1) for count in batch.query_lens]
+        for at in range(max(singly, default=0)):
+            some = [i for i, count in enumerate(singly) if count > at]
+            for begin in range(0, len(some), together):
+                part = some[begin : begin + together]
+                rows = [batch.starts[i] + at for i in part]
+                self._tokens(
+                    rows, [plan.slots[i] for i in part], [plan.before[i] + at for i in part],
+                    frame.inputs, frame.params, frame.states, frame.out,
+                )  # fmt: skip
+        self._sequences(plan, singly, frame.inputs, frame.params, frame.states, frame.out)
+
+    def _together(self, frame: RecurrentFrame, sequences: int) -> int:
+        """Return of how many sequences the next tokens are taken at once.
+
+        At a level, as many as torch's operators compute on one thread, if each token fills their vectors:
+        then no element's arithmetic follows from its place.
+        """
+        if not self.spec.batch_invariant:
+            return max(1, sequences)
+        width = frame.out[0].numel() if len(frame.out) else 1
+        by_element = self.spec.kind is AttentionKind.RG_LRU and width % VECTORS == 0
+        return max(1, ON_ONE_THREAD // width) if by_element else 1
 
     def _sequences(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+        self, plan: ScanPlan, done: list[int], inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
         run, starts = SEQUENCES[self.spec.kind], plan.batch.starts
         for index, slot in enumerate(plan.slots):
             rows = slice(starts[index], starts[index + 1])
-            if slot < 0 or rows.start == rows.stop:
+            if slot < 0 or done[index] or rows.start == rows.stop:
                 continue
             state = states[slot]
             if not plan.before[index]:

@@ -298,7 +298,14 @@ TRITON_INDEX = declared(
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),
-        excludes=NO_E4M3_KEYS,
+        features=Capabilities.features | {"batch_invariant", "step_invariant"},
+        excludes=(
+            (
+                frozenset({"batch_invariant", "captured"}),
+                f"its launches follow from the step: {ALIKE_WITHOUT['captured']}",
+            ),
+            *NO_E4M3_KEYS,
+        ),
     ),
     Priority(score=70, why="two launches; ranks scores by their bits, without a sort"),
     summary="index keys scored, and the best candidates listed, in two launches",

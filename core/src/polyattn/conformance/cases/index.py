@@ -9,7 +9,7 @@ from polyattn.conformance.cases import invariance
 from polyattn.device import Device
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.kinds import DTYPES, AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec, SparseSpec
 
@@ -71,8 +71,9 @@ def _cases(info: BackendInfo) -> Iterator[Case]:
             yield Case("index", name, spec, batch)
         yield Case("index_ranked", name, spec, "mixed")
         level = invariance.level_of(info.capabilities)
-        if level:
-            yield Case("index_regrouped", name, spec.replace(batch_invariant=level), "mixed")
+        for each in sorted({Invariance.BATCH, level}) if level else ():
+            label = name if each == Invariance.BATCH else f"{name} {each.name.lower()}"
+            yield Case("index_regrouped", label, spec.replace(batch_invariant=each), "mixed")
         for dtype in dtypes:
             if name in ("tokens", "size 128") and dtype != spec.dtype:
                 yield Case("index", f"{name} {dtype}", layer_for(indexer, dtype), "mixed")

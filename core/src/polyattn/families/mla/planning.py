@@ -32,6 +32,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.each_token import each_token
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind, Invariance
@@ -43,18 +44,6 @@ EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
 """Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
-
-
-def each_token(batch: Batch) -> Batch:
-    """Return the step with a row for each token, which sees what comes up to it."""
-    table = batch.block_table
-    assert table is not None
-    queries, tokens = batch.host_query_lens, np.arange(batch.num_tokens)
-    seq = np.repeat(np.arange(len(queries)), queries)
-    ends = np.asarray(batch.host_starts)[1:]
-    lens = np.maximum(np.asarray(batch.host_lens)[seq] - (ends[seq] - 1 - tokens), 0)
-    at = torch.from_numpy(seq).to(table.device)
-    return Batch([*range(len(seq) + 1)], lens.tolist(), table.index_select(0, at))
 
 
 class ChosenRows(Op):

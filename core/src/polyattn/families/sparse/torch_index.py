@@ -53,14 +53,15 @@ class TorchIndex(IndexBackend):
     def _parts(self, batch: Batch, block_size: int) -> Iterator[tuple[slice, Tensor, int]]:
         """Yield tokens whose keys are read together, their rows of the table, and how many entries.
 
-        Runs of one-token sequences, and pieces of longer ones.
+        Runs of one-token sequences, and pieces of longer ones. At a level each sequence is apart: a
+        product's sums follow from how many rows it has.
         """
         spec, table = self.indexer, batch.block_table
         assert table is not None
         first = 0
         while first < batch.num_seqs:
             last, queries = first + 1, batch.query_lens
-            if queries[first] == 1:
+            if queries[first] == 1 and not self.spec.batch_invariant:
                 while last < batch.num_seqs and queries[last] == 1:
                     last += 1
             longest = max(batch.lens[first:last]) // spec.tokens_per_entry
