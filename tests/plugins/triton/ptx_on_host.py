@@ -61,16 +61,25 @@ def rounded(high: Bits, low: Bits, kind: str) -> Bits:
     return (near[:, 0] | near[:, 1] << 16).astype(np.uint32)
 
 
+def products(a: Bits, b: Bits) -> Bits:
+    """Of two bfloat16 of each register: exact in float64, rounded once."""
+    pairs = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).double() for x in (a, b))
+    made = torch.mul(*pairs).bfloat16().view(torch.int16)
+    return made.numpy().view(np.uint32).reshape(-1)
+
+
 INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
     "lop3.b32": lop3,
     "prmt.b32": prmt,
     "add.rn.f16x2": lambda a, b: packed(halves(a) + halves(b)),
     "mul.rn.f16x2": lambda a, b: packed(halves(a) * halves(b)),
     "fma.rn.f16x2": lambda a, b, c: packed(halves(a) * halves(b) + halves(c)),
+    "mul.rn.bf16x2": lambda a, b: products(a, b),
     "cvt.rn.bf16x2.f32": lambda high, low: rounded(high, low, "bf16x2"),
     "cvt.rn.f16x2.e4m3x2": of_e4m3,
     "cvt.rn.f16x2.f32": lambda high, low: rounded(high, low, "f16x2"),
