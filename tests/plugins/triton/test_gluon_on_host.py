@@ -24,8 +24,7 @@ from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import mla, planning
 from polyattn_triton.attention import TritonAttention
-from polyattn_triton.hopper import latents as latents_kernel
-from polyattn_triton.hopper import packed
+from polyattn_triton.hopper import latent_copies, packed
 from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
 
@@ -379,6 +378,6 @@ def test_every_byte_of_e4m3_as_bfloat16() -> None:
     )
     wanted = torch.from_numpy(given).view(torch.float8_e4m3fn).bfloat16()
     words = np.ascontiguousarray(given).view(np.uint32).reshape(-1)
-    pairs = np.stack(run_ptx(latents_kernel.WIDEN.value, 2, [words]), -1).view(np.int16)
+    pairs = np.stack(run_ptx(latent_copies.WIDEN.value, 2, [words]), -1).view(np.int16)
     found = torch.from_numpy(pairs).view(torch.bfloat16)
     assert ((found == wanted) | wanted.isnan()).all()

@@ -275,21 +275,35 @@ class Kernels:
         _latents(
             (plan.grid, 1, 1),
             (
-                query, key, out, out if lse is None else lse, space.parts, space.part_lse, table,
-                plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
+                query,
+                key,
+                out,
+                out if lse is None else lse,
+                space.parts,
+                space.part_lse,
+                table,
+                plan.batch.seq_lens,
+                plan.batch.query_start_loc,
+                plan.work,
             ),
             (spec.scale * v_scale, v_scale),
             (
-                query.stride(0), query.stride(1), k[0] if narrow else boxes[0][1].block, k[1],
-                out.stride(0), out.stride(1),
+                query.stride(0),
+                query.stride(1),
+                k[0] if narrow else boxes[0][1].block,
+                k[1],
+                out.stride(0),
+                out.stride(1),
             ),
             (
                 *((0, 0) if narrow else (boxes[0][0], boxes[1][0])),
-                0 if lse is None else lse.stride(0), table.stride(0), plan.grid,
+                0 if lse is None else lse.stride(0),
+                table.stride(0),
+                plan.grid,
             ),
             latents_constants(spec, cache.block_size, plan.way, lse is not None),
             {"num_warps": DEFAULT_WARPS},
-        )  # fmt: skip
+        )
         return True
 
 

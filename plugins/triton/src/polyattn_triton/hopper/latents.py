@@ -22,29 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from polyattn_triton.hopper.copies import blocks_of_boxes, copy_tile
 from polyattn_triton.hopper.items import advance, begin, bounds, part_of
+from polyattn_triton.hopper.latent_copies import (
+    HALF,
+    LEFT,
+    RIGHT,
+    ROPE,
+    TURNED,
+    produce,
+    produce_narrow,
+)
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.prefill import clear, kept_below
 from polyattn_triton.hopper.rows import barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
-HALF = gl.constexpr(256)
-"""Columns of a group's outputs."""
-ROPE = gl.constexpr(64)
-LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Parts of a tile: the latents' halves, and what is rotated."""
-
-WIDEN = gl.constexpr(
-    """{ .reg .b32 low, high, rest, scale; mov.b32 scale, 0x7B807B80;
-    prmt.b32 low, 0, $2, 0x5040; prmt.b32 high, 0, $2, 0x7060;
-    shr.u32 rest, low, 4; and.b32 rest, rest, 0x07F007F0;
-    and.b32 low, low, 0x80008000; or.b32 low, low, rest;
-    shr.u32 rest, high, 4; and.b32 rest, rest, 0x07F007F0;
-    and.b32 high, high, 0x80008000; or.b32 high, high, rest;
-    mul.rn.bf16x2 $0, low, scale; mul.rn.bf16x2 $1, high, scale; }"""
-)
-"""Four e4m3 of a word as four bfloat16 of two: their fields; 2^120 is what their exponents differ by."""
 
 
 @gluon.jit
@@ -63,9 +55,7 @@ def _query(q, Q, token0, query_len, start, q_t, q_h, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _next_query(
-    q, Q, STARTS, at, stop, seq, start, q_t, q_h, HEADS: gl.constexpr
-):  # fmt: skip
+def _next_query(q, Q, STARTS, at, stop, seq, start, q_t, q_h, HEADS: gl.constexpr):
     """Copy an item's half of the columns, if there is an item."""
     if at < stop:
         token0 = gl.load(STARTS + seq)
@@ -97,15 +87,29 @@ def _add_scores(s, q_smem, k_smem, full, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(acc, ratio):
-    return acc * gl.convert_layout(ratio, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
 def _store(
-    acc, m, l, by, OUT, LSE, PARTS, PART_LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t, cut,
-    place, GROUP: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    acc,
+    m,
+    l,
+    by,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    v_scale,
+    token0,
+    query_len,
+    start,
+    o_t,
+    o_h,
+    lse_t,
+    cut,
+    place,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """Store a group's half of the outputs, or of a part that is merged."""
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     l = gl.convert_layout(l, ROW)
@@ -115,22 +119,73 @@ def _store(
         whole = not cut
         if cut:
             store_part(
-                acc, m, l, PARTS + GROUP * HALF, PART_LSE, place, query_len, start, HEADS, HALF,
-                2 * HALF, 64, GROUP == 0,
-            )  # fmt: skip
+                acc,
+                m,
+                l,
+                PARTS + GROUP * HALF,
+                PART_LSE,
+                place,
+                query_len,
+                start,
+                HEADS,
+                HALF,
+                2 * HALF,
+                64,
+                GROUP == 0,
+            )
     if whole:
         store_whole(
-            acc, m, l, OUT + GROUP * HALF, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
-            HEADS, HALF, 64, HAS_LSE and GROUP == 0,
-        )  # fmt: skip
+            acc,
+            m,
+            l,
+            OUT + GROUP * HALF,
+            LSE,
+            v_scale,
+            token0,
+            query_len,
+            start,
+            o_t,
+            o_h,
+            lse_t,
+            HEADS,
+            HALF,
+            64,
+            HAS_LSE and GROUP == 0,
+        )
 
 
 @gluon.jit
 def _score(
-    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, turned_smem, p_smem, row_smem,
-    full, empty, p_full, q_turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-    HEADS: gl.constexpr, SPLIT: gl.constexpr, FEW: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    Q,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    SEQ_LENS,
+    STARTS,
+    WORK,
+    q_smem,
+    k_smem,
+    turned_smem,
+    p_smem,
+    row_smem,
+    full,
+    empty,
+    p_full,
+    q_turns,
+    by,
+    v_scale,
+    q_t,
+    q_h,
+    o_t,
+    o_h,
+    lse_t,
+    tiles,
+    HEADS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FEW: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """Weigh the items' keys, and add up the outputs' right halves."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -210,7 +265,7 @@ def _score(
             fence_async_shared()
             barrier()
             mbarrier.arrive(p_full.index(stage))
-            acc = _scaled(acc, ratio)
+            acc = acc * gl.convert_layout(ratio, gl.SliceLayout(1, OUTPUT))[:, None]
             weights = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
             acc = warpgroup_mma(weights, k_smem.index(2 * stage + 1), acc, is_async=True)
             l = l * ratio + gl.sum(p, 1)
@@ -225,17 +280,60 @@ def _score(
         item += 1
         _next_query(q_smem.index(1), Q + HALF, STARTS, at, stop, seq, start, q_t, q_h, HEADS)
         _store(
-            acc, m, l, by, OUT, LSE, PARTS, PART_LSE, v_scale, token0, query_len, my_start, o_t, o_h,
-            lse_t, cut, place, 1, HEADS, SPLIT, HAS_LSE,
-        )  # fmt: skip
+            acc,
+            m,
+            l,
+            by,
+            OUT,
+            LSE,
+            PARTS,
+            PART_LSE,
+            v_scale,
+            token0,
+            query_len,
+            my_start,
+            o_t,
+            o_h,
+            lse_t,
+            cut,
+            place,
+            1,
+            HEADS,
+            SPLIT,
+            HAS_LSE,
+        )
 
 
 @gluon.jit
 def _follow(
-    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, p_smem, row_smem, empty, p_full,
-    q_turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-    HEADS: gl.constexpr, SPLIT: gl.constexpr, FEW: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    Q,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    SEQ_LENS,
+    STARTS,
+    WORK,
+    q_smem,
+    k_smem,
+    p_smem,
+    row_smem,
+    empty,
+    p_full,
+    q_turns,
+    by,
+    v_scale,
+    q_t,
+    q_h,
+    o_t,
+    o_h,
+    lse_t,
+    tiles,
+    HEADS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FEW: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """Add up the outputs' left halves by the other group's weights; load its queries' left halves."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
@@ -289,201 +387,63 @@ def _follow(
         item += 1
         _next_query(q_smem.index(0), Q, STARTS, at, stop, seq, start, q_t, q_h, HEADS)
         _store(
-            acc, m, l, by, OUT, LSE, PARTS, PART_LSE, v_scale, token0, query_len, my_start, o_t, o_h,
-            lse_t, cut, place, 0, HEADS, SPLIT, HAS_LSE,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _far_blocks(TABLE, key, limit, BLOCK_SIZE: gl.constexpr):
-    """Which blocks hold a tile's rows, two a lane; -1 past the limit."""
-    at = key + gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    return gl.load(TABLE + at // BLOCK_SIZE, mask=at < limit, other=-1)
-
-
-@gluon.jit
-def prefetch(addresses):
-    """Have latents of 1,152 bytes fetched into the L2, line by line."""
-    for line in gl.static_range(9):
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses + 128 * line], gl.int32,
-            False, 1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _produce(
-    KV, WIDE, NARROW, BT, SEQ_LENS, STARTS, WORK, k_smem, turned_smem, full, empty, k_b, k_t, table_s,
-    tiles, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr, FEW: gl.constexpr,
-    FETCH: gl.constexpr,
-):  # fmt: skip
-    """Copy the items' tiles part by part, as the parts become free."""
-    BOX: gl.constexpr = WIDE.block_shape[0]
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, SPLIT)
-    n = 0
-    while at < stop:
-        _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = bounds(
-            SEQ_LENS,
-            STARTS,
-            WORK,
-            at,
-            stop,
-            low,
-            high,
-            seq,
-            start,
-            HEADS,
-            64,
-            64,
-            FEW == 1,
+            acc,
+            m,
+            l,
+            by,
+            OUT,
+            LSE,
+            PARTS,
+            PART_LSE,
+            v_scale,
+            token0,
+            query_len,
+            my_start,
+            o_t,
+            o_h,
+            lse_t,
+            cut,
+            place,
             0,
-            SPLIT,
-        )
-        TABLE = BT + seq.to(gl.int64) * table_s
-        key = first * 64
-        at, low, high, tile, seq, start, head = advance(
-            WORK, tiles, 1, low, high, tile, head, SPLIT
-        )
-        blocks = blocks_of_boxes(TABLE, key, limit, True, BLOCK_SIZE, BOX, LANES)
-        far = _far_blocks(TABLE, key + 128, limit, BLOCK_SIZE)
-        for _i in range(count):
-            later = _far_blocks(TABLE, key + 192, limit, BLOCK_SIZE)
-            ahead = blocks_of_boxes(TABLE, key + 64, limit, True, BLOCK_SIZE, BOX, LANES)
-            stage = n % 2
-            free = (n // 2 + 1) & 1  # of a stage never used: at once
-            copy_tile(
-                NARROW, blocks, key, 0, 2 * HALF, k_b, turned_smem.index(stage),
-                full.index(3 * stage + TURNED), empty.index(3 * stage + TURNED), free, ROPE, 64,
-                BLOCK_SIZE, True, BOX, LANES,
-            )  # fmt: skip
-            for half in gl.static_range(2):
-                copy_tile(
-                    WIDE, blocks, key, 0, half * HALF, k_b, k_smem.index(2 * stage + half),
-                    full.index(3 * stage + half), empty.index(3 * stage + half), free, HALF, 64,
-                    BLOCK_SIZE, True, BOX, LANES,
-                )  # fmt: skip
-            # What has no place here yet may come from memory, and wait in the L2.
-            if FETCH:
-                LANES_OF: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-                place = (key + gl.arange(0, 64, layout=LANES_OF)) % BLOCK_SIZE
-                row = (gl.maximum(far, 0).to(gl.int64) * k_b + place) * k_t
-                prefetch((KV + row).to(gl.int64))
-            far = later
-            blocks = ahead
-            key += 64
-            n += 1
-
-
-@gluon.jit
-def _rows_at(TABLE, key, limit, kv_b, kv_t, BLOCK_SIZE: gl.constexpr):
-    """Where a tile's rows begin, in words of four bytes; below zero past the limit."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    at = key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    block = gl.load(TABLE + at // BLOCK_SIZE, mask=at < limit, other=-1).to(gl.int64)
-    return gl.where(block >= 0, (block * kv_b + at % BLOCK_SIZE * kv_t) // 4, block)
-
-
-@gluon.jit
-def _words_of(KV, rows, COLUMN: gl.constexpr):
-    """Load 64 columns of a tile's rows, four to a word; zeros where no row is."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    offs = COLUMN // 4 + gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.load(
-        KV + rows[:, None] + offs[None, :],
-        mask=(rows >= 0)[:, None] & (offs >= 0)[None, :],
-        other=0,
-    )
-
-
-@gluon.jit
-def _widened(x):
-    """Words of four e4m3 as words of two of bfloat16: its fields, and the exponent's other origin."""
-    low, high = gl.inline_asm_elementwise(WIDEN, "=r,=r,r", [x], (gl.int32, gl.int32), True, 1)
-    return gl.join(low, high).reshape([64, 32])
-
-
-@gluon.jit
-def _produce_narrow(
-    KV, BT, SEQ_LENS, STARTS, WORK, k_smem, turned_smem, full, empty, kv_b, kv_t, table_s, tiles,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr, FEW: gl.constexpr,
-):  # fmt: skip
-    """As `_produce`, of e4m3, by four warps: loads run ahead, by half a part, of what is widened."""
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    KV = KV.to(gl.pointer_type(gl.int32))
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, SPLIT)
-    n = 0
-    while at < stop:
-        _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = bounds(
-            SEQ_LENS,
-            STARTS,
-            WORK,
-            at,
-            stop,
-            low,
-            high,
-            seq,
-            start,
             HEADS,
-            64,
-            64,
-            FEW == 1,
-            0,
             SPLIT,
+            HAS_LSE,
         )
-        TABLE = BT + seq.to(gl.int64) * table_s
-        key = first * 64
-        at, low, high, tile, seq, start, head = advance(
-            WORK, tiles, 1, low, high, tile, head, SPLIT
-        )
-        rows = _rows_at(TABLE, key, limit, kv_b, kv_t, BLOCK_SIZE)
-        a = _words_of(KV, rows, 512)
-        b = _words_of(KV, rows, 0)
-        c = _words_of(KV, rows, 64)
-        d = _words_of(KV, rows, 128)
-        for _i in range(count):
-            stage = n % 2
-            free = (n // 2 + 1) & 1  # of a stage never used: at once
-            key += 64
-            ahead = _rows_at(TABLE, key, limit, kv_b, kv_t, BLOCK_SIZE)
-            for part in gl.static_range(9):  # of 64 columns: what is turned, then the others
-                if part < 5:
-                    e = _words_of(KV, rows, 64 * (part + 3))
-                elif part == 5:
-                    e = _words_of(KV, ahead, 512)
-                else:
-                    e = _words_of(KV, ahead, 64 * (part - 6))
-                if part == 0:
-                    mbarrier.wait(empty.index(3 * stage + TURNED), free)
-                    k = turned_smem.index(stage)._reinterpret(gl.int32, [64, 32], WORDS)
-                    k.store(_widened(a))
-                else:
-                    if part % 4 == 1:
-                        mbarrier.wait(empty.index(3 * stage + part // 4), free)
-                    k = k_smem.index(2 * stage + (part - 1) // 4)
-                    k = k._reinterpret(gl.int32, [64, 128], WORDS)
-                    k.slice((part - 1) % 4 * 32, 32, 1).store(_widened(a))
-                if part % 4 == 0:
-                    fence_async_shared()
-                    barrier()
-                    mbarrier.arrive(
-                        full.index(3 * stage + (TURNED if part == 0 else part // 4 - 1))
-                    )
-                a = b
-                b = c
-                c = d
-                d = e
-            rows = ahead
-            n += 1
 
 
 @gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])
 def latents_kernel(
-    Q, KV, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, WORK, scale, v_scale,
-    q_t, q_h, k_b, k_t, o_t, o_h, WIDE, NARROW, lse_t, table_s, tiles,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr, FEW: gl.constexpr,
-    HAS_LSE: gl.constexpr, NARROW_CACHE: gl.constexpr, FETCH: gl.constexpr,
-):  # fmt: skip
+    Q,
+    KV,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    BT,
+    SEQ_LENS,
+    STARTS,
+    WORK,
+    scale,
+    v_scale,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    o_t,
+    o_h,
+    WIDE,
+    NARROW,
+    lse_t,
+    table_s,
+    tiles,
+    HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FEW: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    NARROW_CACHE: gl.constexpr,
+    FETCH: gl.constexpr,
+):
     """Tiles of 64 (token, head) rows over their sequence's latents of 512 and 64.
 
     Grid: (programs,): `tiles` of them, one each, or (`SPLIT`) stretches that WORK holds, of tiles of 64
@@ -513,63 +473,128 @@ def latents_kernel(
         mbarrier.init(p_full.index(group), count=1)
         mbarrier.init(q_turns.index(group), count=1)
     by = scale * LOG2E
+    scoring = (
+        Q,
+        OUT,
+        LSE,
+        PARTS,
+        PART_LSE,
+        SEQ_LENS,
+        STARTS,
+        WORK,
+        q_smem,
+        k_smem,
+        turned_smem,
+        p_smem,
+        row_smem,
+        full,
+        empty,
+        p_full,
+        q_turns,
+        by,
+        v_scale,
+        q_t,
+        q_h,
+        o_t,
+        o_h,
+        lse_t,
+        tiles,
+        HEADS,
+        SPLIT,
+        FEW,
+        HAS_LSE,
+    )
+    following = (
+        Q,
+        OUT,
+        LSE,
+        PARTS,
+        PART_LSE,
+        SEQ_LENS,
+        STARTS,
+        WORK,
+        q_smem,
+        k_smem,
+        p_smem,
+        row_smem,
+        empty,
+        p_full,
+        q_turns,
+        by,
+        v_scale,
+        q_t,
+        q_h,
+        o_t,
+        o_h,
+        lse_t,
+        tiles,
+        HEADS,
+        SPLIT,
+        FEW,
+        HAS_LSE,
+    )
     if NARROW_CACHE:
         gl.warp_specialize(
             [
+                (_score, scoring),
+                (_follow, following),
                 (
-                    _score,
+                    produce_narrow,
                     (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, turned_smem,
-                        p_smem, row_smem, full, empty, p_full, q_turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, HEADS, SPLIT, FEW, HAS_LSE,
-                    ),
-                ),
-                (
-                    _follow,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, p_smem,
-                        row_smem, empty, p_full, q_turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-                        HEADS, SPLIT, FEW, HAS_LSE,
-                    ),
-                ),
-                (
-                    _produce_narrow,
-                    (
-                        KV, BT, SEQ_LENS, STARTS, WORK, k_smem, turned_smem, full, empty, k_b, k_t,
-                        table_s, tiles, HEADS, BLOCK_SIZE, SPLIT, FEW,
+                        KV,
+                        BT,
+                        SEQ_LENS,
+                        STARTS,
+                        WORK,
+                        k_smem,
+                        turned_smem,
+                        full,
+                        empty,
+                        k_b,
+                        k_t,
+                        table_s,
+                        tiles,
+                        HEADS,
+                        BLOCK_SIZE,
+                        SPLIT,
+                        FEW,
                     ),
                 ),
             ],
             [4, 4],
             [192, 80],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
+                (_score, scoring),
+                (_follow, following),
                 (
-                    _score,
+                    produce,
                     (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, turned_smem,
-                        p_smem, row_smem, full, empty, p_full, q_turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, HEADS, SPLIT, FEW, HAS_LSE,
-                    ),
-                ),
-                (
-                    _follow,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, p_smem,
-                        row_smem, empty, p_full, q_turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-                        HEADS, SPLIT, FEW, HAS_LSE,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        KV, WIDE, NARROW, BT, SEQ_LENS, STARTS, WORK, k_smem, turned_smem, full, empty,
-                        k_b, k_t, table_s, tiles, HEADS, BLOCK_SIZE, SPLIT, FEW, FETCH,
+                        KV,
+                        WIDE,
+                        NARROW,
+                        BT,
+                        SEQ_LENS,
+                        STARTS,
+                        WORK,
+                        k_smem,
+                        turned_smem,
+                        full,
+                        empty,
+                        k_b,
+                        k_t,
+                        table_s,
+                        tiles,
+                        HEADS,
+                        BLOCK_SIZE,
+                        SPLIT,
+                        FEW,
+                        FETCH,
                     ),
                 ),
             ],
             [4, 1],
             [232, 24],
-        )  # fmt: skip
+        )
