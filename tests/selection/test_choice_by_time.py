@@ -58,9 +58,9 @@ def test_a_prediction_is_the_sum_of_its_terms(overlap: bool) -> None:
     spec = SPEC.replace(sliding_window=700)
     predictor = Predictor(spec, [model("A", "prefill", overlap, **numbers)])
     shape = shape_of_step(spec, [5, 700, 1], [2000, 700, 30])
-    # By hand: a row sees its own tokens and a window before the first of them.
+    # By hand: a row reads its own tokens and a window before the first of them, and multiplies a window.
     assert shape.keys == (5 + 699) + 700 + 30
-    assert shape.pairs == (5 * 704 - 10) + (700 * 700 - 700 * 699 // 2) + 30
+    assert shape.pairs == 5 * 700 + 700 * 701 // 2 + 30
     total = predictor.evaluate(predictor.among("prefill", ["A"]), shape)["A"]
     terms = predictor.terms("prefill", "A", shape)
     assert sum(terms.values()) == pytest.approx(total)

@@ -212,9 +212,7 @@ class AlikeAttention(PlannedAttention):
         plan.grid = (dealt.programs, heads, 1)
         if dealt.items:
             plan.merging = dealt
-            self.workspace.reserve(
-                dealt.places * heads * plan.rows, self.spec.v_head_size, 0
-            )
+            self.workspace.reserve(dealt.places * heads * plan.rows, self.spec.v_head_size, 0)
         plan.work = to_device(dealt.work, self.torch_device, None)
         self._keep(plan)
         return plan

@@ -127,7 +127,9 @@ def dealt_segments(work: Work, folds: bool) -> tuple[Pieces, tuple[Ints, ...]]:
         )
         to = np.where((at == low) & folds, np.minimum(stop, high), at + 1)
         alone = (at == low) & (to == high)
-        reads.append((seq, row, (at - low) * each, (to - low) * each, np.where(alone, -1, at + shift)))
+        reads.append(
+            (seq, row, (at - low) * each, (to - low) * each, np.where(alone, -1, at + shift))
+        )
         if (to <= at).any():
             work.faults.append("a program doesn't go on")
             break
