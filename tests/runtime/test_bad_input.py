@@ -102,17 +102,6 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), [b[1:] for b in BATCHES], ids=[b[0] for b in BATCHES])
-def test_bad_batches(changes: dict[str, Any], says: str) -> None:
-    step = Step()
-    step.batch |= changes
-    before = step.cache.key.clone()
-    with pytest.raises(BatchError) as caught:
-        step.run()
-    assert says in str(caught.value)
-    assert torch.equal(step.cache.key, before), "a refused step must change nothing"
-
-
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
 @pytest.mark.parametrize("wrong", [8, 2**31 - 1, -1, -(2**31)])
 @pytest.mark.parametrize("at", [(0, 0), (1, 2)])
@@ -183,15 +172,22 @@ TENSORS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), [t[1:] for t in TENSORS], ids=[t[0] for t in TENSORS])
-def test_bad_tensors(changes: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "changes", "says"),
+    [
+        pytest.param(part, changes, says, id=name)
+        for part, bad in (("batch", BATCHES), ("tensors", TENSORS))
+        for name, changes, says in bad
+    ],
+)
+def test_bad_batches_and_tensors(part: str, changes: dict[str, Any], says: str) -> None:
     step = Step()
-    step.tensors |= changes
+    getattr(step, part).update(changes)
     before = step.cache.key.clone()
     with pytest.raises(BatchError) as caught:
         step.run()
     assert says in str(caught.value)
-    assert torch.equal(step.cache.key, before)
+    assert torch.equal(step.cache.key, before), "a refused step must change nothing"
 
 
 def cache_of(**changes: Any) -> KVCache:

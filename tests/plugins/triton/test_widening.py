@@ -28,24 +28,10 @@ E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "e4m3, heads apart, window",
-        "e4m3",
-        "e5m2, blocks of 1",
-        "e5m2, blocks of 64, window",
-        "int8, not causal",
-        "int8, heads apart",
-        "nvfp4, window",
-        "nvfp4, heads apart",
-        "mxfp4",
-    ],
-)
-def test_interpreted(name: str) -> None:
+def test_interpreted() -> None:
     """Copies have torch's bits, and attention to them is attention to the cache."""
-    found = interpreted(SCRIPT, name)
-    assert found.count(f"{name}, ") == 4
+    lines = interpreted(SCRIPT, seconds=1200).splitlines()
+    assert len(set(lines)) == 9 * 4, lines
 
 
 @pytest.mark.parametrize("stored", NARROW)
