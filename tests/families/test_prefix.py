@@ -340,12 +340,18 @@ def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
     _, batch = appended(sharing.group, [1, 39, 4, 7, 1])
     call = sharing.call(batch, None)
     assert call is not None
-    levels = ((SharedRun((0, 1, 2, 3), 0, 1),), (SharedRun((0, 2, 3), 1, 1),), (SharedRun((0, 3), 2, 2),))
+    levels = (
+        (SharedRun((0, 1, 2, 3), 0, 1),),
+        (SharedRun((0, 2, 3), 1, 1),),
+        (SharedRun((0, 3), 2, 2),),
+    )
     assert call.plan.batch.shared_prefix == levels
     assert call.saved_bytes == (3 + 2 + 2) * 16 * form.bytes_per_token
     sharing.appends = False
     assert sharing.call(batch, None) is None
-    with pytest.raises(BatchError, match="row 1, whose length is 70; a row's new tokens are its own"):
+    with pytest.raises(
+        BatchError, match="row 1, whose length is 70; a row's new tokens are its own"
+    ):
         batch.with_shared_prefix(GIVEN).find_shared_prefix(16)
 
 

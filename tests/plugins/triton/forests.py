@@ -116,8 +116,10 @@ def check(name: str, which: str, sms: int) -> PrefixPlan:
         for row in run.rows:
             shared[row] = (run.first + run.count) * BLOCK
     most = 3 if name.startswith("several") else 1
-    queries = [max(1, min(most + row % 2, n - s)) if most > 1 else 1
-               for row, (n, s) in enumerate(zip(lens, shared, strict=True))]
+    queries = [
+        max(1, min(most + row % 2, n - s)) if most > 1 else 1
+        for row, (n, s) in enumerate(zip(lens, shared, strict=True))
+    ]
     tokens = sum(queries)
     query = torch.randn(tokens, spec.num_heads, spec.head_size, generator=chance)
     backend = TritonAttention(spec, cache.format, DEVICE)

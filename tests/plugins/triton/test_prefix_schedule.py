@@ -195,7 +195,8 @@ def test_tiles_fit_their_groups() -> None:
     """As high as the runs are worth; few rows stay in the small tile, whatever others need."""
     configs = [row.config for row in PREFIX_TABLE if row.arch == "sm_90" and row.bytes == 2]
     chosen = [
-        fastest(run_of(rows, 2048), np.ones(rows, int), BLOCK_SIZE, 4, configs).tall for rows in (2, 4, 8, 64)
+        fastest(run_of(rows, 2048), np.ones(rows, int), BLOCK_SIZE, 4, configs).tall
+        for rows in (2, 4, 8, 64)
     ]
     assert chosen == sorted(chosen) and chosen[0] == chosen[1] == 16 and chosen[-1] >= 64
     assert fastest((), np.ones(9, int), BLOCK_SIZE, 4, configs).tall == 16
