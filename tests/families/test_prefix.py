@@ -324,10 +324,10 @@ def appended(group: LayerGroup, queries: list[int]) -> tuple[Any, Batch]:
     return cache, Batch(starts, LENS, batch.block_table)
 
 
-def sharing_of(spec: LayerSpec, **device: float) -> Sharing:
-    """Sharing by a backend's own launch, on a device that is as fast."""
+def sharing_of(spec: LayerSpec, matmul: float = 0.0) -> Sharing:
+    """Sharing by a backend's own launch, on a device of so many TFLOP/s."""
     group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
-    group.device = replace(group.device, **device)
+    group.device = replace(group.device, matmul=matmul)
     native = group.backend("decode", AttentionBackend)
     return Sharing(group, native, None, appends=True)
 
@@ -359,7 +359,7 @@ def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
 def test_rows_of_several_tokens_share_only_where_bytes_take_longer_than_products(
     matmul: float, shares: bool
 ) -> None:
-    sharing = sharing_of(SPEC, matmul=matmul)
+    sharing = sharing_of(SPEC, matmul)
     _, batch = appended(sharing.group, [4, 4, 4, 4, 4])
     assert (sharing.call(batch, None) is not None) is shares
 
