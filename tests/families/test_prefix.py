@@ -324,10 +324,10 @@ def appended(group: LayerGroup, queries: list[int]) -> tuple[Any, Batch]:
     return cache, Batch(starts, LENS, batch.block_table)
 
 
-def sharing_of(spec: LayerSpec, **device: float) -> Sharing:
-    """Sharing by a backend's own launch, on a device that is as fast."""
+def sharing_of(spec: LayerSpec, matmul: float = 0.0) -> Sharing:
+    """Sharing by a backend's own launch, on a device of so many TFLOP/s."""
     group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
-    group.device = replace(group.device, **device)
+    group.device = replace(group.device, matmul=matmul)
     native = group.backend("decode", AttentionBackend)
     return Sharing(group, native, None, appends=True)
 
@@ -340,12 +340,18 @@ def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
     _, batch = appended(sharing.group, [1, 39, 4, 7, 1])
     call = sharing.call(batch, None)
     assert call is not None
-    levels = ((SharedRun((0, 1, 2, 3), 0, 1),), (SharedRun((0, 2, 3), 1, 1),), (SharedRun((0, 3), 2, 2),))
+    levels = (
+        (SharedRun((0, 1, 2, 3), 0, 1),),
+        (SharedRun((0, 2, 3), 1, 1),),
+        (SharedRun((0, 3), 2, 2),),
+    )
     assert call.plan.batch.shared_prefix == levels
     assert call.saved_bytes == (3 + 2 + 2) * 16 * form.bytes_per_token
     sharing.appends = False
     assert sharing.call(batch, None) is None
-    with pytest.raises(BatchError, match="row 1, whose length is 70; a row's new tokens are its own"):
+    with pytest.raises(
+        BatchError, match="row 1, whose length is 70; a row's new tokens are its own"
+    ):
         batch.with_shared_prefix(GIVEN).find_shared_prefix(16)
 
 
@@ -353,7 +359,7 @@ def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
 def test_rows_of_several_tokens_share_only_where_bytes_take_longer_than_products(
     matmul: float, shares: bool
 ) -> None:
-    sharing = sharing_of(SPEC, matmul=matmul)
+    sharing = sharing_of(SPEC, matmul)
     _, batch = appended(sharing.group, [4, 4, 4, 4, 4])
     assert (sharing.call(batch, None) is not None) is shares
 

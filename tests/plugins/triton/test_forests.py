@@ -12,9 +12,12 @@ pytest.importorskip("triton")
 slow, sweep = pytest.mark.slow, pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "one head a group", "soft cap, sinks", "values of 48", "int8",
-    "int8, scales of heads, sinks", "captured",
+    "int8, scales of heads, sinks", "several tokens", "several tokens, int8", "a window",
+    "several tokens, a window", "ALiBi", "several tokens, a window, ALiBi", "captured",
 )  # fmt: skip
-SLOW = ("soft cap, sinks", "int8, scales of heads, sinks", "captured")
+SLOW = (
+    "soft cap, sinks", "int8, scales of heads, sinks", "several tokens, a window, ALiBi", "captured",
+)  # fmt: skip
 
 
 @cache

@@ -54,8 +54,8 @@ MERGES = {"merge": "pieces", "merge listed": "listed", "merge many": "many"}
 """What merges parts, each with the way of a plan that cut them: tiles of rows, stretches, even splits."""
 OTHERS = ("paged", "paged pieces", *MERGES, "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
-SHARED = ("prefix low", "prefix high", "prefix merge")
-"""Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
+SHARED = ("prefix low", "prefix high", "prefix several", "prefix merge")
+"""Shared prefixes: decodes with the lowest and the highest tiles, rows of several tokens, the merge."""
 LISTED = ("paged listed", "paged pieces listed", "list")
 """And where masks are asked which key tiles there are, which the last does."""
 OF_ROWS = ("k_b", "k_t", "k_h", "v_b", "v_t", "v_h")
@@ -73,14 +73,7 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    alone = (
-        spec.sliding_window
-        or spec.chunk_size
-        or spec.alibi
-        or spec.rope
-        or spec.variant
-        or spec.mask
-    )
+    alone = spec.chunk_size or spec.sink_tokens or spec.rope or spec.variant or spec.mask
     masked = LISTED if Generated.of_mask(spec) is not None else ()
     # Where a program merges no splits, a kernel merges few of them too.
     ways = [way for way in WAYS if way != "split" or most_merged_by_one(spec, arch)]
@@ -160,16 +153,21 @@ def _compile_shared(
         constants = parts_constants(spec, spec.needs_lse, launches_early(arch))
         return compile_kernel(merge_parts_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
     config = prefix_tiles(spec, arch)[0 if phase == "prefix low" else -1]
-    return compile_prefix(spec, arch, config, query, cached, block_size)
+    several = phase == "prefix several"
+    return compile_prefix(spec, arch, config, query, cached, block_size, several)
 
 
 def compile_prefix(
-    spec: LayerSpec, arch: str, config: PrefixConfig, query: str, cached: str, block_size: int = 16
-) -> Any:
-    """Compile decodes over shared prefixes in one configuration; `query`, `cached`: element types."""
+    spec: LayerSpec, arch: str, config: PrefixConfig, query: str, cached: str, block_size: int = 16,
+    several: bool = False,
+) -> Any:  # fmt: skip
+    """Compile decodes over shared prefixes in one configuration; `query`, `cached`: element types.
+
+    `several`: rows of several tokens instead.
+    """
     alike = spec.head_size == spec.v_head_size
     rows = rows_constants(spec, block_size, False)
-    constants = prefix_constants(spec, config, block_size, arch, alike, rows)
+    constants = prefix_constants(spec, config, block_size, arch, alike, rows, several)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {"Q": query, "K": cached, "V": cached}
     return compile_kernel(prefix_kernel, pointers, constants, arch, options)

@@ -28,7 +28,6 @@ from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS, is_rows
 from polyattn.spec.sparse import INDEX_FORMS
 
-
 SHARED_FEATURES = frozenset({"appends", "sliding_window", "alibi"})
 """What a launch over shared blocks may serve beside plain decodes; appends are rows of several tokens."""
 

@@ -45,7 +45,10 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         for name in FORESTS:
             yield Case("forest", "appends", base, f"{name}, appends")
         both = SHARED.keys() & caps.shared_features
-        for label, spec in (*_variants(caps, base), *((n, base.replace(**SHARED[n])) for n in sorted(both))):
+        for label, spec in (
+            *_variants(caps, base),
+            *((n, base.replace(**SHARED[n])) for n in sorted(both)),
+        ):
             yield Case("forest", f"appends, {label}", spec, "levels, appends")
     if caps.graph_capture:
         how = "forest_graph" if captures(device) else "forest_reuse"

@@ -268,9 +268,7 @@ class Sharing:
         return saved_bytes * each / 1e3
 
 
-def _native(
-    group: LayerGroup, spec: LayerSpec
-) -> tuple[AttentionBackend | None, frozenset[str]]:
+def _native(group: LayerGroup, spec: LayerSpec) -> tuple[AttentionBackend | None, frozenset[str]]:
     """Return the first candidate that reads shared blocks in its own launch, and its claims of it."""
     whole = group.cache_format
     for info in dict(group.selection.candidates).get("decode", ()):

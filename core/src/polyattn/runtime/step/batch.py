@@ -285,7 +285,8 @@ class Batch:
     @cached_property
     def host_contexts(self) -> Integers:
         """Tokens before each sequence's new ones, or its last one, int64 (num_seqs,); padding: -1."""
-        return self.host_lens - np.maximum(self.host_query_lens, 1)
+        contexts: Integers = self.host_lens - np.maximum(self.host_query_lens, 1)
+        return contexts
 
     @cached_property
     def query_lens(self) -> list[int]:

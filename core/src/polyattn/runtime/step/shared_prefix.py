@@ -168,9 +168,7 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
             )
 
 
-def check_own_tokens(
-    levels: Levels, lens: Sequence[int], contexts: Rows, block_size: int
-) -> None:
+def check_own_tokens(levels: Levels, lens: Sequence[int], contexts: Rows, block_size: int) -> None:
     """Check that each row has its new tokens behind the blocks that it shares. Raises `BatchError`."""
     for level in levels:
         for run in level:
