@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 
 import torch
 from engine import NEW, Engine, mended_kernels
-from tiny_checkpoints import save, save_head, save_with_mtp
+from polyattn import PolyattnError
+from tiny_checkpoints import save, save_dflash, save_head, save_with_mtp
 from torch import Tensor
 from vllm.model_executor.layers import utils
 
@@ -89,6 +90,12 @@ def test_an_eagle_head(method: str, folder: Path) -> None:
     """With a head that drafts, on vLLM's backends and on ours, tokens are those without it."""
     path, head = save("llama", folder), save_head(method, folder)
     speculates(path, {"model": str(head), "method": method, "num_speculative_tokens": 3})
+
+
+def test_a_drafter_that_is_not_causal_is_refused_before_the_engine_is_up(folder: Path) -> None:
+    drafter = {"model": str(save_dflash(folder)), "method": "dflash", "num_speculative_tokens": 3}
+    with pytest.raises(PolyattnError, match="use_non_causal is given"):
+        Engine(save("qwen3", folder), own=False, load_format="dummy", speculative_config=drafter)
 
 
 def test_multi_token_prediction(folder: Path) -> None:

@@ -114,6 +114,14 @@ def save_with_mtp(name: str, folder: Path) -> Path:
     return path
 
 
+def save_dflash(folder: Path) -> Path:
+    """Write the checkpoint of a DFlash drafter of "qwen3": tokens that it drafts see one another."""
+    path = save("qwen3", folder / "dflash", num_hidden_layers=1)
+    how = {"target_layer_ids": [0, 1], "mask_token_id": 2}
+    _change(path, architectures=["DFlashDraftModel"], dflash_config=how, block_size=4)
+    return path
+
+
 def _drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape) * 0.2
 
