@@ -71,7 +71,7 @@ ROWS = [
     Row("index: DSA scaled, e4m3 queries, decode 64 x 128k", layer_for(SCALED, "bfloat16"), CHAT, INDEX,
         READ, ["machine.read"], part="index of e4m3"),
     Row("index: DSA scaled, prompt 4k of 16k", layer_for(SCALED, "bfloat16"), [(4 * K, 16 * K)], INDEX,
-        None, ["machine.e4m3_products"], part="index"),
+        Bar(2.0, "machine.e4m3_products"), ["machine.e4m3_products"], part="index"),
     Row("index: DSA scaled, e4m3 queries, prompt 4k of 16k", layer_for(SCALED, "bfloat16"),
         [(4 * K, 16 * K)], INDEX, Bar(2.0, "machine.e4m3_products"), ["machine.e4m3_products"],
         part="index of e4m3"),
