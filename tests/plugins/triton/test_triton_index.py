@@ -24,7 +24,7 @@ cases = {case.id: case for case in derive(info, device)}
 steps = {"scaled-mixed": 64, "groups-bounds": 64, "level_1-mixed": 16, "blocks-decode": 8192}
 for name, index.PART in steps.items():
     run_case(cases[f"index-{name}"], "TRITON_INDEX", device, 1)
-index.arch_matches = lambda *_: True  # as on Hopper, queries of 8 bits too
+index.arch_matches = lambda *_: True  # as on Hopper: halves of tiles, queries of 8 bits
 run_case(cases["index-scaled-mixed"], "TRITON_INDEX", device, 1)
 print("chosen")
 """

@@ -60,12 +60,14 @@ def scores_constants(
     assert indexer is not None
     heads = power(indexer.num_heads)
     columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
+    tokens = 1 if decode else max(1, columns // heads)
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
-        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
+        indexer.tokens_per_entry, page_size, decode, tokens,
         tile_of(indexer), TILES if decode else PROMPT_TILES, indexer.activation == "relu",
         indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
-        pooled(indexer), group, scores_options(spec, arch)["num_stages"],
+        pooled(indexer), group, 2 if tokens > 1 and arch_matches("sm_90", arch) else 1,
+        scores_options(spec, arch)["num_stages"],
     )  # fmt: skip
 
 

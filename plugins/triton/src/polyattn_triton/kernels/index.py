@@ -20,6 +20,99 @@ def _seen(STARTS, LENS, token, seqs, DECODE: tl.constexpr):
     return seq, tl.maximum(tl.minimum(position + 1, length), 0)
 
 
+@triton.jit
+def _queries(
+    Q, WEIGHTS, STARTS, LENS, at, first, tokens, seqs, q_t, q_h, w_t, w_h, FORM: tl.constexpr
+):
+    """Queries as columns, what each is multiplied by, each token's sequence and how many entries it sees.
+
+    FORM: the kernel's constants of tokens.
+    """
+    TOKENS: tl.constexpr = FORM[0]
+    HEADS: tl.constexpr = FORM[1]
+    BLOCK_H: tl.constexpr = FORM[2]
+    D: tl.constexpr = FORM[3]
+    BLOCK_D: tl.constexpr = FORM[4]
+    M: tl.constexpr = FORM[5]
+    WEIGHTED: tl.constexpr = FORM[6]
+    BY_HALF: tl.constexpr = FORM[7]
+    DECODE: tl.constexpr = FORM[8]
+    dd = tl.arange(0, BLOCK_D)
+    nn = tl.arange(0, TOKENS * BLOCK_H)
+    head = nn % BLOCK_H
+    own = at + nn // BLOCK_H
+    named = (head < HEADS) & (own < tokens)
+    q = tl.load(
+        Q + (own.to(tl.int64) * q_t + head * q_h)[None, :] + dd[:, None],
+        mask=named[None, :] & (dd < D)[:, None],
+        other=0.0,
+    )
+    factors = tl.full([TOKENS * BLOCK_H], 1.0, tl.float32)
+    if WEIGHTED:
+        factors = tl.load(WEIGHTS + own.to(tl.int64) * w_t + head * w_h, mask=named, other=0.0)
+        factors = factors.to(tl.float32)
+    if BY_HALF:
+        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 0))
+        q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
+        factors *= unit
+    tt = tl.arange(0, TOKENS)
+    of_token = tt * 0
+    seen = tt * 0
+    for i in tl.static_range(TOKENS):
+        one = tl.minimum(at + i, tokens - 1)
+        seq, count = _seen(STARTS, LENS, first + one, seqs, DECODE)
+        of_token = tl.where(tt == i, seq, of_token)
+        seen = tl.where((tt == i) & (at + i < tokens), count // M, seen)
+    return q, factors, of_token, seen
+
+
+@triton.jit
+def _write(OUT, BEST, s, factors, by, start, here, at, width, FORM: tl.constexpr):
+    """Write a tile's scores, of its products (ENTRIES, heads); `here`: entries that each token sees.
+
+    FORM: the kernel's constants of tiles.
+    """
+    TOKENS: tl.constexpr = FORM[0]
+    HEADS: tl.constexpr = FORM[1]
+    BLOCK_H: tl.constexpr = FORM[2]
+    ENTRIES: tl.constexpr = FORM[3]
+    RELU: tl.constexpr = FORM[4]
+    FACTORS: tl.constexpr = FORM[5]
+    BY_HEAD: tl.constexpr = FORM[6]
+    POOL: tl.constexpr = FORM[7]
+    GROUP: tl.constexpr = FORM[8]
+    e = start + tl.arange(0, ENTRIES)
+    c = start // POOL + tl.arange(0, ENTRIES // POOL)
+    if RELU:
+        s = tl.maximum(s, 0.0)
+    if FACTORS:
+        s *= factors[None, :]
+    if BY_HEAD:
+        nn = tl.arange(0, TOKENS * BLOCK_H)
+        tt = tl.arange(0, TOKENS)
+        here = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
+        row = (at + nn // BLOCK_H).to(tl.int64) * HEADS + nn % BLOCK_H
+        there = (nn % BLOCK_H < HEADS)[None, :]
+        s *= by[:, None]
+    else:
+        row = at.to(tl.int64) + tl.arange(0, TOKENS)
+        there = (row >= 0)[None, :]
+        s = tl.sum(tl.reshape(s, [ENTRIES, TOKENS, BLOCK_H]), 2) * by[:, None]
+    s = tl.where(s == s, s, float("-inf"))
+    inside = there & (e[:, None] < here[None, :])
+    if POOL > 1:
+        s = tl.where(inside, s, float("-inf"))
+        s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, s.shape[1]]), 1)
+        inside = there & (c[:, None] * POOL < here[None, :])
+    tl.store(OUT + row[None, :] * width + c[:, None], s, mask=inside)
+    if GROUP > 1:
+        s = tl.where(inside, s, float("-inf"))
+        s = tl.max(tl.reshape(s, [ENTRIES // GROUP, GROUP, TOKENS]), 1)
+        g = start // GROUP + tl.arange(0, ENTRIES // GROUP)
+        to = BEST + row[None, :] * (width // GROUP) + g[:, None]
+        tl.store(to, s, mask=g[:, None] * GROUP < here[None, :])
+
+
 @triton.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs"])
 def index_scores_kernel(
     Q, KEYS, SCALES, WEIGHTS, TABLE, STARTS, LENS, OUT, BEST, scale,
@@ -28,61 +121,54 @@ def index_scores_kernel(
     M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
     BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
 
     Writes each score, or the best of POOL neighbours; GROUP > 1: to BEST those of as many. Scales are
-    positive: they may come after the activation and the sum over heads. Grid: (runs of TILES, tiles of
+    positive: they may come after the activation and the sum over heads. HALVES = 2: while the second
+    half of a tile's products is computed, the first one is summed. Grid: (runs of TILES, tiles of
     TOKENS); `first`: the step's token that the tensors begin with.
     """
-    N: tl.constexpr = TOKENS * BLOCK_H
     IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
-    dd = tl.arange(0, BLOCK_D)
-    nn = tl.arange(0, N)
-    head = nn % BLOCK_H
-    own = tl.program_id(1) * TOKENS + nn // BLOCK_H
-    named = (head < HEADS) & (own < tokens)
-    q = tl.load(
-        Q + (own.to(tl.int64) * q_t + head * q_h)[None, :] + dd[:, None],
-        mask=named[None, :] & (dd < D)[:, None],
-        other=0.0,
-    )
-    factors = tl.full([N], 1.0, tl.float32)
-    if WEIGHTED:
-        factors = tl.load(WEIGHTS + own.to(tl.int64) * w_t + head * w_h, mask=named, other=0.0)
-        factors = factors.to(tl.float32)
+    HALF: tl.constexpr = TOKENS // HALVES
     # e4m3 becomes float16 in one instruction and bfloat16 in several (`decode`); two e4m3 are multiplied.
     BY_HALF: tl.constexpr = KEYS.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
-    if BY_HALF:
-        unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 0))
-        q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
-        factors *= unit
-    # What each token sees, and of which sequence.
-    tt = tl.arange(0, TOKENS)
-    token = tl.program_id(1) * TOKENS + tt
-    there = token < tokens
-    begin = tl.program_id(0) * ENTRIES * TILES
-    low = 0
-    high = 0
-    of_token = tt * 0
-    seen = tt * 0
-    for i in tl.static_range(TOKENS):
-        one = tl.minimum(tl.program_id(1) * TOKENS + i, tokens - 1)
-        seq, count = _seen(STARTS, LENS, first + one, seqs, DECODE)
-        if i == 0:
-            low = seq
-        high = seq
-        of_token = tl.where(tt == i, seq, of_token)
-        seen = tl.where((tt == i) & there, count // M, seen)
+    OF_TOKENS: tl.constexpr = (HALF, HEADS, BLOCK_H, D, BLOCK_D, M, WEIGHTED, BY_HALF, DECODE)
+    OF_TILES: tl.constexpr = (
+        HALF,
+        HEADS,
+        BLOCK_H,
+        ENTRIES,
+        RELU,
+        WEIGHTED or BY_HALF,
+        BY_HEAD,
+        POOL,
+        GROUP,
+    )
+    dd = tl.arange(0, BLOCK_D)
     ee = tl.arange(0, ENTRIES)
-    cc = tl.arange(0, ENTRIES // POOL)
-    gg = tl.arange(0, ENTRIES // GROUP)
+    at = tl.program_id(1) * TOKENS
+    begin = tl.program_id(0) * ENTRIES * TILES
+    q, factors, of_token, seen = _queries(
+        Q, WEIGHTS, STARTS, LENS, at, first, tokens, seqs, q_t, q_h, w_t, w_h, OF_TOKENS
+    )
+    low = tl.min(of_token, 0)
+    high = tl.max(of_token, 0)
+    if HALVES == 2:
+        q2, factors2, of_token2, seen2 = _queries(
+            Q, WEIGHTS, STARTS, LENS, at + HALF, first, tokens, seqs, q_t, q_h, w_t, w_h, OF_TOKENS
+        )
+        high = tl.max(of_token2, 0)
     for seq in range(low, high + 1):
         here = tl.where(of_token == seq, seen, 0)
-        end = tl.minimum(begin + ENTRIES * TILES, tl.max(here, 0))
-        # And of each column of the products.
-        reach = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
+        most = tl.max(here, 0)
+        if HALVES == 2:
+            here2 = tl.where(of_token2 == seq, seen2, 0)
+            most = tl.maximum(most, tl.max(here2, 0))
+            late = tl.zeros([ENTRIES, HALF * BLOCK_H], tl.float32)
+            late_by = tl.zeros([ENTRIES], tl.float32)
+        end = tl.minimum(begin + ENTRIES * TILES, most)
         BLOCKS = TABLE + (tl.full([], 0, tl.int64) + seq) * table_s
         # The next tile's blocks are loaded a step ahead: keys that wait for a load of their own step
         # are not put in flight early (Triton 3.6).
@@ -119,34 +205,19 @@ def index_scores_kernel(
                 if SCALED:
                     places = page_at * scale_page + e % PAGE_SIZE
                     by *= tl.load(SCALES + places, mask=e < end, other=0.0)
-            s = tl.dot(keys.to(q.dtype), q, input_precision="ieee")
-            if RELU:
-                s = tl.maximum(s, 0.0)
-            if WEIGHTED or BY_HALF:
-                s *= factors[None, :]
-            c = start // POOL + cc
-            if BY_HEAD:
-                s *= by[:, None]
-                s = tl.where(s == s, s, float("-inf"))
-                if POOL > 1:
-                    s = tl.where(e[:, None] < reach[None, :], s, float("-inf"))
-                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, N]), 1)
-                to = OUT + (own.to(tl.int64) * HEADS + head)[None, :] * width + c[:, None]
-                tl.store(to, s, mask=(head < HEADS)[None, :] & (c[:, None] * POOL < reach[None, :]))
-            else:
-                s = tl.sum(tl.reshape(s, [ENTRIES, TOKENS, BLOCK_H]), 2) * by[:, None]
-                s = tl.where(s == s, s, float("-inf"))
-                if POOL > 1:
-                    s = tl.where(e[:, None] < here[None, :], s, float("-inf"))
-                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, TOKENS]), 1)
-                to = OUT + token.to(tl.int64)[None, :] * width + c[:, None]
-                tl.store(to, s, mask=c[:, None] * POOL < here[None, :])
-                if GROUP > 1:
-                    s = tl.where(e[:, None] < here[None, :], s, float("-inf"))
-                    s = tl.max(tl.reshape(s, [ENTRIES // GROUP, GROUP, TOKENS]), 1)
-                    g = start // GROUP + gg
-                    to = BEST + token.to(tl.int64)[None, :] * (width // GROUP) + g[:, None]
-                    tl.store(to, s, mask=g[:, None] * GROUP < here[None, :])
+            keys = keys.to(q.dtype)
+            s = tl.dot(keys, q, input_precision="ieee")
+            if HALVES == 2:
+                # The second half of the tile before; the first step has none.
+                then, sees = start - ENTRIES, tl.where(start > begin, here2, -(1 << 30))
+                _write(OUT, BEST, late, factors2, late_by, then, sees, at + HALF, width, OF_TILES)
+                late = tl.dot(keys, q2, input_precision="ieee")
+                late_by = by
+            _write(OUT, BEST, s, factors, by, start, here, at, width, OF_TILES)
+        if HALVES == 2:
+            last = begin + (tl.cdiv(end - begin, ENTRIES) - 1) * ENTRIES
+            sees2 = tl.where(end > begin, here2, -(1 << 30))
+            _write(OUT, BEST, late, factors2, late_by, last, sees2, at + HALF, width, OF_TILES)
 
 
 @triton.jit
