@@ -346,7 +346,7 @@ def index_select_kernel(
                     WITHIN, BLOCK, LISTED,
                 )  # fmt: skip
                 reached += tl.sum(_reaching(some, pivot), 0)
-        reach = reached.to(tl.int32)
+        reach = tl.cast(reached, tl.int32)
         first_try = wanted == least
         if (reach >= left) | first_try:
             least = wanted
