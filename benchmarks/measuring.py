@@ -36,7 +36,7 @@ Call = Callable[[], object]
 def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Any:
     """Return a contender's step of a row."""
     lengths, spec = row.lengths(shrink), row.spec.replace(**other.changes)
-    indexes = (other.part or row.part) == "index"
+    indexes = (other.part or row.part).startswith("index")
     backend = f"index={other.backend}" if indexes and other.backend else None
     backend = backend or named(spec, other.backend, lengths)
     group = LayerGroup(select(spec, device, backend=backend))
@@ -176,6 +176,12 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
+def narrow(work: Any) -> Call:
+    """An indexer's call whose queries have 8 bits."""
+    work.query = work.query.to(torch.float8_e4m3fn)
+    return work.call  # type: ignore[no-any-return]
+
+
 def store(work: Any) -> Call:
     """Store the new tokens' keys and values as they are."""
     before = work.plan.before
@@ -240,6 +246,7 @@ PARTS = {
     "graph": Part(lambda work: captured(work.call)),
     "own graph": Part(lambda work: captured(own_calls(work))),
     "index": Part(lambda work: work.call),
+    "index of e4m3": Part(narrow),
     "store": Part(store, gives=False),
     "rotate and store": Part(rotate_and_store, gives=False),
     "norm apart": Part(partial(rotate_and_store, norms_apart=True), gives=False),

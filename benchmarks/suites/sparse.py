@@ -68,8 +68,13 @@ ROWS = [
     *(Row(f"index: {name}, decode 64 x 128k", layer_for(spec, "bfloat16"), CHAT, INDEX, READ,
           ["machine.read"], part="index")
       for name, spec in (("DSA", DSA), ("DSA scaled", SCALED), ("V4", V4), ("MSA", MSA), ("QSA", QSA))),
+    Row("index: DSA scaled, e4m3 queries, decode 64 x 128k", layer_for(SCALED, "bfloat16"), CHAT, INDEX,
+        READ, ["machine.read"], part="index of e4m3"),
     Row("index: DSA scaled, prompt 4k of 16k", layer_for(SCALED, "bfloat16"), [(4 * K, 16 * K)], INDEX,
         Bar(2.0, "machine.e4m3_products"), ["machine.e4m3_products"], part="index"),
+    Row("index: DSA scaled, e4m3 queries, prompt 4k of 16k", layer_for(SCALED, "bfloat16"),
+        [(4 * K, 16 * K)], INDEX, Bar(2.0, "machine.e4m3_products"), ["machine.e4m3_products"],
+        part="index of e4m3"),
     Row("MSA: decode 64 x 128k", MINIMAX, CHAT, PAGED, Bar(1.2, "machine.read"), ["machine.read"]),
     *(Row(f"MSA: decode 8 x {n // K}k", MINIMAX, [(1, n)] * 8, PAGED) for n in (32 * K, LONG)),
     Row("QSA: decode 64 x 128k", QWEN, CHAT, PAGED, None, ["machine.read"]),

@@ -20,10 +20,12 @@ from polyattn.conformance.derive import derive
 device = resolve_device("cpu")
 info = discover().backends["TRITON_INDEX"].builds_on("cpu")[-1]
 cases = {case.id: case for case in derive(info, device)}
-# Parts of 64 candidates, whose best are ranked again; then rows that are ranked at once.
-steps = {"index-scaled-mixed": 64, "index-groups-bounds": 64, "index-blocks-decode": 8192}
+# Groups whose best are ranked first; parts of candidates, whose best are ranked again; rows at once.
+steps = {"scaled-mixed": 64, "groups-bounds": 64, "level_1-mixed": 16, "blocks-decode": 8192}
 for name, index.PART in steps.items():
-    run_case(cases[name], "TRITON_INDEX", device, 1)
+    run_case(cases[f"index-{name}"], "TRITON_INDEX", device, 1)
+index.arch_matches = lambda *_: True  # as on Hopper: halves of tiles, queries of 8 bits
+run_case(cases["index-scaled-mixed"], "TRITON_INDEX", device, 1)
 print("chosen")
 """
 DSA = IndexerSpec(num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled")
@@ -42,20 +44,22 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "spec", "decode"),
+    ("arch", "spec", "decode", "query"),
     [
-        pytest.param("sm_90", DSA, True, marks=pytest.mark.slow),
-        pytest.param("sm_90", DSA, False, marks=pytest.mark.slow),
-        pytest.param("sm_90", MSA, True, marks=pytest.mark.slow),
-        pytest.param("sm_90", QSA, False, marks=pytest.mark.slow),
-        pytest.param("sm_86", BF16, False, marks=pytest.mark.slow),
-        pytest.param("sm_86", MSA, True, marks=pytest.mark.slow),
-        pytest.param("gfx942", MSA, False, marks=pytest.mark.slow),
-        pytest.param("gfx942", MSA, True, marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, True, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, False, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, False, "fp8e4nv", marks=pytest.mark.slow),
+        pytest.param("sm_90", MSA, True, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_90", QSA, False, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_86", BF16, False, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_86", MSA, True, "bf16", marks=pytest.mark.slow),
+        pytest.param("gfx942", MSA, False, "bf16", marks=pytest.mark.slow),
+        pytest.param("gfx942", MSA, True, "bf16", marks=pytest.mark.slow),
     ],
     ids=[
         "DSA decode",
         "DSA prompt",
+        "DSA prompt, e4m3 queries",
         "MSA decode",
         "QSA prompt",
         "bf16, Ampere",
@@ -64,9 +68,12 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
         "MSA decode, AMD",
     ],
 )
-def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool) -> None:
+def test_it_compiles_to_machine_code(
+    arch: str, spec: IndexerSpec, decode: bool, query: str
+) -> None:
     from polyattn_triton.index import (
         PART,
+        group_of,
         scores_constants,
         scores_options,
         select_constants,
@@ -78,15 +85,16 @@ def test_it_compiles_to_machine_code(arch: str, spec: IndexerSpec, decode: bool)
     room = {"sm_90": 227, "sm_86": 99, "gfx942": 64}[arch]  # KiB
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
-    layer = layer_for(spec, "bfloat16")
+    layer, group = layer_for(spec, "bfloat16"), group_of(spec, 1 << 17)
     ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
     scores = compile_kernel(
-        index_scores_kernel, ints | {"Q": "bf16", "KEYS": keys},
-        scores_constants(layer, 64, decode, arch), arch, scores_options(layer, arch),
+        index_scores_kernel, ints | {"Q": query, "KEYS": keys},
+        scores_constants(layer, 64, decode, arch, group), arch, scores_options(layer, arch),
     )  # fmt: skip
     select = compile_kernel(
         index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
-        select_constants(spec, PART, decode, decode, not decode), arch, select_options(PART, decode),
+        select_constants(spec, PART, decode, group * decode, not decode), arch,
+        select_options(PART, 64 if decode else 4096),
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10

@@ -21,14 +21,16 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-from polyattn_triton.launch import Launcher, multiprocessors, power
+from polyattn_triton.launch import Launcher, power
 
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
-"""Candidates that a program ranks, all in registers; half as many, where rows are few."""
+"""Candidates that a program ranks, all in registers."""
 FEW = 2048
 """And one that is compiled for few of them; it lists so many at a time."""
+GROUP = 8
+"""Entries of a group whose best is ranked first, where there are more than PART."""
 TILE, LARGEST_TILE = 64, 128
 """Entries that a program scores at a time; a page of the keys most often has as many."""
 TILES, PROMPT_TILES = 16, 32
@@ -36,8 +38,9 @@ TILES, PROMPT_TILES = 16, 32
 COLUMNS, HOPPER_COLUMNS = 128, 256
 """Heads of tokens for which a program of a prompt scores a tile of entries; their queries stay in shared
 memory, of which Hopper has twice as much."""
-WARPS, STAGES, SELECT_WARPS = 4, 3, 8
-"""Of programs that score, how many loads of keys are in flight in them, and of programs that rank."""
+WARPS, STAGES, SELECT_WARPS, MANY = 4, 3, 8, 512
+"""Of programs that score, how many loads of keys are in flight in them, and of programs that rank: half
+as many where rows are MANY, twice as many for the longest of few."""
 
 _score = Launcher(index_scores_kernel)
 _select = Launcher(index_select_kernel)
@@ -50,25 +53,38 @@ def scores_options(spec: LayerSpec, arch: str) -> dict[str, Any]:
     return {"num_warps": WARPS, "num_stages": stages if arch.startswith("sm_") else 1}
 
 
-def scores_constants(spec: LayerSpec, page_size: int, decode: bool, arch: str) -> tuple[Any, ...]:
-    """Return `index_scores_kernel`'s constants, in its order."""
+def scores_constants(
+    spec: LayerSpec, page_size: int, decode: bool, arch: str, group: int = 1
+) -> tuple[Any, ...]:
+    """Return `index_scores_kernel`'s constants, in its order; `group`: as `group_of`."""
     indexer = spec.indexer
     assert indexer is not None
     heads = power(indexer.num_heads)
     columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
+    tokens = 1 if decode else max(1, columns // heads)
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
-        indexer.tokens_per_entry, page_size, decode, 1 if decode else max(1, columns // heads),
+        indexer.tokens_per_entry, page_size, decode, tokens,
         tile_of(indexer), TILES if decode else PROMPT_TILES, indexer.activation == "relu",
         indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
-        pooled(indexer),
+        pooled(indexer), group, 2 if tokens > 1 and arch_matches("sm_90", arch) else 1,
+        scores_options(spec, arch)["num_stages"],
     )  # fmt: skip
 
 
-def select_options(candidates: int, cut: bool) -> dict[str, Any]:
-    """Return `index_select_kernel`'s launch options; `cut`: a row's candidates are in parts."""
-    wide = cut and candidates > PART // 2
-    return {"num_warps": SELECT_WARPS * (2 if wide else 1)}
+def select_options(candidates: int, rows: int) -> dict[str, Any]:
+    """Return `index_select_kernel`'s launch options; `candidates`: of a part of a row."""
+    if rows >= MANY:
+        return {"num_warps": SELECT_WARPS // 2}
+    return {"num_warps": SELECT_WARPS * (2 if candidates > PART // 2 else 1)}
+
+
+def group_of(indexer: IndexerSpec, entries: int) -> int:
+    """Return of how many neighbours the best scores are ranked first: 1, where candidates are few."""
+    simple = indexer.pool == 1 and indexer.within is None and indexer.fold != "none"
+    forced = indexer.forced_first + indexer.forced_last
+    simple = simple and not forced and isinstance(indexer.budget, int)
+    return GROUP if simple and entries > PART else 1
 
 
 def tile_of(indexer: IndexerSpec) -> int:
@@ -82,19 +98,21 @@ def pooled(indexer: IndexerSpec) -> int:
 
 
 def select_constants(
-    indexer: IndexerSpec, candidates: int, decode: bool, listed: bool, last: bool
+    indexer: IndexerSpec, candidates: int, decode: bool, listed: int, last: bool, group: int = 1
 ) -> tuple[Any, ...]:
     """Return `index_select_kernel`'s constants, in its order.
 
-    `candidates`: of a part. `listed`: they are an earlier pass's. `last`: it writes the choice itself.
+    `candidates`: of a part. `listed`: > 0, they are in groups of so many that an earlier pass lists.
+    `last`: it writes the choice itself. `group`: entries of a score that is ranked.
     """
-    left = indexer.pool // pooled(indexer)
+    entries = group * pooled(indexer)
+    left = max(1, indexer.pool // entries)
     pool = int(triton.next_power_of_2(left))
     fitting = (size for size in (FEW, PART // 2) if candidates * pool <= size)
     block = max(16, min(PART, next(fitting, PART)) // pool)
     return (
         indexer.choices, indexer.forced_first, indexer.forced_last, indexer.tokens_per_entry,
-        pooled(indexer), left, pool, indexer.within or 0, block, max(16, min(block, FEW // pool)),
+        entries, left, pool, indexer.within or 0, block, max(16, min(block, FEW // pool)),
         candidates <= block, listed, isinstance(indexer.budget, float), indexer.tail and last, decode,
     )  # fmt: skip
 
@@ -106,6 +124,11 @@ class TritonIndex(IndexBackend):
     # A program of a prompt scores several tokens, whose products have another shape.
     alone_from: ClassVar[Invariance] = Invariance.BATCH
 
+    @property
+    def multiplies_e4m3(self) -> bool:
+        assert self.spec.indexer is not None
+        return self.spec.indexer.cache_dtype != "auto" and arch_matches("sm_89+", self.device.arch)
+
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         spec, batch = self.spec.indexer, plan.batch
         assert spec is not None
@@ -113,7 +136,10 @@ class TritonIndex(IndexBackend):
         if not batch.num_tokens or not (entries or spec.tail):
             frame.out.fill_(-1)
             return
-        width = -(-max(entries, 1) // (16 * pooled(spec))) * 16  # of a row of scores, whole vectors
+        vector = 16 * group_of(
+            spec, entries
+        )  # rows of scores, and of groups' best, are whole vectors
+        width = -(-max(entries, 1) // (vector * pooled(spec))) * vector
         most = max(1, SCORES // (4 * width * spec.choices))
         for start in range(0, batch.num_tokens, most):
             self._piece(frame, batch, slice(start, min(start + most, batch.num_tokens)), width)
@@ -130,13 +156,15 @@ class TritonIndex(IndexBackend):
             scales = scales.view(torch.float32)[size * spec.head_size // 4 :]
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
-        scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
-        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch)
-        starts, lens = batch.query_start_loc, batch.seq_lens
         entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
+        group = group_of(spec, entries)
+        scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
+        best = scores if group == 1 else scores.new_empty(len(scores), width // group)
+        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
+        starts, lens = batch.query_start_loc, batch.seq_lens
         _score(
             (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
-            (query, keys, scales, weights, table, starts, lens, scores),
+            (query, keys, scales, weights, table, starts, lens, scores, best),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
              keys.stride(0), keys.stride(0) // 4),
@@ -149,35 +177,42 @@ class TritonIndex(IndexBackend):
             assert frame.within is not None
             held = _held(frame.within[rows], -(-entries // spec.within))
             held_steps = (held.stride(0), held.stride(1) if held.shape[1] > 1 else 0)
-        budgets = starts
-        if isinstance(spec.budget, float):
-            _, positions, ends = (each[rows] for each in token_places(batch))
-            there = -(-visible_entries(spec.tokens_per_entry, positions, ends) // spec.pool)
-            budgets = torch.ceil(there.double() * spec.budget - 1e-9).int()
-        count, left = out.shape[2] - spec.tail, -(-entries // spec.pool)
-        listed, ids, part = False, out, PART
-        if -(-left // PART) * len(scores) < multiprocessors(out.device):
-            part = PART // 2
+        budgets = _budgets(spec, batch, rows)
+        count = out.shape[2] - spec.tail
+
+        # Parts' best are ranked again, or the entries of the groups that are best.
+        ids, listed, ranked, left = out, 0, group, -(-entries // (spec.pool * group))
         while True:
-            parts = -(-left // part)
-            last = parts == 1 or 2 * parts * count > left  # else the parts' best are ranked again
-            parts, each = (1, left) if last else (parts, part)
-            into = out
+            parts = -(-left // PART)
+            whole = parts == 1 or 2 * parts * count > left
+            parts, each = (1, left) if whole else (parts, PART)
+            last, into = whole and ranked == 1, out
             if not last:
                 into = torch.empty(len(scores), parts * count, dtype=torch.int32, device=out.device)
             _select(
                 (len(scores), parts, 1),
-                (scores, starts, lens, budgets, held, ids, into),
+                (scores if ranked == 1 else best, starts, lens, budgets, held, ids, into),
                 (),
                 held_steps,
-                (rows.start, batch.num_seqs, count, left, out.shape[2] if last else count, width // 16,
-                 -(-each // 16), parts),
-                select_constants(spec, each, batch.all_decode, listed, last),
-                select_options(each, parts > 1 or listed),
+                (rows.start, batch.num_seqs, count, ids.shape[-1], out.shape[2] if last else count,
+                 width // ranked // 16, -(-each // 16), parts),
+                select_constants(spec, each, batch.all_decode, listed, last, ranked),
+                select_options(each, len(scores)),
             )  # fmt: skip
             if last:
                 return
-            listed, ids, left = True, into, parts * count
+            ids, listed, left = into, 1, parts * count
+            if whole:
+                listed, ranked, left = ranked, 1, left * ranked
+
+
+def _budgets(spec: IndexerSpec, batch: Batch, rows: slice) -> Tensor:
+    """Return each token's budget where it is a part of what the token sees, else any tensor."""
+    if not isinstance(spec.budget, float):
+        return batch.query_start_loc
+    _, positions, ends = (each[rows] for each in token_places(batch))
+    there = -(-visible_entries(spec.tokens_per_entry, positions, ends) // spec.pool)
+    return torch.ceil(there.double() * spec.budget - 1e-9).int()
 
 
 def _held(within: Tensor, blocks: int) -> Tensor:

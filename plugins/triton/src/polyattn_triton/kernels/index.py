@@ -1,12 +1,14 @@
 """Index keys are scored, and the best candidates chosen: two kernels, whatever the indexer.
 
 A score lies in device memory between them. The second finds the score of the last candidate that is
-chosen bit by bit, from a number whose order is the scores' order, and lists the ids.
+chosen, by numbers whose order is the scores' order, and lists the ids. Of many candidates the first
+writes the best of each group as well: the k best entries are in the k groups whose best are best.
 """
 
 import triton
 import triton.language as tl
 
+from polyattn_triton.functions.ops import on_nvidia
 from polyattn_triton.kernels.choice import place_of
 from polyattn_triton.kernels.decode import power_below
 
@@ -18,67 +20,155 @@ def _seen(STARTS, LENS, token, seqs, DECODE: tl.constexpr):
     return seq, tl.maximum(tl.minimum(position + 1, length), 0)
 
 
-@triton.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs"])
-def index_scores_kernel(
-    Q, KEYS, SCALES, WEIGHTS, TABLE, STARTS, LENS, OUT, scale,
-    q_t, q_h, w_t, w_h, page, scale_page, table_s, width, first, tokens, seqs,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
-    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr,
-):  # fmt: skip
-    """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
+@triton.jit
+def _queries(
+    Q, WEIGHTS, STARTS, LENS, at, first, tokens, seqs, q_t, q_h, w_t, w_h, FORM: tl.constexpr
+):
+    """Queries as columns, what each is multiplied by, each token's sequence and how many entries it sees.
 
-    Writes each score, or the best of POOL neighbours. Scales are positive: they may come after the
-    activation and the sum over heads. Grid: (runs of TILES, tiles of TOKENS); `first`: the step's token
-    that the tensors begin with.
+    FORM: the kernel's constants of tokens.
     """
-    N: tl.constexpr = TOKENS * BLOCK_H
-    IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
+    TOKENS: tl.constexpr = FORM[0]
+    HEADS: tl.constexpr = FORM[1]
+    BLOCK_H: tl.constexpr = FORM[2]
+    D: tl.constexpr = FORM[3]
+    BLOCK_D: tl.constexpr = FORM[4]
+    M: tl.constexpr = FORM[5]
+    WEIGHTED: tl.constexpr = FORM[6]
+    BY_HALF: tl.constexpr = FORM[7]
+    DECODE: tl.constexpr = FORM[8]
     dd = tl.arange(0, BLOCK_D)
-    nn = tl.arange(0, N)
+    nn = tl.arange(0, TOKENS * BLOCK_H)
     head = nn % BLOCK_H
-    own = tl.program_id(1) * TOKENS + nn // BLOCK_H
+    own = at + nn // BLOCK_H
     named = (head < HEADS) & (own < tokens)
     q = tl.load(
         Q + (own.to(tl.int64) * q_t + head * q_h)[None, :] + dd[:, None],
         mask=named[None, :] & (dd < D)[:, None],
         other=0.0,
     )
-    factors = tl.full([N], 1.0, tl.float32)
+    factors = tl.full([TOKENS * BLOCK_H], 1.0, tl.float32)
     if WEIGHTED:
         factors = tl.load(WEIGHTS + own.to(tl.int64) * w_t + head * w_h, mask=named, other=0.0)
         factors = factors.to(tl.float32)
-    # e4m3 becomes float16 in one instruction and bfloat16 in several; see `decode`.
-    BY_HALF: tl.constexpr = KEYS.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
     if BY_HALF:
         unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 0))
         q = (q.to(tl.float32) / unit[None, :]).to(tl.float16)
         factors *= unit
-    # What each token sees, and of which sequence.
     tt = tl.arange(0, TOKENS)
-    token = tl.program_id(1) * TOKENS + tt
-    there = token < tokens
-    begin = tl.program_id(0) * ENTRIES * TILES
-    low = 0
-    high = 0
     of_token = tt * 0
     seen = tt * 0
     for i in tl.static_range(TOKENS):
-        one = tl.minimum(tl.program_id(1) * TOKENS + i, tokens - 1)
+        one = tl.minimum(at + i, tokens - 1)
         seq, count = _seen(STARTS, LENS, first + one, seqs, DECODE)
-        if i == 0:
-            low = seq
-        high = seq
         of_token = tl.where(tt == i, seq, of_token)
-        seen = tl.where((tt == i) & there, count // M, seen)
+        seen = tl.where((tt == i) & (at + i < tokens), count // M, seen)
+    return q, factors, of_token, seen
+
+
+@triton.jit
+def _write(OUT, BEST, s, factors, by, start, here, at, width, FORM: tl.constexpr):
+    """Write a tile's scores, of its products (ENTRIES, heads); `here`: entries that each token sees.
+
+    FORM: the kernel's constants of tiles.
+    """
+    TOKENS: tl.constexpr = FORM[0]
+    HEADS: tl.constexpr = FORM[1]
+    BLOCK_H: tl.constexpr = FORM[2]
+    ENTRIES: tl.constexpr = FORM[3]
+    RELU: tl.constexpr = FORM[4]
+    FACTORS: tl.constexpr = FORM[5]
+    BY_HEAD: tl.constexpr = FORM[6]
+    POOL: tl.constexpr = FORM[7]
+    GROUP: tl.constexpr = FORM[8]
+    e = start + tl.arange(0, ENTRIES)
+    c = start // POOL + tl.arange(0, ENTRIES // POOL)
+    if RELU:
+        s = tl.maximum(s, 0.0)
+    if FACTORS:
+        s *= factors[None, :]
+    if BY_HEAD:
+        nn = tl.arange(0, TOKENS * BLOCK_H)
+        tt = tl.arange(0, TOKENS)
+        here = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
+        row = (at + nn // BLOCK_H).to(tl.int64) * HEADS + nn % BLOCK_H
+        there = (nn % BLOCK_H < HEADS)[None, :]
+        s *= by[:, None]
+    else:
+        row = at.to(tl.int64) + tl.arange(0, TOKENS)
+        there = (row >= 0)[None, :]
+        s = tl.sum(tl.reshape(s, [ENTRIES, TOKENS, BLOCK_H]), 2) * by[:, None]
+    s = tl.where(s == s, s, float("-inf"))
+    inside = there & (e[:, None] < here[None, :])
+    if POOL > 1:
+        s = tl.where(inside, s, float("-inf"))
+        s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, s.shape[1]]), 1)
+        inside = there & (c[:, None] * POOL < here[None, :])
+    tl.store(OUT + row[None, :] * width + c[:, None], s, mask=inside)
+    if GROUP > 1:
+        s = tl.where(inside, s, float("-inf"))
+        s = tl.max(tl.reshape(s, [ENTRIES // GROUP, GROUP, TOKENS]), 1)
+        g = start // GROUP + tl.arange(0, ENTRIES // GROUP)
+        to = BEST + row[None, :] * (width // GROUP) + g[:, None]
+        tl.store(to, s, mask=g[:, None] * GROUP < here[None, :])
+
+
+@triton.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs"])
+def index_scores_kernel(
+    Q, KEYS, SCALES, WEIGHTS, TABLE, STARTS, LENS, OUT, BEST, scale,
+    q_t, q_h, w_t, w_h, page, scale_page, table_s, width, first, tokens, seqs,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr, WEIGHTED: tl.constexpr,
+    BY_HEAD: tl.constexpr, SCALED: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Score TILES tiles of ENTRIES for TOKENS neighbouring tokens, which mostly share a sequence.
+
+    Writes each score, or the best of POOL neighbours; GROUP > 1: to BEST those of as many. Scales are
+    positive: they may come after the activation and the sum over heads. HALVES = 2: while the second
+    half of a tile's products is computed, the first one is summed. Grid: (runs of TILES, tiles of
+    TOKENS); `first`: the step's token that the tensors begin with.
+    """
+    IN_PAGE: tl.constexpr = PAGE_SIZE % ENTRIES == 0
+    HALF: tl.constexpr = TOKENS // HALVES
+    # e4m3 becomes float16 in one instruction and bfloat16 in several (`decode`); two e4m3 are multiplied.
+    BY_HALF: tl.constexpr = KEYS.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    OF_TOKENS: tl.constexpr = (HALF, HEADS, BLOCK_H, D, BLOCK_D, M, WEIGHTED, BY_HALF, DECODE)
+    OF_TILES: tl.constexpr = (
+        HALF,
+        HEADS,
+        BLOCK_H,
+        ENTRIES,
+        RELU,
+        WEIGHTED or BY_HALF,
+        BY_HEAD,
+        POOL,
+        GROUP,
+    )
+    dd = tl.arange(0, BLOCK_D)
     ee = tl.arange(0, ENTRIES)
-    cc = tl.arange(0, ENTRIES // POOL)
+    at = tl.program_id(1) * TOKENS
+    begin = tl.program_id(0) * ENTRIES * TILES
+    q, factors, of_token, seen = _queries(
+        Q, WEIGHTS, STARTS, LENS, at, first, tokens, seqs, q_t, q_h, w_t, w_h, OF_TOKENS
+    )
+    low = tl.min(of_token, 0)
+    high = tl.max(of_token, 0)
+    if HALVES == 2:
+        q2, factors2, of_token2, seen2 = _queries(
+            Q, WEIGHTS, STARTS, LENS, at + HALF, first, tokens, seqs, q_t, q_h, w_t, w_h, OF_TOKENS
+        )
+        high = tl.max(of_token2, 0)
     for seq in range(low, high + 1):
         here = tl.where(of_token == seq, seen, 0)
-        end = tl.minimum(begin + ENTRIES * TILES, tl.max(here, 0))
-        # And of each column of the products.
-        reach = tl.sum(tl.where((nn // BLOCK_H)[:, None] == tt[None, :], here[None, :], 0), 1)
+        most = tl.max(here, 0)
+        if HALVES == 2:
+            here2 = tl.where(of_token2 == seq, seen2, 0)
+            most = tl.maximum(most, tl.max(here2, 0))
+            late = tl.zeros([ENTRIES, HALF * BLOCK_H], tl.float32)
+            late_by = tl.zeros([ENTRIES], tl.float32)
+        end = tl.minimum(begin + ENTRIES * TILES, most)
         BLOCKS = TABLE + (tl.full([], 0, tl.int64) + seq) * table_s
         # The next tile's blocks are loaded a step ahead: keys that wait for a load of their own step
         # are not put in flight early (Triton 3.6).
@@ -86,7 +176,7 @@ def index_scores_kernel(
             block = tl.load(BLOCKS + begin // PAGE_SIZE, mask=begin < end, other=0)
         else:
             block = tl.load(BLOCKS + (begin + ee) // PAGE_SIZE, mask=begin + ee < end, other=0)
-        for start in range(begin, end, ENTRIES):
+        for start in tl.range(begin, end, ENTRIES, num_stages=STAGES):
             e = start + ee
             page_at = block.to(tl.int64)
             by = tl.full([ENTRIES], 1.0, tl.float32) * scale
@@ -115,26 +205,19 @@ def index_scores_kernel(
                 if SCALED:
                     places = page_at * scale_page + e % PAGE_SIZE
                     by *= tl.load(SCALES + places, mask=e < end, other=0.0)
-            s = tl.dot(keys.to(q.dtype), q, input_precision="ieee")
-            if RELU:
-                s = tl.maximum(s, 0.0)
-            if WEIGHTED or BY_HALF:
-                s *= factors[None, :]
-            c = start // POOL + cc
-            if BY_HEAD:
-                s *= by[:, None]
-                if POOL > 1:
-                    s = tl.where((e[:, None] < reach[None, :]) & (s == s), s, float("-inf"))
-                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, N]), 1)
-                to = OUT + (own.to(tl.int64) * HEADS + head)[None, :] * width + c[:, None]
-                tl.store(to, s, mask=(head < HEADS)[None, :] & (c[:, None] * POOL < reach[None, :]))
-            else:
-                s = tl.sum(tl.reshape(s, [ENTRIES, TOKENS, BLOCK_H]), 2) * by[:, None]
-                if POOL > 1:
-                    s = tl.where((e[:, None] < here[None, :]) & (s == s), s, float("-inf"))
-                    s = tl.max(tl.reshape(s, [ENTRIES // POOL, POOL, TOKENS]), 1)
-                to = OUT + token.to(tl.int64)[None, :] * width + c[:, None]
-                tl.store(to, s, mask=c[:, None] * POOL < here[None, :])
+            keys = keys.to(q.dtype)
+            s = tl.dot(keys, q, input_precision="ieee")
+            if HALVES == 2:
+                # The second half of the tile before; the first step has none.
+                then, sees = start - ENTRIES, tl.where(start > begin, here2, -(1 << 30))
+                _write(OUT, BEST, late, factors2, late_by, then, sees, at + HALF, width, OF_TILES)
+                late = tl.dot(keys, q2, input_precision="ieee")
+                late_by = by
+            _write(OUT, BEST, s, factors, by, start, here, at, width, OF_TILES)
+        if HALVES == 2:
+            last = begin + (tl.cdiv(end - begin, ENTRIES) - 1) * ENTRIES
+            sees2 = tl.where(end > begin, here2, -(1 << 30))
+            _write(OUT, BEST, late, factors2, late_by, last, sees2, at + HALF, width, OF_TILES)
 
 
 @triton.jit
@@ -143,48 +226,56 @@ def _ranked(
     POOL: tl.constexpr, BLOCK_POOL: tl.constexpr, WITHIN: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return BLOCK candidates and their ranks, uint32 whose order is the scores'; 0 for none."""
+    """Return BLOCK candidates and their scores, NaN for none; LISTED > 0: of groups of so many."""
     c = start + tl.arange(0, BLOCK)
     ok = c < high
     there_too = c < (high + 15) // 16 * 16  # scores have room for whole vectors
-    if LISTED:
-        c = tl.load(IDS + c, mask=ok, other=-1)
-        ok = c >= 0
+    if LISTED > 0:
+        c = tl.load(IDS + c // LISTED, mask=ok, other=-1) * LISTED + c % LISTED
+        ok = (c >= 0) & (c < there)
         there_too = ok
     if BLOCK_POOL == 1 and WITHIN == 0:
-        s = tl.load(SCORES + c, mask=there_too, other=float("-inf"))
-        s = tl.where(s == s, s, float("-inf"))
+        s = tl.load(SCORES + c, mask=there_too, other=0.0)
     else:
         e = c[:, None] * POOL + tl.arange(0, BLOCK_POOL)[None, :]
         inside = ok[:, None] & (tl.arange(0, BLOCK_POOL) < POOL)[None, :] & (e < seen)
         if WITHIN > 0:
             inside = inside & (tl.load(HELD + e // WITHIN, mask=inside, other=0) != 0)
-        s = tl.load(SCORES + e, mask=inside, other=float("-inf"))
-        s = tl.max(tl.where(s == s, s, float("-inf")), 1)
+        s = tl.max(tl.load(SCORES + e, mask=inside, other=float("-inf")), 1)
         ok = tl.max(inside.to(tl.int32), 1) > 0
-    bits = (s + 0.0).to(tl.uint32, bitcast=True)  # -0 and 0 are one score
-    rank = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     if FIRST + LAST > 0:
-        rank = tl.where((c < FIRST) | (c >= there - LAST), 0xFFFFFFFF, rank)
-    return c, tl.where(ok, rank, 0).to(tl.uint32)
+        s = tl.where((c < FIRST) | (c >= there - LAST), float("inf"), s)
+    return c, tl.where(ok, s, float("nan"))
 
 
 @triton.jit
-def _list(OUT, c, rank, least, most, over, equal):
-    """Write the candidates above the least rank, and the first `most` of it, behind those before.
+def _score_of(rank):
+    """Return the score that is at a place in the order of all scores."""
+    low = rank.to(tl.uint32)
+    bits = tl.where((low >> 31) != 0, low ^ 0x80000000, low ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
-    `over`, `equal`: how many candidates before were above it, and of it. Returns both with these.
-    """
-    same = (rank == least) & (rank != 0)
-    ones = (rank > least).to(tl.int32) + (
-        same.to(tl.int32) << 16
-    )  # two counts: a block has 2^15 at most
-    sums = tl.cumsum(ones, 0)
-    order = equal + (sums >> 16)
-    place = over + (sums & 0xFFFF) + tl.minimum(order, most) - 1
-    tl.store(OUT + place, c, mask=(rank > least) | (same & (order <= most)))
-    total = tl.sum(ones, 0)
-    return over + (total & 0xFFFF), equal + (total >> 16)
+
+@triton.jit
+def _reaching(s, pivot):
+    """1.0 for each score that reaches a pivot, else 0.0; LLVM takes four instructions."""
+    if on_nvidia():
+        ones = tl.inline_asm_elementwise(
+            "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [s, pivot], tl.float32, True, 1
+        )
+    else:
+        ones = tl.where(s >= pivot, 1.0, 0.0)
+    return ones
+
+
+@triton.jit
+def _list(OUT, c, chosen, over, BLOCK: tl.constexpr):
+    """Write the chosen candidates behind the `over` before them; return how many there are then."""
+    ones = tl.reshape(chosen.to(tl.int32), [BLOCK // 4, 4])  # sums by four, then of fours
+    fours = tl.sum(ones, 1)
+    places = tl.cumsum(ones, 1) + (tl.cumsum(fours, 0) - fours + (over - 1))[:, None]
+    tl.store(OUT + tl.reshape(places, [BLOCK]), c, mask=chosen)
+    return over + tl.sum(fours, 0)
 
 
 @triton.jit(
@@ -200,10 +291,11 @@ def index_select_kernel(
 ):  # fmt: skip
     """List the best of a part's candidates, ascending, -1 behind them; of equal scores the smaller ids.
 
-    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED:
-    the candidates are among `ids_n` ids of an earlier pass. POOLED: entries of a score; POOL: scores of
-    a candidate. ONCE: a part is one BLOCK, all of it in registers. LIST: candidates that are listed at a
-    time: the loop keeps the code small. SHARES: BUDGETS has each token's budget.
+    Grid: (tokens * choices, parts), of 16 * `each` candidates; a row has 16 * `width` scores. LISTED > 0:
+    candidates are in the groups of so many that `ids_n` ids of an earlier pass name. POOLED: entries of a
+    score; POOL: scores of a candidate. ONCE: a part is one BLOCK, all of it in registers. LIST:
+    candidates that are listed at a time: the loop keeps the code small. SHARES: BUDGETS has each token's
+    budget.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -217,56 +309,72 @@ def index_select_kernel(
     IDS += row.to(tl.int64) * ids_n
     each *= 16  # so the compiler knows that it, and a row, are whole vectors
     low = part * each
-    high = tl.minimum(low + each, ids_n if LISTED else there)
+    high = tl.minimum(low + each, ids_n * LISTED if LISTED > 0 else there)
     left = budget
     if SHARES:
         left = tl.load(BUDGETS + token).to(tl.int32)
-    # The least rank that is chosen lies in [least, top), which is halved; `count` candidates reach least,
-    # `above` reach top. Most often it is within a factor of 16 of the best score.
-    least = tl.full([], 0, tl.int64)
-    top = tl.full([], 1 << 32, tl.int64)
+    # Ranks order all scores: the least one that is chosen lies in [least, top), which shrinks; `count`
+    # candidates reach least, `above` reach top. Most often it is within a factor of 16 of the best score.
+    least = tl.full([], 0x007FFFFF, tl.int64)  # of -inf
+    top = tl.full([], 0xFF800001, tl.int64)  # behind inf
+    count = left + 1
+    wanted = least
     if ONCE:
-        _, rank = _ranked(
+        _, s = _ranked(
             SCORES, HELD, IDS, low, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN, BLOCK,
             LISTED,
         )  # fmt: skip
-        top = tl.max(rank, 0).to(tl.int64) + 1
-    wanted = tl.full([], 1, tl.int64)
-    count = left + 1
+        count = high - low
+        if LISTED > 0 or WITHIN > 0:
+            count = tl.sum(tl.where(s == s, 1.0, 0.0), 0).to(tl.int32)
+        best = tl.max(tl.where(s == s, s, float("-inf")), 0) + 0.0
+        bits = best.to(tl.uint32, bitcast=True)
+        best_rank = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+        top = best_rank.to(tl.int64) + 1
+        wanted = tl.maximum((least + top) // 2, top - (1 << 25))
     above = 0
+    turn = 0
     while (top - least > 1) & (count > left):
+        pivot = _score_of(wanted)
+        reached = 0.0
         if ONCE:
-            reach = tl.sum((rank >= wanted.to(tl.uint32)).to(tl.int32), 0)
+            reached = tl.sum(_reaching(s, pivot), 0)
         else:
-            reach = 0
             for start in range(low, high, BLOCK):
                 _, some = _ranked(
                     SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL,
                     WITHIN, BLOCK, LISTED,
                 )  # fmt: skip
-                reach += tl.sum((some >= wanted.to(tl.uint32)).to(tl.int32), 0)
-        first_try = least == 0
-        if (reach >= left) | (wanted == 1):
+                reached += tl.sum(_reaching(some, pivot), 0)
+        reach = tl.cast(reached, tl.int32)
+        first_try = wanted == least
+        if (reach >= left) | first_try:
             least = wanted
             count = reach
         else:
             top = wanted
             above = reach
-        wanted = (least + top) // 2
-        if first_try & (least == 1):
-            wanted = tl.maximum(wanted, top - (1 << 25))
-    most = left - above  # of the least rank
-    if count <= left:
-        most = left
-    over = 0
+        # Mostly as far as the counts say, every third time half way.
+        turn += 1
+        share = (count - left + 0.5) / (count - above + 1.0)
+        share = tl.where(turn % 3 == 0, 0.5, share)
+        wanted = least + ((top - least).to(tl.float32) * share).to(tl.int64)
+        wanted = tl.minimum(tl.maximum(wanted, least + 1), top - 1)
+    pivot = _score_of(least)
+    total = 0
     equal = 0
     for start in range(low, high, LIST):
         c, some = _ranked(
             SCORES, HELD, IDS, start, high, seen, there, FIRST, LAST, POOL, BLOCK_POOL, WITHIN,
             LIST, LISTED,
         )  # fmt: skip
-        over, equal = _list(OUT, c, some, least.to(tl.uint32), most, over, equal)
-    total = over + tl.minimum(equal, most)
+        chosen = some >= pivot
+        if count > left:  # the first ones of the least score
+            same = (some == pivot).to(tl.int32)
+            last = left - above - equal
+            chosen = (some > pivot) | ((same > 0) & (tl.cumsum(same, 0) <= last))
+            equal += tl.sum(same, 0)
+        total = _list(OUT, c, chosen, total, LIST)
     if TAIL:
         cut = tokens % M > 0
         tl.store(OUT + total, tokens // M, mask=cut)
