@@ -167,7 +167,7 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            plan.segments = 2 if kind <= self.folded else 1
+            plan.segments = 2 if kind <= self.folded and not spec.rope else 1
             keys = self.piece if kind <= LOW else self.tall_piece
             return self._in_segments(plan, self._tiles(plan), keys)
         plan.fresh = table is None or kind == FRESH
@@ -196,8 +196,8 @@ class AlikeAttention(PlannedAttention):
         each: Ints = least << np.maximum(longer, 0).astype(np.int64)
         line = line_of(tiles.keys, each)
         programs = count * heads
-        bounds = None
-        if plan.segments == 2 and even(tiles.keys):
+        bounds = line if len(line) == line[-1] + 1 else None  # nothing is cut: the device deals out
+        if bounds is None and plan.segments == 2 and even(tiles.keys):
             splits = even_splits(programs, self.num_sms)
             slots = self.num_sms * (self.whole_on_one if splits == 1 else self._resident(plan))
             rounds = programs * splits / slots

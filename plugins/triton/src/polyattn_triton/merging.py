@@ -42,15 +42,14 @@ class Merger:
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        in_order = isinstance(merging, Dealt)
-        few = merging.rows(plan.rows) if isinstance(merging, Dealt) else merging.few
-        key = (plan.way, plan.rows, strides[:2], lse is None, in_order, few)
+        few = None if isinstance(merging, Dealt) else merging.few
+        key = (plan.way, plan.rows, strides[:2], lse is None, few)
         site = self._sites.get(key)
         if site is None:
             options = merge_options(spec.v_head_size, self.early)
             if isinstance(merging, Dealt):
                 constants = folding_constants(
-                    spec, merging, plan.rows, lse is not None, self.early, self.summed
+                    spec, plan.rows, lse is not None, self.early, self.summed
                 )
                 site = Site(fold_kernel, strides[:2], constants, options)
             else:
@@ -60,7 +59,7 @@ class Merger:
                 site = Site(merge_kernel, strides[:2], constants, options)
             self._sites[key] = site
         if isinstance(merging, Dealt):
-            grid = merging.items, -(-plan.rows // few), spec.num_kv_heads
+            grid = merging.items, plan.rows, spec.num_kv_heads
             how = merging.items_at, merging.items
         else:
             grid = merging.grid(plan.rows, spec.num_kv_heads)

@@ -17,30 +17,23 @@ from polyattn_triton.schedule import EVEN, Ints, Tiles
 
 HEADER, COLUMNS, TILE, ITEM = 4, 9, 5, 5
 """Numbers that the work begins with, then of each program, tile and merged tile."""
-MERGED_ROWS = 4
-"""Rows that a program merges of tiles of a few parts."""
 
 
 @dataclass(frozen=True)
 class Dealt:
     """What `decode_kernel` and `fold_kernel` read: `work`, whose last `items` are merged.
 
-    `places`: of parts, a KV head's. `parts`: of a tile at most.
+    `places`: of parts, a KV head's.
     """
 
     work: NDArray[np.int32]
     programs: int
     places: int
     items: int
-    parts: int
 
     @property
     def items_at(self) -> int:
         return len(self.work) - ITEM * self.items
-
-    def rows(self, height: int) -> int:
-        """Return how many of a tile's rows a program merges."""
-        return min(height, MERGED_ROWS if self.parts <= MERGED_ROWS else 1)
 
 
 def deal(tiles: Tiles, each: Ints, bounds: Ints, line: Ints, merged: bool) -> Dealt:
@@ -79,7 +72,7 @@ def deal(tiles: Tiles, each: Ints, bounds: Ints, line: Ints, merged: bool) -> De
         rest[TILE * count :].reshape(ITEM, len(cut))[:] = (
             tiles.seq[cut], tiles.row[cut], low[cut] + shift[cut], into, parts,
         )  # fmt: skip
-    return Dealt(work, programs, places, len(cut), int(parts.max(initial=1)))
+    return Dealt(work, programs, places, len(cut))
 
 
 def line_of(keys: Ints, each: Ints) -> Ints:

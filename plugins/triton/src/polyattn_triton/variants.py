@@ -13,7 +13,6 @@ from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
 from polyattn_triton.functions.rows import NO_ROWS
 from polyattn_triton.launch import (
-    FEW_PARTS,
     MOST_AT_ONCE,
     Merge,
     launches_early,
@@ -22,7 +21,6 @@ from polyattn_triton.launch import (
     parts_at_once,
     power,
 )
-from polyattn_triton.segments import Dealt
 from polyattn_triton.turn_table import rope_constants
 
 MIN_SPLIT_KEYS = 128
@@ -197,13 +195,13 @@ def merging_constants(
 
 
 def folding_constants(
-    spec: LayerSpec, dealt: Dealt, rows: int, lse: bool, early: bool, summed: bool
+    spec: LayerSpec, rows: int, lse: bool, early: bool, summed: bool
 ) -> tuple[Any, ...]:
     """Return `fold_kernel`'s constants, in its order."""
-    width, few = spec.v_head_size, dealt.rows(rows)
+    width = spec.v_head_size
     return (
-        spec.gqa_ratio, width, power(width), rows, few, FEW_PARTS if few > 1 else MOST_AT_ONCE,
-        spec.learned_sinks, lse, early, SCALES[spec.scales], summed,
+        spec.gqa_ratio, width, power(width), rows, MOST_AT_ONCE, spec.learned_sinks, lse, early,
+        SCALES[spec.scales], summed,
     )  # fmt: skip
 
 

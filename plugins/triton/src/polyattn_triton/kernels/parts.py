@@ -217,7 +217,7 @@ def _one_of(a, b):
 
 @triton.jit
 def _picked(x, which, j):
-    """The element `j` of the first axis, which lies in registers."""
+    """Row `j` of a tensor whose rows lie in registers."""
     like = tl.where(which == j, x.to(tl.int32, bitcast=True), 0)
     return tl.reduce(like, 0, _one_of).to(tl.float32, bitcast=True)
 
@@ -227,58 +227,64 @@ def fold_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
     items_at, items,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    EARLY: tl.constexpr, SCALES: tl.constexpr, SUMMED: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    SCALES: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of ROWS rows of a tile of HEIGHT rows, one after another, as `folded` does.
+    """Merge the parts of a row of a tile of HEIGHT rows, one after another, as `folded` does.
 
-    Grid: (items, HEIGHT / ROWS, KV heads). An item is a cut tile: its sequence, its first row, the place
-    of its first part, how many segments that one has, and how many parts there are.
+    Grid: (items, HEIGHT, KV heads). An item is a cut tile: its sequence, its first row, the place of its
+    first part, how many segments that one has, and how many parts there are.
     """
     item = WORK + items_at + tl.program_id(0)
+    row = tl.program_id(1)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     seq = tl.load(item)
-    start = tl.load(item + items)
-    place = tl.load(item + 2 * items)
+    start = tl.load(item + items) + row
+    place = tl.load(item + 2 * items) + kv_head * tl.load(WORK)
     into = tl.load(item + 3 * items)
     count = tl.load(item + 4 * items)
-    place += kv_head * tl.load(WORK)
     token0 = tl.load(STARTS + seq)
     query_len = tl.load(STARTS + seq + 1) - token0
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    ok = (start + rows < query_len * G) & (rows < HEIGHT)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_p = tl.arange(0, AT_ONCE)
-    first = place.to(tl.int64) * HEIGHT + rows
-    mask = ok[:, None] & (offs_dv < DV)[None, :]
-    acc = tl.load(
-        PARTS + first[:, None] * DV + offs_dv[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-    )
-    m = tl.load(PART_LSE + first, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    l = tl.load(PART_LSE + first + HEIGHT, mask=ok & (into > 1), other=1.0, cache_modifier=".cg")
-    if into == 1:
-        l = tl.where(m == float("-inf"), 0.0, l)
-    for begin in range(1, count, AT_ONCE):
-        part = first[None, :] + (into - 1 + begin + offs_p)[:, None].to(tl.int64) * HEIGHT
-        held = ok[None, :] & (begin + offs_p < count)[:, None]
-        x = tl.load(
-            PARTS + part[:, :, None] * DV + offs_dv[None, None, :],
-            mask=held[:, :, None] & (offs_dv < DV)[None, None, :],
-            other=0.0,
+    if start < query_len * G:
+        offs_dv = tl.arange(0, BLOCK_DV)
+        offs_p = tl.arange(0, AT_ONCE)
+        first = place.to(tl.int64) * HEIGHT + row
+        acc = tl.load(
+            PARTS + first * DV + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0,
             cache_modifier=".cg",
-        )
-        lse = tl.load(PART_LSE + part, mask=held, other=float("-inf"), cache_modifier=".cg")
-        for j in tl.static_range(AT_ONCE):
-            acc, m, l = folded(
-                acc, m, l, _picked(x, offs_p[:, None, None], j), _picked(lse, offs_p[:, None], j)
+        )  # fmt: skip
+        alone = tl.zeros([1], tl.int64)
+        m = tl.load(PART_LSE + first + alone, cache_modifier=".cg")
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        if into > 1:
+            l = tl.load(PART_LSE + first + HEIGHT + alone, cache_modifier=".cg")
+        for begin in range(1, count, AT_ONCE):
+            part = first + (into - 1 + begin).to(tl.int64) * HEIGHT
+            held = begin + offs_p < count
+            x = tl.load(
+                PARTS + (part + offs_p * HEIGHT)[:, None] * DV + offs_dv[None, :],
+                mask=held[:, None] & (offs_dv < DV)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
             )
-    if SUMMED:
-        l = tl.full([ROWS], 1.0, tl.float32)
-    finish(
-        acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
-        kv_head * G + (start + rows) % G, ok,
-        o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-    )  # fmt: skip
+            lses = ()
+            for j in tl.static_range(AT_ONCE):
+                lses = lses + (
+                    tl.load(
+                        PART_LSE + part + j * HEIGHT + alone, mask=begin + j + alone < count,
+                        other=float("-inf"), cache_modifier=".cg",
+                    ),
+                )  # fmt: skip
+            for j in tl.static_range(AT_ONCE):
+                one = _picked(x, offs_p[:, None], j)[None, :]
+                acc, m, l = folded(acc, m, l, one, lses[j])
+        if SUMMED:
+            l = tl.full([1], 1.0, tl.float32)
+        finish(
+            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + start // G).to(tl.int64) + alone,
+            kv_head * G + start % G + alone, alone == 0,
+            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
