@@ -1,6 +1,6 @@
 """Runs TRITON_ATTN, interpreted, in ways that must not change a bit: other batches or steps, no cache.
 
-Pieces and segments are of 32 keys, or of more in a sequence of many. Products are of float64, rounded: those of a host's BLAS follow from a row's place.
+Pieces are of 32 keys. Products are of float64, rounded: those of a host's BLAS follow from a row's place.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import torch
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, Frame, LayerParams, LayerSpec
 from polyattn.workload.compare import lse_error, output_error
-from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import alike
 from polyattn_triton.attention import TritonAttention
 from ragged import BASE, BLOCK, DEVICE, filled
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-REQUESTS = [(1, 70), (20, 60), (1, 31), (3, 33), (24, 24), (2, 290)]
+REQUESTS = [(1, 70), (20, 60), (1, 31), (3, 33), (24, 24)]
 SPEC = BASE.replace(num_heads=4, num_kv_heads=1, head_size=16)
 PROMPT, CUTS = 75, (0, 40, 41, 44, 64, 75)
 
@@ -42,8 +41,7 @@ def run(backend: Any, batch: Batch, query: Any, cache: Any, *keys: Any) -> list[
     return [out, lse]
 
 
-def in_any_batch(spec: LayerSpec, folded: int) -> None:
-    """By any stretches of segments; programs merge tiles of up to `folded` rows themselves."""
+def in_any_batch(spec: LayerSpec) -> None:
     cache, table = filled(spec, [n for _, n in REQUESTS], 3)
     chance = torch.Generator().manual_seed(1)
     query = [torch.randn(q, spec.num_heads, spec.head_size, generator=chance) for q, _ in REQUESTS]
@@ -53,8 +51,7 @@ def in_any_batch(spec: LayerSpec, folded: int) -> None:
         for x in (cache.key, cache.value)
     ]
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
-    backend.num_sms, backend.piece, alike.PIECE, backend.most_segments = 132, 32, 32, 4
-    backend.folded = folded
+    backend.num_sms, backend.piece, alike.PIECE = 132, 32, 32
     alike.SIZES, alike.START, alike.MERGE, alike.PART = np.array([32]), 0, 0, 0
 
     def step(chosen: list[int]) -> list[Any]:
@@ -64,15 +61,10 @@ def in_any_batch(spec: LayerSpec, folded: int) -> None:
         found = run(backend, batch, given[0], cache, *given[1:])
         return list(zip(*(part.split(list(queries)) for part in found), strict=True))
 
-    def any_stretches(keys: Any, each: Any, line: Any, *_: int) -> Any:
-        total = int(line[-1])
-        return np.unique([0, *dice.integers(0, total, dice.integer(1, total + 1)), total])
-
     kinds = backend.classes(Batch([0, 20, 44], [60, 24], table[[1, 4]])).tolist()
     assert kinds == [-32, alike.FRESH]
-    alone, dice = [step([i])[0] for i in range(len(REQUESTS))], Dice(1)
-    alike.even, alike.balanced = lambda _: False, any_stretches
-    for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0], [0, 5, 2], [5, 5, 3], [3, 5, 0]):
+    alone = [step([i])[0] for i in range(len(REQUESTS))]
+    for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0]):
         for i, found in zip(chosen, step(chosen), strict=True):
             same(found, alone[i])
 
@@ -103,8 +95,7 @@ def same(found: Any, wanted: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     InterpreterBuilder.create_dot = dot
-    for folded in (16, 0):
-        in_any_batch(SPEC.replace(batch_invariant="batch"), folded)
+    in_any_batch(SPEC.replace(batch_invariant="batch"))
     for fields in ({}, {"sliding_window": 21, "sink_tokens": 3}):
         in_any_steps(SPEC.replace(batch_invariant="calls", **fields))
     print("same bits")

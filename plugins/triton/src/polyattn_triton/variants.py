@@ -13,7 +13,6 @@ from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
 from polyattn_triton.functions.rows import NO_ROWS
 from polyattn_triton.launch import (
-    MOST_AT_ONCE,
     Merge,
     launches_early,
     merge_constants,
@@ -163,7 +162,7 @@ def list_constants(
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
-    read: tuple[Any, ...] = NO_ROWS, segments: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
@@ -179,7 +178,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, segments,
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
 
 
@@ -191,17 +190,6 @@ def merging_constants(
     return merge_constants(
         merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
         spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
-    )  # fmt: skip
-
-
-def folding_constants(
-    spec: LayerSpec, rows: int, lse: bool, early: bool, summed: bool
-) -> tuple[Any, ...]:
-    """Return `fold_kernel`'s constants, in its order."""
-    width = spec.v_head_size
-    return (
-        spec.gqa_ratio, width, power(width), rows, MOST_AT_ONCE, spec.learned_sinks, lse, early,
-        SCALES[spec.scales], summed,
     )  # fmt: skip
 
 

@@ -114,36 +114,6 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def store_normal(x, lse, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Store rows of a part that are normalised already (`as_merged`)."""
-    offs_dv = tl.arange(0, BLOCK_DV)
-    mask = row_ok[:, None] & (offs_dv < DV)[None, :]
-    tl.store(PARTS + at[:, None] * DV + offs_dv[None, :], x, mask=mask)
-    tl.store(PART_LSE + at, lse, mask=row_ok)
-
-
-@triton.jit
-def store_state(
-    acc, m, l, PARTS, PART_LSE, at, APART: tl.constexpr, row_ok, more, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Store rows that were merged as they are; of `more` than one segment, the sum in the next part's place."""
-    store_normal(acc, m, PARTS, PART_LSE, at, row_ok, DV, BLOCK_DV)
-    tl.store(PART_LSE + at + APART, l, mask=row_ok & more)
-
-
-@triton.jit
-def folded(acc, m, l, x, lse):
-    """Merge one more part: in registers and from memory by the same roundings."""
-    top = tl.maximum(m, lse)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    alpha = tl.exp2(m - base)
-    weight = tl.exp2(lse - base)
-    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), x * weight[:, None])
-    return acc, top, tl.fma(l, alpha, weight)
-
-
-@triton.jit
 def as_merged(acc, m, l):
     """What `_gathered` makes of one part that `store_part` stores of these rows, bit for bit."""
     safe = tl.where(l == 0.0, 1.0, l)
@@ -206,85 +176,5 @@ def merge_kernel(
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
             kv_head * G + (start + rows) % G, ok,
-            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _one_of(a, b):
-    return a | b
-
-
-@triton.jit
-def _picked(x, which, j):
-    """Row `j` of a tensor whose rows lie in registers."""
-    like = tl.where(which == j, x.to(tl.int32, bitcast=True), 0)
-    return tl.reduce(like, 0, _one_of).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["lse_t", "items_at", "items"])
-def fold_kernel(
-    PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
-    items_at, items,
-    G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
-    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of a row of a tile of HEIGHT rows, one after another, as `folded` does.
-
-    Grid: (items, HEIGHT, KV heads). An item is a cut tile: its sequence, its first row, the place of its
-    first part, how many segments that one has, and how many parts there are.
-    """
-    item = WORK + items_at + tl.program_id(0)
-    row = tl.program_id(1)
-    kv_head = tl.program_id(2)
-    v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
-    seq = tl.load(item)
-    start = tl.load(item + items) + row
-    place = tl.load(item + 2 * items) + kv_head * tl.load(WORK)
-    into = tl.load(item + 3 * items)
-    count = tl.load(item + 4 * items)
-    token0 = tl.load(STARTS + seq)
-    query_len = tl.load(STARTS + seq + 1) - token0
-    if EARLY:  # the parts are complete from here on
-        tl.extra.cuda.gdc_wait()
-    if start < query_len * G:
-        offs_dv = tl.arange(0, BLOCK_DV)
-        offs_p = tl.arange(0, AT_ONCE)
-        first = place.to(tl.int64) * HEIGHT + row
-        acc = tl.load(
-            PARTS + first * DV + offs_dv[None, :], mask=(offs_dv < DV)[None, :], other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        alone = tl.zeros([1], tl.int64)
-        m = tl.load(PART_LSE + first + alone, cache_modifier=".cg")
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
-        if into > 1:
-            l = tl.load(PART_LSE + first + HEIGHT + alone, cache_modifier=".cg")
-        for begin in range(1, count, AT_ONCE):
-            part = first + (into - 1 + begin).to(tl.int64) * HEIGHT
-            held = begin + offs_p < count
-            x = tl.load(
-                PARTS + (part + offs_p * HEIGHT)[:, None] * DV + offs_dv[None, :],
-                mask=held[:, None] & (offs_dv < DV)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            lses = ()
-            for j in tl.static_range(AT_ONCE):
-                lses = lses + (
-                    tl.load(
-                        PART_LSE + part + j * HEIGHT + alone, mask=begin + j + alone < count,
-                        other=float("-inf"), cache_modifier=".cg",
-                    ),
-                )  # fmt: skip
-            for j in tl.static_range(AT_ONCE):
-                one = _picked(x, offs_p[:, None], j)[None, :]
-                acc, m, l = folded(acc, m, l, one, lses[j])
-        if SUMMED:
-            l = tl.full([1], 1.0, tl.float32)
-        finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + start // G).to(tl.int64) + alone,
-            kv_head * G + start % G + alone, alone == 0,
             o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
