@@ -42,19 +42,6 @@ def plans_of(backend: Any, lens: list[tuple[int, int]]) -> list[Any]:
     return [plan, *getattr(plan, "others", [])]
 
 
-def summed_by(config: Any) -> tuple[int, ...]:
-    """Return what of a configuration sums follow from: not how many tiles of keys are on their way."""
-    return config.block_m, config.block_n, config.num_warps
-
-
-def segments_of(work: Any) -> list[tuple[int, ...]]:
-    """Return each tile's request, first row, first and last key tile of each segment that is merged."""
-    _, programs, count = (int(work[i]) for i in range(3))
-    end, seq, row, each = work[4 + 9 * programs + np.arange(4 * count)].reshape(4, count)
-    ends = zip(*(x.tolist() for x in (seq, row, np.diff(end, prepend=0), each)), strict=True)
-    return [(s, r, k * e, k * e + e) for s, r, n, e in ends for k in range(n)]
-
-
 def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
     """Return by request what its bits follow from: each piece of its tiles, and how they are run."""
     from polyattn_triton.reading import Work, stretches
@@ -66,17 +53,13 @@ def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any,
             continue
         work = Work(plan.work, [])
         how = (
-            plan.way, summed_by(plan.config), plan.fresh, plan.at_once > 0, plan.lists, plan.chosen,
-            plan.widening, not plan.segments and plan.merging is not None and plan.merging.few,
+            plan.way, plan.config, plan.fresh, plan.at_once > 0, plan.lists, plan.chosen,
+            plan.widening, plan.merging is not None and plan.merging.few,
         )  # fmt: skip
         if plan.way == "prefill":
             for tile in range(count):
                 request, row = int(work[tile]), int(work[count + tile])
                 found.setdefault(request, []).append((row, 0, None, *how))
-            continue
-        if plan.segments:
-            for each in segments_of(work):
-                found.setdefault(each[0], []).append((*each[1:], *how, plan.segments))
             continue
         pieces = stretches(work, count, plan.way != "listed")
         for request, row, begin, end in zip(

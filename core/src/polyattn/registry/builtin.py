@@ -58,7 +58,11 @@ TORCH_INDEX = BackendInfo(
     path="polyattn.families.sparse.torch_index:TorchIndex",
     capabilities=Capabilities(
         features=Capabilities.features | {"batch_invariant", "step_invariant"},
-        **_EVERYWHERE | _INDEXING,
+        excludes=tuple(
+            (frozenset({"batch_invariant", platform}), "a GPU's products were not compared")
+            for platform in ("cuda", "rocm")
+        ),
+        **_EVERYWHERE | _INDEXING | {"platforms": {ANY_PLATFORM: (), "cuda": (), "rocm": ()}},
     ),
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
     proof={"cpu": Proof.MEASURED},

@@ -213,7 +213,8 @@ ANY_PLATFORM = "*"
 EXCLUDABLE = frozenset(
     {
         *FEATURES, *INDEX_FORMS, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS,
-        *(role.value for role in Role), "cached", "uncached", "captured", "captured_prompts",
+        *(role.value for role in Role), *(kind.value for kind in AttentionKind),
+        "cached", "uncached", "captured", "captured_prompts",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and the claimed sizes (`"head_size 192"`)."""
@@ -274,7 +275,7 @@ class Capabilities:
         features: names of `polyattn.spec.features.FEATURES`.
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
-            phase, a dtype, a cache dtype, a role, a platform, an arch, `"cached"`, `"uncached"`,
+            phase, a dtype, a cache dtype, a role, a kind, a platform, an arch, `"cached"`, `"uncached"`,
             `"captured"`, `"captured_prompts"` or a size (`"head_size 192"`): `{"alibi", "decode"}`.
         remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
             why nothing does.
@@ -537,7 +538,7 @@ def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _N
     _check_features(caps, spec.features & LEVELS, need)
     for form in sorted(forms - caps.indexes):
         need(False, form, INDEX_FORMS[form], caps.indexes or "none of the forms")
-    asked = forms | {spec.dtype, device.arch}
+    asked = forms | {spec.dtype, device.arch, device.platform} | (spec.features & LEVELS)
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
@@ -580,7 +581,7 @@ def _check_excludes(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
 ) -> None:
     asked = spec.features
-    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value}
+    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, spec.kind.value}
     asked |= {device.platform, device.arch}
     asked |= {ANY_ROWS} if spec.in_rows else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}

@@ -87,7 +87,13 @@ class TorchScan(RecurrentBackend):
         return max(1, ON_ONE_THREAD // width) if by_element else 1
 
     def _sequences(
-        self, plan: ScanPlan, done: list[int], inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+        self,
+        plan: ScanPlan,
+        done: list[int],
+        inputs: Tensors,
+        params: Tensors,
+        states: Tensor,
+        out: Tensor,
     ) -> None:
         run, starts = SEQUENCES[self.spec.kind], plan.batch.starts
         for index, slot in enumerate(plan.slots):

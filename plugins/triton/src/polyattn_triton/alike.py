@@ -16,37 +16,21 @@ four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 
 import numpy as np
 import triton
 from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
 
-from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged, to_device
+from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
-from polyattn_triton.segments import balanced, deal, even, line_of, within
-from polyattn_triton.variants import (
-    LEAST_BUSY,
-    MANY_ON_ONE,
-    MOST_FEW_ROWS,
-    TALLEST_FEW,
-    even_splits,
-    on_one,
-    steps_config,
-    tile_config,
-)
+from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
 TALL_PIECE = 1024
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
-MOST_SEGMENTS = 64
-"""Of a tile: longer ones have segments of twice as many keys, four times, and so on."""
-HEIGHTS = (16, 64)
-FOLDED = 16
-"""Rows of a tile up to which a program merges the segments that it begins with."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
 beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
@@ -95,11 +79,6 @@ class AlikeAttention(PlannedAttention):
         super().__init__(spec, cache, device)
         self.piece, self.tall_piece = PIECE, TALL_PIECE
         self.steps_piece, self.room = STEPS_PIECE, ROOM
-        self.most_segments, self.folded = MOST_SEGMENTS, FOLDED
-        one, many = self.few_config, self.decode_config
-        # Then how many stages there are is all that differs, which changes no sum.
-        self.stages_free = replace(one, num_stages=many.num_stages) == many
-        self.whole_on_one = MANY_ON_ONE if self.stages_free else on_one(spec, one, "few")
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -140,10 +119,7 @@ class AlikeAttention(PlannedAttention):
         if batch.block_table is None:
             few &= False
         least = tile_config(self.spec, self.device.arch, "few").block_m
-        height = np.maximum(rows, least)
-        heights = np.array(HEIGHTS)
-        tall = (queries > 1) & (rows > LOW)
-        height[tall] = heights[heights.searchsorted(rows[tall]).clip(0, len(heights) - 1)]
+        height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
         found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
         if not few.all():
             tall, config = ~few, self.prefill_config
@@ -167,9 +143,8 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            plan.segments = 2 if kind <= self.folded else 1
             keys = self.piece if kind <= LOW else self.tall_piece
-            return self._in_segments(plan, self._tiles(plan), keys)
+            return self._in_pieces(plan, self._tiles(plan), keys)
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
@@ -185,35 +160,6 @@ class AlikeAttention(PlannedAttention):
         else:
             plan.way, plan.rows = "pieces", plan.config.block_m
             return self._in_pieces(plan, tiles, -kind, one=portable)
-        self._keep(plan)
-        return plan
-
-    def _in_segments(self, plan: AttentionPlan, tiles: Tiles, keys: int) -> AttentionPlan:
-        """Deal the segments of tiles out, `keys` each, or more of long ones."""
-        config, heads, count = plan.config, self.spec.num_kv_heads, len(tiles.keys)
-        least = max(1, keys // config.block_n)
-        longer = np.ceil(np.log2(np.maximum(tiles.keys, 1) / (least * self.most_segments)))
-        each: Ints = least << np.maximum(longer, 0).astype(np.int64)
-        line = line_of(tiles.keys, each)
-        programs = count * heads
-        bounds = None
-        if plan.segments == 2 and even(tiles.keys):
-            splits = even_splits(programs, self.num_sms)
-            slots = self.num_sms * (self.whole_on_one if splits == 1 else self._resident(plan))
-            rounds = programs * splits / slots
-            if rounds <= 1 or rounds >= LEAST_BUSY * -(-programs * splits // slots):
-                if splits == 1 and self.stages_free:
-                    plan.config = self.decode_config
-                bounds = within(line, splits)
-        if bounds is None:
-            most = max(1, self._resident(plan) * self.num_sms // heads)
-            bounds = balanced(tiles.keys, each, line, most, self.rates.item)
-        dealt = deal(tiles, each, bounds, line, plan.segments == 2)
-        plan.grid = (dealt.programs, heads, 1)
-        if dealt.items:
-            plan.merging = dealt
-            self.workspace.reserve(dealt.places * heads * plan.rows, self.spec.v_head_size, 0)
-        plan.work = to_device(dealt.work, self.torch_device, None)
         self._keep(plan)
         return plan
 

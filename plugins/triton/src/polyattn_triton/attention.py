@@ -52,8 +52,6 @@ Strides = tuple[int, ...]
 
 UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
-REGISTERS = 1 << 16
-"""Of a multiprocessor."""
 FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
 
@@ -439,20 +437,10 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
-                self._rows(alignment, True), plan.segments,
+                self._rows(alignment, True),
             )  # fmt: skip
-            most = self._most_registers(plan) if plan.segments == 2 else 0
-            site = self._sites[which] = _site(
-                decode_kernel, strides, constants, plan.config, False, most
-            )
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
-
-    def _most_registers(self, plan: AttentionPlan) -> int:
-        """Return how many a thread may have so that as many programs fit as are planned; 0: any number."""
-        resident = self.whole_on_one if plan.config == self.decode_config else self._resident(plan)
-        threads = 32 * plan.config.num_warps * resident
-        most = REGISTERS // threads // 8 * 8
-        return most if self.early and most < 255 else 0
 
     def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:
         """Return how a cache of rows of this alignment is read."""
@@ -532,18 +520,16 @@ def _site(
     constants: tuple[Any, ...],
     config: Config,
     packed: bool,
-    most_registers: int = 0,
 ) -> Site:
     """Specialise a kernel for query, key, value and output of these strides.
 
-    `packed`: keys by token, one "block" of them all. `most_registers`: of a thread; 0: any number.
+    `packed`: keys by token, one "block" of them all.
     """
-    limit = {"maxnreg": most_registers} if most_registers else {}
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
     return Site(
         kernel,
         (*q[:2], *kept, *out[:2]),
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages} | limit,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )

@@ -234,6 +234,10 @@ TRITON_SCAN = declared(
         lacks="variant", adds="gated grouped_channels bc_in_float32 wide_conv_states",
         excludes=(
             *TOKEN_SCAN.excludes,
+            *(
+                (frozenset({"step_invariant", kind}), "on an H100 chunks and drafts changed its states")
+                for kind in ("gdn", "kda", "mamba1")
+            ),
             (
                 frozenset({"batch_invariant", "captured_prompts"}),
                 "a row of one token runs as a prompt where the captured step's decodes are full",
@@ -298,14 +302,7 @@ TRITON_INDEX = declared(
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),
-        features=Capabilities.features | {"batch_invariant", "step_invariant"},
-        excludes=(
-            (
-                frozenset({"batch_invariant", "captured"}),
-                f"its launches follow from the step: {ALIKE_WITHOUT['captured']}",
-            ),
-            *NO_E4M3_KEYS,
-        ),
+        excludes=NO_E4M3_KEYS,
     ),
     Priority(score=70, why="two launches; ranks scores by their bits, without a sort"),
     summary="index keys scored, and the best candidates listed, in two launches",

@@ -11,7 +11,6 @@ from polyattn.kernel import (
     IndexBackend,
     IndexerSpec,
     IndexFrame,
-    Invariance,
     LayerSpec,
     Plan,
     arch_matches,
@@ -121,8 +120,6 @@ class TritonIndex(IndexBackend):
     """Scores in float32. Rows of many candidates are cut, and the best of each part ranked again."""
 
     name: ClassVar[str] = "TRITON_INDEX"
-    # A program of a prompt scores several tokens, whose products have another shape.
-    alone_from: ClassVar[Invariance] = Invariance.BATCH
 
     @property
     def multiplies_e4m3(self) -> bool:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from polyattn.kernel import LayerSpec
 from torch import Tensor
 
-from polyattn_triton.kernels.parts import fold_kernel, merge_kernel
+from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import Site, merge_options
-from polyattn_triton.segments import Dealt
-from polyattn_triton.variants import folding_constants, merging_constants
+from polyattn_triton.variants import merging_constants
 
 if TYPE_CHECKING:
     from polyattn_triton.plan import AttentionPlan
@@ -42,31 +41,16 @@ class Merger:
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        in_order = isinstance(merging, Dealt)
-        few = merging.rows(plan.rows) if isinstance(merging, Dealt) else merging.few
-        key = (plan.way, plan.rows, strides[:2], lse is None, in_order, few)
+        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
+            constants = merging_constants(
+                spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
+            )
             options = merge_options(spec.v_head_size, self.early)
-            if isinstance(merging, Dealt):
-                constants = folding_constants(
-                    spec, merging, plan.rows, lse is not None, self.early, self.summed
-                )
-                site = Site(fold_kernel, strides[:2], constants, options)
-            else:
-                constants = merging_constants(
-                    spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
-                )
-                site = Site(merge_kernel, strides[:2], constants, options)
-            self._sites[key] = site
-        if isinstance(merging, Dealt):
-            grid = merging.items, -(-plan.rows // few), spec.num_kv_heads
-            how = merging.items_at, merging.items
-        else:
-            grid = merging.grid(plan.rows, spec.num_kv_heads)
-            how = plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile)
+            site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(
-            grid,
+            merging.grid(plan.rows, spec.num_kv_heads),
             (
                 parts,
                 part_lse,
@@ -78,5 +62,5 @@ class Merger:
                 plan.work,
             ),
             (v_scale,),
-            (strides[2], *how),
+            (strides[2], plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile)),
         )

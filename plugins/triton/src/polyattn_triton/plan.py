@@ -10,7 +10,6 @@ from torch import Tensor
 from polyattn_triton.configs import Config
 from polyattn_triton.hopper.widening import Widening
 from polyattn_triton.launch import Kept, Merge
-from polyattn_triton.segments import Dealt
 
 
 class AttentionPlan(Plan):
@@ -29,15 +28,14 @@ class AttentionPlan(Plan):
 
     __slots__ = (
         "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging", "others",
-        "portable", "requests", "rows", "segments", "splits", "table", "variant", "way", "widening", "work",
+        "portable", "requests", "rows", "splits", "table", "variant", "way", "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
         super().__init__(batch)
         self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
         self.work, self.table = work, (0, 0)
-        self.merging: Merge | Dealt | None = None
-        self.segments = 0
+        self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)
         self.config: Config
         self.kept: Kept

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from polyattn.kernel import Batch, Items, Keys, LayerSpec, Merges, Reads, no_merges
 from torch import Tensor
 
-from polyattn_triton.segments import Dealt
-
 if TYPE_CHECKING:
     from polyattn_triton.configs import MLAConfig
     from polyattn_triton.launch import Merge, Workspace
@@ -106,44 +104,6 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         work.faults.append(f"a program goes on after {count} tiles")
     none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
     return Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
-
-
-def dealt_segments(work: Work, folds: bool) -> tuple[Pieces, tuple[Ints, ...]]:
-    """Follow all programs through their segments, then the merges: `my_segments`, `fold_kernel`.
-
-    `folds`: a program merges those that a tile begins with. Returns what is read, and of each merged tile
-    its sequence, first row, first part, that one's segments, and how many parts there are.
-    """
-    _, programs, count, items = (int(work[i]) for i in range(4))
-    column = 4 + np.arange(programs)
-    at, stop, tile, low, high, seq, row, each, shift = (
-        work[column + k * programs] for k in range(9)
-    )
-    tiles = 4 + 9 * programs
-    reads: list[tuple[Ints, ...]] = []
-    while (some := at < stop).any():
-        at, stop, tile, low, high, seq, row, each, shift = (
-            x[some] for x in (at, stop, tile, low, high, seq, row, each, shift)
-        )
-        to = np.where((at == low) & folds, np.minimum(stop, high), at + 1)
-        alone = (at == low) & (to == high)
-        reads.append(
-            (seq, row, (at - low) * each, (to - low) * each, np.where(alone, -1, at + shift))
-        )
-        if (to <= at).any():
-            work.faults.append("a program doesn't go on")
-            break
-        at, ended = to, to == high
-        after = np.minimum(tile + 1, count - 1)
-        low, tile = np.where(ended, high, low), np.where(ended, after, tile)
-        high, seq, row, each, shift = (
-            np.where(ended, work[tiles + k * count + after], x)
-            for k, x in enumerate((high, seq, row, each, shift))
-        )
-    none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
-    pieces = Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
-    item = tiles + 5 * count + np.arange(items)
-    return pieces, tuple(work[item + k * items] for k in range(5))
 
 
 def merged_tiles(work: Work, programs: int, merge: Merge, tiled: bool) -> tuple[Ints, ...]:
@@ -242,47 +202,16 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
     elif plan.way == "prefill":
         height = plan.config.block_m
         pieces = _whole(plan, work, backend)
-    elif plan.segments:
-        return _over_segments(backend, spec, plan, batch, work, faults)
     else:
         height = plan.rows
         pieces = stretches(work, plan.grid[0], plan.way != "listed")
     reads = _over_tiles(spec, plan, batch, pieces, height, faults)
     if plan.merging is not None and plan.grid[0]:
-        assert not isinstance(plan.merging, Dealt)
         reads.merges = merges_of(
             plan.merging, work, plan.grid[0], plan.way != "listed", height, spec.gqa_ratio,
             spec.num_kv_heads, step_of(batch).queries,
         )  # fmt: skip
     reads.batch, reads.spec = batch, spec
-    return reads
-
-
-def _over_segments(
-    backend: PlannedAttention,
-    spec: LayerSpec,
-    plan: AttentionPlan,
-    batch: Batch,
-    work: Work,
-    faults: list[str],
-) -> Reads:
-    """Return the reads of segments, and of what merges the parts."""
-    pieces, (seq, row, first, into, count) = dealt_segments(work, plan.segments == 2)
-    heads, height, group = spec.num_kv_heads, plan.rows, spec.gqa_ratio
-    reads = _over_tiles(spec, plan, batch, pieces, height, faults)
-    reads.apart = int(work[0]) * height
-    reads.batch, reads.spec = batch, spec
-    if isinstance(plan.merging, Dealt):
-        if int(work[1]) != plan.grid[0] or plan.merging.items != len(seq):
-            faults.append(f"{plan.grid[0]} programs run, {plan.merging.items} tiles are merged")
-        which = np.repeat(np.arange(len(seq)), count)
-        i = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-        places = first[which] + np.where(i == 0, 0, into[which] + i - 1)
-        ends = step_of(batch).queries[np.clip(seq, 0, batch.num_seqs - 1)] * group
-        reads.merges = Merges(
-            seq, row, np.minimum(height, ends - row), 0 * seq, np.full(len(seq), heads),
-            np.concatenate([[0], count.cumsum()]), places * height,
-        )  # fmt: skip
     return reads
 
 

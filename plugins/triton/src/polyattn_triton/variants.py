@@ -13,8 +13,6 @@ from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
 from polyattn_triton.functions.rows import NO_ROWS
 from polyattn_triton.launch import (
-    FEW_PARTS,
-    MOST_AT_ONCE,
     Merge,
     launches_early,
     merge_constants,
@@ -22,7 +20,6 @@ from polyattn_triton.launch import (
     parts_at_once,
     power,
 )
-from polyattn_triton.segments import Dealt
 from polyattn_triton.turn_table import rope_constants
 
 MIN_SPLIT_KEYS = 128
@@ -165,7 +162,7 @@ def list_constants(
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
-    read: tuple[Any, ...] = NO_ROWS, segments: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
@@ -181,7 +178,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, segments,
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
 
 
@@ -193,17 +190,6 @@ def merging_constants(
     return merge_constants(
         merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
         spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
-    )  # fmt: skip
-
-
-def folding_constants(
-    spec: LayerSpec, dealt: Dealt, rows: int, lse: bool, early: bool, summed: bool
-) -> tuple[Any, ...]:
-    """Return `fold_kernel`'s constants, in its order."""
-    width, few = spec.v_head_size, dealt.rows(rows)
-    return (
-        spec.gqa_ratio, width, power(width), rows, few, FEW_PARTS if few > 1 else MOST_AT_ONCE,
-        spec.learned_sinks, lse, early, SCALES[spec.scales], summed,
     )  # fmt: skip
 
 

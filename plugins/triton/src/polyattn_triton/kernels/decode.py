@@ -21,23 +21,14 @@ from polyattn_triton.kernels.cache_rope import (
     turned,
     turned_queries,
 )
-from polyattn_triton.kernels.parts import (
-    as_merged,
-    folded,
-    merged,
-    store_normal,
-    store_part,
-    store_state,
-)
+from polyattn_triton.kernels.parts import merged, store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.kernels.tiles import (
     blocks_in_table,
     keys_seen,
     load_cached_rows,
     load_held_rows,
-    my_segments,
     my_stretch,
-    next_segments,
     next_tile,
     part_at,
     piece_of,
@@ -74,7 +65,6 @@ def _attend(
     Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
     seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
-    each,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -82,12 +72,10 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
-    ROWS_WAY: tl.constexpr, FOLDS: tl.constexpr,
+    ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
 
-    With `FOLDS` these are of the last segment of `each` key tiles; what those before it are merged to
-    follows.
     `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it. `ROWS_WAY`: bits,
     1 the cache has rows of bytes, 2 and 4 keys' and values' elements of even and odd places come apart,
     8 as float16 (`functions.rows`).
@@ -183,10 +171,6 @@ def _attend(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
     block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
-    all_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    all_m = m
-    all_l = tl.zeros([BLOCK_M], tl.float32)
-    left = each
     for i in range(first, last, step):
         key_pos = tile * BLOCK_N + offs_n
         offset = key_pos % BLOCK_SIZE
@@ -266,30 +250,7 @@ def _attend(
                     p.to(q.dtype), v_odd.to(q.dtype), odd * alpha[:, None], input_precision="ieee"
                 )
             m = m_new
-        if FOLDS:
-            left -= 1
-            if (left == 0) & (i + 1 < last):
-                x, top, l = _summed(
-                    acc, odd, m, sums, PAIRS or V_APART, WAY, RAISED, BLOCK_M, BLOCK_DV
-                )
-                x, lse, _ = as_merged(x, top, l)
-                all_acc, all_m, all_l = folded(all_acc, all_m, all_l, x, lse)
-                left = each
-                acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-                odd = acc
-                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc, m, l = _summed(acc, odd, m, sums, PAIRS or V_APART, WAY, RAISED, BLOCK_M, BLOCK_DV)
-    return acc, m, l, all_acc, all_m, all_l
-
-
-@triton.jit
-def _summed(
-    acc, odd, m, sums, APART: tl.constexpr, WAY: tl.constexpr, RAISED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """What rows have summed: acc, m, l. `APART`: odd columns lie in `odd`."""
-    if APART:
+    if PAIRS or V_APART:
         acc = tl.join(acc, odd).reshape([BLOCK_M, BLOCK_DV])
     total = tl.sum(sums, 1)
     if WAY == 2:  # nothing is to be divided by
@@ -313,7 +274,7 @@ def decode_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
     SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
-    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, SEGMENTS: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -322,8 +283,6 @@ def decode_kernel(
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
-    `SEGMENTS`: stretches are of whole segments of keys (`segments.Dealt`): 1, each has a part; 2, those
-    that a tile begins with are merged by the program that has them. `fold_kernel` merges parts.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -331,57 +290,7 @@ def decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
-    if SEGMENTS > 0:
-        at, stop, tile, low, high, seq, start, each, shift = my_segments(WORK)
-        while at < stop:
-            folds = (at == low) & (SEGMENTS == 2)
-            to = tl.where(folds, tl.minimum(stop, high), at + 1)
-            begin = (at - low) * each
-            end = (to - low) * each
-            part_row = (kv_head * tl.load(WORK) + at + shift) * ROWS
-            seq_len = tl.load(SEQ_LENS + seq)
-            token0 = seq
-            query_len = 1
-            if FEW:
-                token0 = tl.load(STARTS + seq)
-                query_len = tl.load(STARTS + seq + 1) - token0
-            acc, m, l, all_acc, all_m, all_l = _attend(
-                Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
-                q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-                seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
-                each,
-                G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
-                ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-                SEGMENTS == 2,
-            )  # fmt: skip
-            row_ok = start + rows < query_len * G
-            if high - low > 1:
-                x, lse, _ = as_merged(acc, m, l)
-                if folds:
-                    acc, m, l = folded(all_acc, all_m, all_l, x, lse)
-                    if WAY == 2:
-                        l = tl.full([BLOCK_M], 1.0, tl.float32)
-                    if to < high:
-                        more = to - low > 1
-                        store_state(
-                            acc, m, l, PARTS, PART_LSE, part_row + rows, ROWS, row_ok, more,
-                            DV, BLOCK_DV,
-                        )  # fmt: skip
-                else:
-                    store_normal(x, lse, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
-            if (folds & (to == high)) | (high - low == 1):
-                finish(
-                    acc, m, l, OUT, LSE, SINKS, v_scale,
-                    (token0 + (start + rows) // G).to(tl.int64),
-                    kv_head * G + (start + rows) % G, row_ok,
-                    o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-                )  # fmt: skip
-            at = to
-            if at == high:
-                low = high
-                tile, high, seq, start, each, shift = next_segments(WORK, tile)
-    elif LISTED:
+    if LISTED:
         at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
         while at < stop:
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
@@ -391,15 +300,13 @@ def decode_kernel(
             if FEW:
                 token0 = tl.load(STARTS + seq)
                 query_len = tl.load(STARTS + seq + 1) - token0
-            acc, m, l, _a, _m, _l = _attend(
+            acc, m, l = _attend(
                 Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
-                0,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
                 ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-                False,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -426,15 +333,13 @@ def decode_kernel(
         if SPLIT:
             begin = split
             step = splits
-        acc, m, l, _a, _m, _l = _attend(
+        acc, m, l = _attend(
             Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
-            0,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
             ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-            False,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

@@ -92,9 +92,7 @@ def finish(
         sink = tl.where(m == float("-inf"), m, sink)
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
-        l = tl.fma(
-            l, tl.exp2(m - base), tl.exp2(sink - base)
-        )  # rounded alike wherever it is inlined
+        l = l * tl.exp2(m - base) + tl.exp2(sink - base)
         acc = acc * tl.exp2(m - base)[:, None]
         m = top
     safe = tl.where(l == 0.0, 1.0, l)

@@ -218,44 +218,6 @@ def tile_of(WORK, tile, programs, TILED: tl.constexpr):
 
 
 @triton.jit
-def my_segments(WORK):
-    """A program's segments of tiles' keys, and the tile that it begins in (`segments.Dealt`).
-
-    Returns where it begins and ends, the tile, where that begins and ends, its sequence and row, how many
-    key tiles a segment of its has, and how far from its number a segment's part lies.
-    """
-    programs = tl.load(WORK + 1)
-    COLUMN = WORK + 4 + tl.program_id(0)
-    return (
-        tl.load(COLUMN),
-        tl.load(COLUMN + programs),
-        tl.load(COLUMN + 2 * programs),
-        tl.load(COLUMN + 3 * programs),
-        tl.load(COLUMN + 4 * programs),
-        tl.load(COLUMN + 5 * programs),
-        tl.load(COLUMN + 6 * programs),
-        tl.load(COLUMN + 7 * programs),
-        tl.load(COLUMN + 8 * programs),
-    )
-
-
-@triton.jit
-def next_segments(WORK, tile):
-    """The tile after this one (past the last: that one): itself, and what `my_segments` says of it from its end on."""
-    count = tl.load(WORK + 2)
-    tile = tl.minimum(tile + 1, count - 1)
-    AT = WORK + 4 + 9 * tl.load(WORK + 1) + tile
-    return (
-        tile,
-        tl.load(AT),
-        tl.load(AT + count),
-        tl.load(AT + 2 * count),
-        tl.load(AT + 3 * count),
-        tl.load(AT + 4 * count),
-    )
-
-
-@triton.jit
 def piece_of(WORK, at, stop, low, high):
     """The piece of a tile that a program has: its key tiles [begin, end), its part, who else has any.
 
