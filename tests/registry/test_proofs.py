@@ -64,8 +64,8 @@ def test_nothing_is_measured_without_a_record() -> None:
     assert found == {
         "flash-attn": Proof.SIGNATURE, "vllm": Proof.IN_PART, "torch": Proof.SIGNATURE
     }  # fmt: skip
-    sparse = discover().backend("TORCH_MLA_SPARSE")
-    assert sparse.proof_on(Device("cuda", "sm_90")) is Proof.MEASURED
+    whole = discover().backend("TORCH_MLA")
+    assert whole.proof_on(Device("cuda", "sm_90")) is Proof.MEASURED
 
 
 def test_a_whole_record_is_measured_and_a_part_is_said_to_be_one(recorded: Any) -> None:
