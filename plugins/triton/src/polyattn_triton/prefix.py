@@ -150,7 +150,7 @@ class PrefixLauncher:
     def run(self, plan: PrefixPlan, step: PrefixStep) -> None:
         """Attend to all pieces, then merge each row's parts."""
         spec, cache, params = self.spec, step.cache, step.params
-        bounds, parts, listed, part_rows = plan.offsets
+        bounds, _, _, part_rows = plan.offsets
         which: tuple[Any, ...] = (
             plan.config,
             plan.several,
@@ -179,9 +179,8 @@ class PrefixLauncher:
                 constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
-        scale, v_scale, soft_cap = step.factors
-        none = self._none
-        slopes = none if params.alibi_slopes is None else params.alibi_slopes
+        scale, _, soft_cap = step.factors
+        slopes = self._none if params.alibi_slopes is None else params.alibi_slopes
         site(
             plan.grid,
             (step.query, cache.key, cache.value, slopes, *step.scales[:2]),
@@ -189,8 +188,13 @@ class PrefixLauncher:
             (*plan.table, bounds, part_rows, plan.places),
             plan.kept,
         )
+        self._merge(plan, step)
+
+    def _merge(self, plan: PrefixPlan, step: PrefixStep) -> None:
+        spec, sinks, none = self.spec, step.params.sinks, self._none
+        _, parts, listed, part_rows = plan.offsets
         out, lse = step.out, step.lse
-        which = ("merge", out.stride(), out.dtype, lse is None)
+        which: tuple[Any, ...] = ("merge", out.stride(), out.dtype, lse is None)
         site = self._sites.get(which)
         if site is None:
             early = {"launch_pdl": True} if self.early else {}
@@ -203,10 +207,10 @@ class PrefixLauncher:
             (
                 out,
                 out if lse is None else lse,
-                none if params.sinks is None else params.sinks,
+                none if sinks is None else sinks,
                 *step.scales[2:],
             ),
-            (v_scale,),
+            (step.factors[1],),
             (0 if lse is None else lse.stride(0), parts, listed, part_rows),
             plan.merging,
         )
