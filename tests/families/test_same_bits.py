@@ -292,9 +292,9 @@ def test_tokens_of_several_sequences_go_together_where_each_fills_vectors(
     device, sizes = resolve_device("cpu"), []
     real = recurrent.TorchScan._tokens
 
-    def tokens(self: Any, rows: list[int], *given: Any) -> None:
+    def tokens(self: Any, rows: list[int], *rest: Any) -> None:
         sizes.append(len(rows))
-        real(self, rows, *given)
+        real(self, rows, *rest)
 
     monkeypatch.setattr(recurrent.TorchScan, "_tokens", tokens)
     monkeypatch.setattr(recurrent, "ON_ONE_THREAD", 4 * width)

@@ -103,13 +103,7 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
     (variances.SplitsOfTheLongest, replace(GRAPHS, features=SAME.features)),
-    (
-        variances.ScoresByTheBatch,
-        TORCH_INDEX.capabilities.but(
-            dtypes=frozenset({"float32"}),
-            adds="batch_invariant",
-        ),
-    ),
+    (variances.ScoresByTheBatch, TORCH_INDEX.capabilities.but(dtypes=frozenset({"float32"}))),
     (variances.ChunksFromTheStep, SCANS),
     (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),

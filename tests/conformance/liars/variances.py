@@ -217,7 +217,8 @@ class ChunksFromTheStep(TorchScan):
     by = ("divided",)
 
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        self._sequences(plan, frame.inputs, frame.params, frame.states, frame.out)
+        none = [0] * len(plan.slots)
+        self._sequences(plan, none, frame.inputs, frame.params, frame.states, frame.out)
 
 
 class RoundsBetweenSteps(TorchScan):

@@ -68,10 +68,10 @@ class TorchScan(RecurrentBackend):
             for begin in range(0, len(some), together):
                 part = some[begin : begin + together]
                 rows = [batch.starts[i] + at for i in part]
+                slots, before = [plan.slots[i] for i in part], [plan.before[i] + at for i in part]
                 self._tokens(
-                    rows, [plan.slots[i] for i in part], [plan.before[i] + at for i in part],
-                    frame.inputs, frame.params, frame.states, frame.out,
-                )  # fmt: skip
+                    rows, slots, before, frame.inputs, frame.params, frame.states, frame.out
+                )
         self._sequences(plan, singly, frame.inputs, frame.params, frame.states, frame.out)
 
     def _together(self, frame: RecurrentFrame, sequences: int) -> int:
