@@ -21,12 +21,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from polyattn_triton import launch
-from polyattn_triton.hopper import copies, items, latent_copies, latents, mla, packed, prefill, rows
+from polyattn_triton.hopper import copies, items, mla, packed, prefill, rows
 from polyattn_triton.kernels import parts, softmax, tiles
 from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
-MODULES = (copies, items, latent_copies, latents, mla, packed, prefill, rows, parts, softmax, tiles)
+MODULES = (copies, items, mla, packed, prefill, rows, parts, softmax, tiles)
 INTS = {"int1": 1, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 FLOATS = {"float8e4nv": 8, "float16": 16, "bfloat16": 16, "float32": 32}
 BYTES = {name: max(1, bits // 8) for name, bits in (INTS | FLOATS).items()}
@@ -253,9 +253,7 @@ class Pointer:
 
     __radd__ = __add__
 
-    def to(self, kind: Any) -> Any:
-        if kind == "int64":
-            return Value(self.places, kind)
+    def to(self, kind: Any) -> Pointer:
         return Pointer(self.storage, self.places, kind.kind)
 
 
@@ -303,11 +301,10 @@ class Shared:
         assert 0 <= at < len(self.bits)
         return Shared(self.bits[at], self.dtype)
 
-    def slice(self, first: Any, count: int, dim: int = 0) -> Shared:
+    def slice(self, first: Any, count: int) -> Shared:
         first = int(first)
-        assert 0 <= first <= self.bits.shape[dim] - count
-        part = (slice(None),) * dim + (slice(first, first + count),)
-        return Shared(self.bits[part], self.dtype)
+        assert 0 <= first <= len(self.bits) - count
+        return Shared(self.bits[first : first + count], self.dtype)
 
     def permute(self, order: Any) -> Shared:
         return Shared(self.bits.transpose(order), self.dtype)
@@ -620,7 +617,7 @@ class Language:
             "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
             "warpgroup_mma_wait": self.wgmma_wait,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box),
-            "prefetch": nothing, "units_layout": nothing, "words_layout": nothing,
+            "units_layout": nothing, "words_layout": nothing,
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self.copy_async, wait_group=self.wait_group,
                 commit_group=lambda: self.machine.groups.append([]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import mla, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.functions.rows import table_asm
-from polyattn_triton.hopper import latent_copies, packed
+from polyattn_triton.hopper import packed
 from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
 
@@ -204,16 +203,9 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("heads", [20, 64])
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
-@pytest.mark.parametrize("roles", [False, True])
-def test_mla(roles: bool, name: str, block: int, heads: int) -> None:
+def test_mla(name: str, block: int, heads: int) -> None:
     queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, heads, sms, None, name.endswith("context"), roles=roles)
-
-
-@pytest.mark.parametrize("name", mostly_slow(LATENTS))
-def test_mla_over_e4m3(name: str) -> None:
-    queries, lens, sms = LATENTS[name]
-    latent(queries, lens, 16, 20, sms, None, name.endswith("context"), "fp8_e4m3", True)
+    latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -234,7 +226,7 @@ def latents(
     for pages, length in zip(table.tolist(), lens, strict=True):
         for at in range(length):
             row = torch.randn(576, generator=chance).bfloat16()
-            cache.key[pages[at // block], at % block, 0] = row.to(cache.key.dtype)
+            cache.key[pages[at // block], at % block, 0] = row
     return cache, table
 
 
@@ -268,21 +260,18 @@ def latent(
     sms: int,
     topk: int | None,
     context: bool = False,
-    cached: str = "auto",
-    roles: bool = False,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
-    `context`: all keys are before the queries. `cached`: the cache's elements, times 0.25.
-    `roles`: by the kernel with roles, whichever is chosen.
+    `context`: all keys are before the queries.
     """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
-        sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True, kv_cache_dtype=cached,
+        sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True,
     )  # fmt: skip
     form = CacheFormat(
-        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype=spec.stored_dtype
+        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16"
     )
     chance = torch.Generator().manual_seed(len(lens))
     cache, table = latents(form, lens, chance)
@@ -297,17 +286,14 @@ def latent(
         patch.object(mla, "fitting", lambda *_: 1),
     ):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
-    assert backend.kernels.config.roles or cached == "auto"
-    backend.kernels.config = replace(backend.kernels.config, roles=roles)
     batch = Batch.from_lens(queries, lens, table, block)
     plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
-        params = LayerParams(k_scale=0.25 if cached != "auto" else 1.0)
-        backend.run(plan, Frame(query, None, None, cache, params, out, lse, choice=choice))
-    assert [k.fn.__name__ for k, _ in launches] == [
-        f"{'latents' if roles else 'mla_hopper'}_kernel"
-    ] + ["merge_kernel"] * plan.way.split
-    held = cache.key.double().view(-1, 576) * params.k_scale
+        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
+    assert [k.fn.__name__ for k, _ in launches] == ["mla_hopper_kernel"] + [
+        "merge_kernel"
+    ] * plan.way.split
+    held = cache.key.double().view(-1, 576)
     wanted, sums = (
         torch.zeros(out.shape, dtype=torch.float64),
         torch.full(lse.shape, -torch.inf).double(),
@@ -420,15 +406,3 @@ def test_every_unit_of_e4m3() -> None:
         for bits, mine in zip(run_ptx(asm.value, 2, registers_of(pair)), places, strict=True):
             found = bits.view(np.float16).reshape(-1, 2)
             assert np.array_equal(found, numbers[:, list(mine)], equal_nan=True)
-
-
-def test_every_byte_of_e4m3_as_bfloat16() -> None:
-    """All but the two NaN, in each of a word's four places."""
-    given = np.stack(
-        [np.roll(np.arange(256, dtype=np.uint8), turn) for turn in (0, 7, 99, 200)], -1
-    )
-    wanted = torch.from_numpy(given).view(torch.float8_e4m3fn).bfloat16()
-    words = np.ascontiguousarray(given).view(np.uint32).reshape(-1)
-    pairs = np.stack(run_ptx(latent_copies.WIDEN.value, 2, [words]), -1).view(np.int16)
-    found = torch.from_numpy(pairs).view(torch.bfloat16)
-    assert ((found == wanted) | wanted.isnan()).all()

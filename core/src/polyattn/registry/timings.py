@@ -126,7 +126,7 @@ class Timings:
             return ()
         exact = next((m for table in self.tables if (m := table.models(spec, device))), ())
         near = [table.near(spec, device) for table in self.tables] if not exact else []
-        far, models = min(near, key=lambda pair: pair[0], default=(math.inf, ()))
+        far, models = min(near, key=lambda found: found[0], default=(math.inf, ()))
         return exact or (models if far <= FARTHEST else ())
 
     def notes(self, device: Device) -> list[str]:

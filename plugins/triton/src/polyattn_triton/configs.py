@@ -192,8 +192,7 @@ def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConf
 class MLAConfig:
     """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
 
-    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon. `roles`: pages that
-    `hopper.latents` can take are its; it needs Gluon, too.
+    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon.
     """
 
     block_h: int
@@ -202,15 +201,14 @@ class MLAConfig:
     num_stages: int
     apart: bool = False
     hopper: bool = False
-    roles: bool = False
 
 
 @dataclass(frozen=True)
 class MLARow:
     """A configuration and where it applies: up to `heads` heads, bytes an element.
 
-    `latent`: the latent's and the rope part's width, where the kernel takes no other; `cached`: of which
-    elements the cache then is, where not of the model's own type, and all of it is read.
+    `latent`: the latent's and the rope part's width, in a cache of the model's own type, where the
+    kernel takes no other.
     """
 
     arch: str
@@ -219,7 +217,6 @@ class MLARow:
     config: MLAConfig
     measured: str = ""
     latent: tuple[int, int] | None = None
-    cached: str = ""
 
 
 MLA_TABLE: tuple[MLARow, ...] = (
@@ -232,14 +229,6 @@ MLA_TABLE: tuple[MLARow, ...] = (
         latent=(512, 64),
     ),
     MLARow("sm_90+", 16, 2, MLAConfig(16, 32, 4, 2)),
-    MLARow(
-        "sm_90",
-        1 << 30,
-        2,
-        MLAConfig(64, 64, 8, 2, True, roles=True),
-        latent=(512, 64),
-        cached="fp8_e4m3",
-    ),
     MLARow("sm_90", 1 << 30, 2, MLAConfig(64, 64, 8, 2, True), "H200: 277 TFLOP/s at 64 x 4,096"),
     MLARow("sm_90+", 1 << 30, 2, MLAConfig(64, 32, 8, 2)),
     MLARow("any", 1 << 30, 2, MLAConfig(16, 16, 4, 1)),
@@ -255,10 +244,8 @@ def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
     for row in MLA_TABLE:
         fits = row.arch == "any" or arch_matches(row.arch, arch)
         if row.latent is not None:
-            fits = fits and row.latent == latent and spec.stored_dtype == (row.cached or spec.dtype)
-        if row.cached:
-            fits = fits and spec.dtype == "bfloat16" and spec.sparse is None
-        if (row.config.hopper or row.config.roles) and not gluon:
+            fits = fits and row.latent == latent and spec.stored_dtype == spec.dtype
+        if row.config.hopper and not gluon:
             continue
         if fits and spec.num_heads <= row.heads and element_bytes <= row.bytes:
             return row.config

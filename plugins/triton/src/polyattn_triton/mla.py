@@ -57,10 +57,6 @@ from polyattn_triton.schedule import (
     whole,
 )
 
-HALF, ROPE = 256, 64
-"""Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
-FETCH = True
-"""Whether latents of 16 bits that have no place in shared memory yet are fetched into the L2."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -69,22 +65,19 @@ written and read in float32, is a ninth of 16-bit latents of 576."""
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
-    from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
-    from polyattn_triton.hopper.descriptors import described
-    from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = latents_kernel = None
+    mla_hopper_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
-_mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
+_mla_hopper = Launcher(mla_hopper_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
     """Return the configuration, of the kernels that this Triton can compile."""
-    gluon, best = mla_hopper_kernel is not None, pick_mla(spec, arch, gluon=True)
-    if not gluon and (best.hopper or best.roles):
+    gluon = mla_hopper_kernel is not None
+    if not gluon and pick_mla(spec, arch, gluon=True).hopper:
         logging.getLogger("polyattn").warning(
             "TRITON_MLA runs its portable kernel on %s, a third slower: Triton %s's Gluon lacks what "
             "the kernel for Hopper needs; install triton 3.6",
@@ -108,14 +101,6 @@ def mla_constants(
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
-
-
-def latents_constants(
-    spec: LayerSpec, block_size: int, way: Way, lse: bool
-) -> tuple[int, int, bool, int, bool, bool, bool]:
-    """Return the constants of Hopper's kernel with roles, in its order."""
-    narrow = spec.stored_dtype != spec.dtype
-    return spec.num_heads, block_size, way.split, way.few, lse, narrow, FETCH
 
 
 class Kernels:
@@ -218,23 +203,22 @@ class Kernels:
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         starts = plan.batch.query_start_loc if plan.way.few else none
-        if slots is not None or not self._by_roles(plan, query, cache, v_scale, out, lse):
-            self.kernel(
-                (plan.grid, 1, 1),
-                (
-                    query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
-                    table if slots is None else none, none if slots is None else slots,
-                    plan.batch.seq_lens, starts, plan.work,
-                ),
-                (spec.scale * v_scale, v_scale),
-                (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
-                (lse_t, table.stride(0)),
-                mla_constants(
-                    spec, config, cache.block_size, plan.way, slots is not None, lse is not None,
-                    self.early,
-                ),
-                {"num_warps": config.num_warps, "num_stages": config.num_stages},
-            )  # fmt: skip
+        self.kernel(
+            (plan.grid, 1, 1),
+            (
+                query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
+                table if slots is None else none, none if slots is None else slots,
+                plan.batch.seq_lens, starts, plan.work,
+            ),
+            (spec.scale * v_scale, v_scale),
+            (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
+            (lse_t, table.stride(0)),
+            mla_constants(
+                spec, config, cache.block_size, plan.way, slots is not None, lse is not None,
+                self.early,
+            ),
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        )  # fmt: skip
         if plan.merging is None:
             return
         height = config.block_h
@@ -253,58 +237,6 @@ class Kernels:
             ),
             merge_options(self.rank, self.early),
         )  # fmt: skip
-
-    def _by_roles(
-        self,
-        plan: LatentPlan,
-        query: Tensor,
-        cache: KVCache,
-        v_scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> bool:
-        """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
-        spec, table, space = self.spec, plan.batch.block_table, self.workspace
-        key, narrow = cache.key, cache.key.dtype.itemsize == 1
-        k = key.stride()
-        box = box_rows(self.config.block_n, cache.block_size) if self.config.roles else None
-        boxes = [None if box is None else described(key, box, width) for width in (HALF, ROPE)]
-        if boxes[0] is None or boxes[1] is None:
-            return False
-        assert table is not None
-        _latents(
-            (plan.grid, 1, 1),
-            (
-                query,
-                key,
-                out,
-                out if lse is None else lse,
-                space.parts,
-                space.part_lse,
-                table,
-                plan.batch.seq_lens,
-                plan.batch.query_start_loc,
-                plan.work,
-            ),
-            (spec.scale * v_scale, v_scale),
-            (
-                query.stride(0),
-                query.stride(1),
-                k[0] if narrow else boxes[0][1].block,
-                k[1],
-                out.stride(0),
-                out.stride(1),
-            ),
-            (
-                *((0, 0) if narrow else (boxes[0][0], boxes[1][0])),
-                0 if lse is None else lse.stride(0),
-                table.stride(0),
-                plan.grid,
-            ),
-            latents_constants(spec, cache.block_size, plan.way, lse is not None),
-            {"num_warps": DEFAULT_WARPS},
-        )
-        return True
 
 
 class TritonMLA(AttentionBackend):
