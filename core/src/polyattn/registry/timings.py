@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ class Timings:
         if not spec.cached or spec.variant is not None or spec.mask is not None:
             return ()
         exact = next((m for table in self.tables if (m := table.models(spec, device))), ())
-        near = [table.near(spec, device) for table in self.tables] if not exact else []
-        far, models = min(near, key=lambda found: found[0], default=(math.inf, ()))
+        others = [] if exact else [t for t in self.tables if t.platform == device.platform]
+        near = [table.near(spec, device) for table in others]
+        far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
         return exact or (models if far <= FARTHEST else ())
 
     def notes(self, device: Device) -> list[str]:

@@ -438,7 +438,8 @@ def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fac
         )
     if not verdicts:
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
-        here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
+        claims = [b.capabilities for b in facts.backends.values()]
+        here = any(device.platform in c.platforms and c.attends for c in claims)
         if not here:
             text += f"; {install_advice(device.platform)}"
     return text + "".join(f"\n  note: {problem}" for problem in facts.problems())
