@@ -104,7 +104,8 @@ class Sharing:
         as bounds don't say which blocks rows really share.
         """
         spec = unrotated(group.spec)
-        native, served = _native(group, spec) if spec.cached else (None, frozenset())
+        asks = spec.cached and not spec.length_bounds
+        native, served = _native(group, spec) if asks else (None, frozenset())
         reason = why_not(spec, served)
         if spec.length_bounds:
             reason = "length_bounds: bounds of lengths don't tell which blocks the rows share"
@@ -252,10 +253,10 @@ class Sharing:
             return self._saved_us(saved_bytes)
         pairs = int(batch.host_query_lens @ batch.host_lens)
         flops = 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
-        multiplied = flops / (ATTAINED * device.matmul * 1e6)
+        product_us = flops / (ATTAINED * device.matmul * 1e6)
         read = int(batch.host_lens.sum()) * form.bytes_per_token
         whole, less = self._saved_us(read), self._saved_us(read - saved_bytes)
-        return max(whole, multiplied) - max(less, multiplied)
+        return max(whole, product_us) - max(less, product_us)
 
     def _saved_us(self, saved_bytes: int) -> float:
         device, spec = self.group.device, self.group.spec
