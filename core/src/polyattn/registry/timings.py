@@ -83,10 +83,11 @@ class TimingTable:
     def near(self, spec: LayerSpec, device: Device) -> tuple[float, tuple[TimingModel, ...]]:
         """Return the class next to `spec`, of a chip of this architecture: how far it is, and its models.
 
-        What a coefficient multiplies is bytes and products, of any head size.
+        The table is of the device's platform. What a coefficient multiplies is bytes and products, of any
+        head size.
         """
-        alike = (self.platform, self.arch) == (device.platform, device.arch)
-        if spec.batch_invariant or not (self.is_for(device) or (alike and device.is_accelerator)):
+        alike = self.arch == device.arch and device.is_accelerator
+        if spec.batch_invariant or not (self.is_for(device) or alike):
             return math.inf, ()
         mine = layer_class(spec)
         plain = [e for e in self._fresh(device) if not e.model.level]
