@@ -12,16 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from polyattn._version import __version__
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.tools.cli import stdout
 
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
-
-INTERRUPTED = 130  # typer's too, which says nothing
+INTERRUPTED = 130
 
 
 def main() -> int:
@@ -33,54 +30,24 @@ def main() -> int:
         return 2
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _interrupt)
-        sys.unraisablehook = _dropped
     return run(sys.argv[1:])
 
 
-_interrupts = 0
-"""Interrupts that arrived and that `run` hasn't heard of."""
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt, and again twice a second until `run` hears of one.
+    """End the process at once, rather than by KeyboardInterrupt.
 
-    Python drops one that it raises in a finalizer or a callback, and libraries have a bare `except:`.
+    Libraries drop that exception in finalizers, callbacks and a bare `except:`. Raised while
+    torch's extension modules initialise, it aborts the process.
     """
-    global _interrupts
-    _interrupts += 1
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-    raise KeyboardInterrupt
-
-
-def _dropped(exception: UnraisableHookArgs) -> None:
-    """Report an exception that Python drops, unless `_interrupt` raised it and raises it again."""
-    if not (_interrupts and isinstance(exception.exc_value, KeyboardInterrupt)):
-        sys.__unraisablehook__(exception)
-
-
-def _heard() -> None:
-    """Let no interrupt that arrived be raised again."""
-    global _interrupts
-    if _interrupts and hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    _interrupts = 0
+    os.write(2, b"polyattn: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         try:
-            code = _dispatch(list(arguments))
-            if code == INTERRUPTED or _interrupts:
-                raise KeyboardInterrupt
-            return code
-        except Exception as error:
-            # An import that an interrupt ended may fail later: "numpy has no attribute 'ndarray'".
-            if _interrupts:
-                raise KeyboardInterrupt from error
-            raise
+            return _dispatch(list(arguments))
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:
@@ -93,10 +60,6 @@ def run(arguments: Sequence[str]) -> int:
         stdout.discard()
         print(f"polyattn: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        _heard()
-        print("polyattn: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _dispatch(arguments: list[str]) -> int:
