@@ -16,6 +16,7 @@ from packaging.version import Version
 from polyattn import LayerSpec, PolyattnError, select
 from polyattn.errors import SelectionError
 from polyattn_transformers import paged
+from polyattn_transformers.attention import attention
 from tiny_models import decoder
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -186,6 +187,13 @@ def test_a_window_s_keys_that_move_are_refused_beyond_a_batch() -> None:
                 "write_index": [torch.zeros(0)],
             },
         )  # fmt: skip
+
+
+def test_a_step_of_another_manager_is_refused() -> None:
+    """Since transformers 5.24 its keys may be the whole cache's, which no mask tells apart."""
+    keys = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(PolyattnError, match="begin it so"):
+        attention(nn.Identity(), keys, keys, keys, None, write_index=[torch.arange(3)])
 
 
 def test_cuda_graphs_are_refused() -> None:

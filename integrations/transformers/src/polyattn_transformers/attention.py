@@ -55,6 +55,11 @@ def attention(
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
+    if "write_index" in kwargs:  # since transformers 5.24 such keys are a whole step's
+        raise PolyattnError(
+            f"continuous batching of {type(module).__name__} was not begun by "
+            "polyattn_transformers.continuous_batching_manager; begin it so"
+        )
     if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
         call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
         return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None

@@ -73,7 +73,26 @@ def continuous_batching_manager(
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")
+    if Version("5.24") <= VERSION:
+        create = manager._create_batch_processor
+
+        def create_with_our_cache() -> Any:
+            processor = create()
+            processor.cache.__class__ = LeftToAttention
+            return processor
+
+        manager._create_batch_processor = create_with_our_cache
     return manager
+
+
+class LeftToAttention(PagedAttentionCache):
+    """A cache that `attend` stores into; since transformers 5.24 models store before they attend."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        kwargs["cache"] = self
+        return key_states, value_states
 
 
 def attend(
@@ -122,7 +141,7 @@ def attend(
         indices = (
             [kwargs["read_index"], kwargs["write_index"]] if _NAMES_INDICES else [dict(kwargs)]
         )
-        keys, values = cache.update(key, value, layer, *indices)
+        keys, values = PagedAttentionCache.update(cache, key, value, layer, *indices)
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
         step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
         whole = keys, values
