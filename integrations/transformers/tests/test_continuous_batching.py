@@ -191,9 +191,10 @@ def test_a_window_s_keys_that_move_are_refused_beyond_a_batch() -> None:
 
 def test_a_step_of_another_manager_is_refused() -> None:
     """Since transformers 5.24 its keys may be the whole cache's, which no mask tells apart."""
-    keys = torch.zeros(1, 2, 3, 16)
+    layer, keys = nn.Identity(), torch.zeros(1, 2, 3, 16)
+    layer.layer_idx = 0  # type: ignore[assignment]
     with pytest.raises(PolyattnError, match="begin it so"):
-        attention(nn.Identity(), keys, keys, keys, None, write_index=[torch.arange(3)])
+        attention(layer, keys, keys, keys, None, write_index=[torch.arange(3)])
 
 
 def test_cuda_graphs_are_refused() -> None:

@@ -13,7 +13,6 @@ from packaging.version import Version
 from polyattn import PolyattnError
 from polyattn.host import CallOptions, attend_dense, sdpa
 from torch import Tensor, nn
-from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import TransformersKwargs
@@ -51,15 +50,10 @@ def attention(
     if indices is not None:
         attention_mask = _selected(module, attention_mask, indices, key.shape[2])
     why = _refused(module, others, (query, key, value, sinks), dropout, kwargs)
-    if "cache" in kwargs and isinstance(kwargs["cache"], PagedAttentionCache):
+    if "write_index" in kwargs:  # a step of continuous batching
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
-    if "write_index" in kwargs:  # since transformers 5.24 such keys are a whole step's
-        raise PolyattnError(
-            f"continuous batching of {type(module).__name__} was not begun by "
-            "polyattn_transformers.continuous_batching_manager; begin it so"
-        )
     if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
         call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
         return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None

@@ -110,7 +110,7 @@ def attend(
     Full attention walks the cache's own pages. A sliding layer's pages are a ring, whose keys
     transformers puts in order first.
     """
-    layer, cache = int(module.layer_idx), kwargs["cache"]  # type: ignore[arg-type]
+    layer, cache = int(module.layer_idx), _cache(module, kwargs)  # type: ignore[arg-type]
     index, window, pages_now = _layer(cache, layer)
     key_starts = kwargs["cu_seq_lens_k"]
     if isinstance(key_starts, dict):  # to 5.18 of one type alone, which is no dictionary then
@@ -156,6 +156,17 @@ def attend(
 
 _NAMES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).parameters
 """Whether the cache takes the indices of a step alone, as it does to transformers 5.18."""
+
+
+def _cache(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Return a step's cache. Raises `PolyattnError` where the model has stored in it already."""
+    cache = kwargs.get("cache")
+    if cache is None:  # the keys are the whole cache's then, and no mask tells which are whose
+        raise PolyattnError(
+            f"continuous batching of {type(module).__name__} was not begun by "
+            "polyattn_transformers.continuous_batching_manager; begin it so"
+        )
+    return cache
 
 
 def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], tuple[Tensor, Tensor]]]:
