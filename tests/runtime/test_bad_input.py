@@ -29,6 +29,7 @@ from polyattn.errors import (
     SettingsError,
     SpecError,
 )
+from polyattn.runtime import inputs
 from polyattn.runtime.cache.kv_cache import quantize
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -333,6 +334,19 @@ def test_bad_stores(changes: dict[str, Any], says: str) -> None:
         step.layer.store(**(given | changes))
     assert says in str(caught.value)
     assert torch.equal(step.cache.key, before)
+
+
+def test_a_store_looks_at_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines store so in each layer of each step, and the host's time is theirs."""
+    step = Step()
+    given = {name: step.tensors[name] for name in ("key", "value")}
+    given |= {"cache": step.cache, "slot_mapping": torch.arange(6)}
+    step.layer.store(**given)
+    looked_at: list[str] = []
+    monkeypatch.setattr(inputs, "check_is_real", lambda name, tensor: looked_at.append(name))
+    monkeypatch.setattr(LayerGroup, "load", lambda *_, **__: pytest.fail("loaded again"))
+    step.layer.store(**given)
+    assert looked_at == ["slot_mapping", "key", "value"]
 
 
 def test_no_plan_and_profiles() -> None:

@@ -21,7 +21,7 @@ from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.variants import kernel_spec, variant_of
-from polyattn.runtime.backend import Backend
+from polyattn.runtime.backend import Backend, StoreBackend
 from polyattn.runtime.builds import Builds
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
@@ -231,6 +231,11 @@ class LayerGroup:
     def torch_device(self) -> torch.device:
         """The device that the group runs on, and all that its layers are given."""
         return torch.device(str(self.device.torch_device))
+
+    @cached_property
+    def store(self) -> StoreBackend:
+        """The loaded backend that writes new keys and values to the layers' cache."""
+        return self.backend("store", StoreBackend, cache=self.cache_format)
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
         """Prepare one step for every layer of the group.

@@ -85,9 +85,10 @@ def check_tensor(name: str, value: Any, device: torch.device) -> None:
 
     Raises `BatchError`.
     """
-    check_is_tensor(name, value, f" on {device}")
-    if not same_device(value.device, device):
-        raise BatchError(f"{name} is on {value.device}, the layer on {device}; move it there")
+    if value.__class__ is not Tensor or value.device != device:
+        check_is_tensor(name, value, f" on {device}")
+        if not same_device(value.device, device):
+            raise BatchError(f"{name} is on {value.device}, the layer on {device}; move it there")
     check_is_real(name, value)
 
 

@@ -203,8 +203,7 @@ def put_rows(
 ) -> None:
     """Store rows that were checked, as `store_rows`. Raises `CacheError`."""
     group.check_cache(cache)
-    store = group.backend("store", StoreBackend, cache=group.cache_format)
-    store.run(store.plan(slots.long()), key, value, cache, params)
+    group.store.run(group.store.plan(slots.long()), key, value, cache, params)
 
 
 def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:

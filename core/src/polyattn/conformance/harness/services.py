@@ -40,7 +40,7 @@ class StoreHarness(Harness):
     def store(self, spec: LayerSpec, layout: str | None = None) -> tuple[LayerGroup, StoreBackend]:
         """Return a group and its store."""
         group = self.group(spec, layout)
-        return group, group.backend("store", StoreBackend, cache=group.cache_format)
+        return group, group.store
 
     def tokens(
         self,

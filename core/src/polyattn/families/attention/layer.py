@@ -286,7 +286,8 @@ class Attention(Layer):
                 "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
             )
         for name, tensor in (("key", key), ("value", value)):
-            check_tensor(name, tensor, self.group.torch_device)
+            if tensor.__class__ is not Tensor:
+                check_tensor(name, tensor, self.group.torch_device)
         key, value = keys_in_heads(self.spec, key, value)
         store_rows(self.group, key, value, cache, slot_mapping, self.params, self._dtype)
 

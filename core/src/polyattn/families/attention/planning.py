@@ -21,7 +21,7 @@ from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
@@ -335,7 +335,7 @@ class Planner(StepPlanner):
         self.dtype, self.out_dtype = input_dtype(self.spec), output_dtype(self.spec)
         self.store, self.rotated_by = None, None
         if self.spec.cached:
-            self.store = group.backend("store", StoreBackend, cache=group.cache_format)
+            self.store = group.store
             self.rotated_by = claimed_rotation(group, self.store)
 
     @property

@@ -24,7 +24,6 @@ from polyattn.runtime.backend import (
     AttentionBackend,
     MergeBackend,
     SparseBackend,
-    StoreBackend,
 )
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.decompositions import Part, by_phase, planned_call
@@ -140,7 +139,7 @@ class Planner(StepPlanner):
                 phase: group.backend(phase, SparseBackend, cache=group.kernel_format(info))
                 for phase, info in (("decode", decode), ("prefill", prefill))
             }
-        self.store = group.backend("store", StoreBackend, cache=group.cache_format)
+        self.store = group.store
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import AttentionBackend, SparseBackend, StoreBackend
+from polyattn.runtime.backend import AttentionBackend, SparseBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
@@ -192,7 +192,7 @@ class Planner(StepPlanner):
             self.backend = group.load("decode", info, AttentionBackend, self.spec, self.form)
         else:
             self.backend = group.load("decode", info, SparseBackend, self.spec, form)
-        self.store = group.backend("store", StoreBackend, cache=form)
+        self.store = group.store
         self.rotated_by = claimed_rotation(group, self.store)
         sparse = group.spec.sparse
         rows = group.spec.num_kv_heads // of_page
