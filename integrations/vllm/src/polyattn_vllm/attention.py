@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from polyattn_vllm.layouts import Layouts
-from polyattn_vllm.step import REMEDY, Builder, Step, pages_of
+from polyattn_vllm.step import REMEDY, Builder, Step, first, pages_of
 
 KINDS: dict[str, dict[str, Any]] = {
     AttentionType.DECODER: {},
@@ -123,7 +123,7 @@ class PolyattnImpl(AttentionImpl[Step]):
         if not self.given:
             tokens = slot_mapping.shape[0]
             pages = pages_of(self.ours, kv_cache)
-            self.ours.store(key[:tokens], value[:tokens], pages, slot_mapping)
+            self.ours.store(first(key, tokens), first(value, tokens), pages, slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,

@@ -60,9 +60,9 @@ class Step(AttentionMetadata):
         layer = self.layers[impl]
         plan = self.plans[layer.group]
         tokens = plan.batch.num_tokens
-        key, value = (None, None) if given is None else (t[:tokens] for t in given)
+        key, value = (None, None) if given is None else (first(t, tokens) for t in given)
         pages = pages_of(layer, cache) if given is None else None
-        layer(query[:tokens], key, value, pages, plan, out=output[:tokens])
+        layer(first(query, tokens), key, value, pages, plan, out=first(output, tokens))
 
 
 @dataclass
@@ -381,6 +381,11 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
             "polyattn plans by the host's lengths, and asynchronous scheduling with speculative "
             f"decoding has only their bounds; pass --no-async-scheduling, {REMEDY}"
         )
+
+
+def first(tensor: Tensor, tokens: int) -> Tensor:
+    """Return a tensor without the tokens that are padding; most often there are none."""
+    return tensor if tensor.shape[0] == tokens else tensor[:tokens]
 
 
 def pages_of(layer: Any, storage: Tensor) -> KVCache:
