@@ -84,7 +84,10 @@ def serving(rows: Any, args: Options) -> None:
     from engines import serving as load
     from pages import about
 
-    rows.note("serving, where", about(torch.device(load.DEVICE)) | {"vLLM": load.VERSION})
+    rows.note(
+        "serving, where",
+        about(torch.device(load.DEVICE)) | {"vLLM": load.VERSION, "dtype": load.DTYPE},
+    )
     for row in load.measured(rows.end - time.monotonic(), args.loads):
         rows.note(f"serving, {row.pop('what')}", row)
 
