@@ -42,7 +42,8 @@ def _encode(row: Tensor) -> Tensor:
 
 def _decode(row: Any, d: Any, size: int) -> Any:
     at = 3 * d // 4
-    code = ((row[at] | row[at + 1] << 8) >> (6 * d % 8)) & 63
+    first = 6 * d % 8
+    code = ((row[at] | row[at + 1] << 8) & (63 << first)) >> first
     step = code & 31
     magnitude = torch.where(step == 0, 0.0, torch.exp2((step - 31) * 0.25))
     return magnitude * (1 - 2 * (code >> 5)) * single(row[3 * size // 4 + d // 16] << 23)
