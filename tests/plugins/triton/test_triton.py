@@ -410,22 +410,29 @@ def test_splits_fill_the_multiprocessors_evenly() -> None:
 
 UNITS = """
 import torch, triton, triton.language as tl
+import polyattn_triton.launch
 from polyattn_triton.kernels.decode import power_below
+from triton.runtime import interpreter
+
+patch, patched = interpreter._patch_builtin, []
+interpreter._patch_builtin = lambda *of: (patched.append(of[0]), patch(*of))
 
 @triton.jit
 def kernel(X, OUT, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(OUT + at, power_below(tl.load(X + at)))
+    x = power_below(tl.load(X + at))
+    tl.store(OUT + at, power_below(x))
 
 x = torch.tensor([0.0, 1.0, 1.5, 3.9, 4.0, 0.3, 7e5, 3e38])
 out = torch.full_like(x, torch.nan)
 kernel[(1,)](x, out, 8)
 assert out.tolist() == [1.0, 1.0, 1.0, 2.0, 4.0, 0.25, 2.0**19, 2.0**127], out
+assert patched.count(tl) == 1, patched
 """
 
 
 def test_the_unit_of_a_query_is_a_power_of_two(tmp_path: Path) -> None:
-    """What float16 holds of a query that is divided by it is exact."""
+    """What float16 holds of a query that is divided by it is exact. A launch patches once."""
     (tmp_path / "units.py").write_text(UNITS)
     interpreted(tmp_path / "units.py")
 
