@@ -37,8 +37,7 @@ ENVIRONMENT = {
 def conforms_through(door: str, backend: str, chosen: str, least: int) -> None:
     """Assert that the kit, or the cases that `chosen` names, passes through a door."""
     plugin, device = DOORS[door]
-    options = ("-p", plugin, "-k", chosen, "--polyattn-budget", "0.1")
-    conforms(backend, least, *options, device=device, **ENVIRONMENT)
+    conforms(backend, least, "-p", plugin, "-k", chosen, device=device, **ENVIRONMENT)
 
 
 @pytest.mark.timeout(7200)

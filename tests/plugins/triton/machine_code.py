@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
-from pathlib import Path
 
-import triton
+from triton import knobs
 
-NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+BYTES = 16
+"""Of an instruction."""
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 REGISTER = re.compile(r"\bUR(\d+)\b")
 WRITES = re.compile(r"U[A-Z]|R2UR|S2UR|CS2UR|REDUX|VOTEU")
@@ -17,19 +18,53 @@ WRITES = re.compile(r"U[A-Z]|R2UR|S2UR|CS2UR|REDUX|VOTEU")
 PAIRS = re.compile(r"\.64|\.WIDE|CS2UR")
 
 
-def read_unwritten(cubin: bytes) -> list[str]:
-    """Return the instructions that are first to name a uniform register, and read it.
+def told(tool: str, code: bytes, *options: str) -> str:
+    """Return what one of Triton's own tools says of a cubin, or of code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [getattr(knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Return what a kernel takes: `REG`, registers a thread; `STACK`, bytes of it in memory."""
+    found = told("cuobjdump", cubin, "--dump-resource-usage")
+    return {name: int(count) for name, count in re.findall(r"(\w+):(\d+)", found)}
+
+
+def code_of(cubin: bytes) -> bytes:
+    """Return the instructions of a cubin's functions: its sections `.text.*`."""
+    (at,), (size, count, names) = (
+        struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
+    )  # fmt: skip
+    sections = [struct.unpack_from("<2I4Q", cubin, at + i * size) for i in range(count)]
+    titles = sections[names][4]
+    return b"".join(
+        cubin[start : start + length]
+        for name, _, _, _, start, length in sections
+        if cubin.startswith(b".text.", titles + name)
+    )
+
+
+def read_unwritten(codes: list[tuple[str, bytes]]) -> list[str]:
+    """Return the instructions that are first to name a uniform register, and read it, by kernel.
 
     Descriptors of matrix products lie in uniform registers, from wherever control flow may come: they
-    are written before, in the order of the code, too.
+    are written before, in the order of the code, too. The tool takes a third of a second to start, and
+    a fiftieth for a kernel.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        run = subprocess.run(
-            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
-        )
-    return unwritten_in(run.stdout)
+    if not codes:
+        return []
+    whole = told("nvdisasm", b"".join(code for _, code in codes), "-b", "SM90")
+    lines = [line for line in whole.splitlines() if INSTRUCTION.match(line)]
+    found, first = [], 0
+    for name, code in codes:
+        last = first + len(code) // BYTES
+        found += [f"{name}: {text}" for text in unwritten_in("\n".join(lines[first:last]))]
+        first = last
+    assert first == len(lines)
+    return found
 
 
 def unwritten_in(text: str) -> list[str]:

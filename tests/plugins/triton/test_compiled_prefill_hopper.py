@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,11 @@ from polyattn import LayerSpec
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+from machine_code import told, usage
 from polyattn_triton.configs import HOPPER
 from triton_ahead import compile_hopper
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
-CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")
 SHAPES = [
     pytest.param(changes, block_size, split, marks=mark)
     for mark, changes, block_size, split in (
@@ -41,30 +39,16 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("changes", "block_size", "split"), SHAPES)
-def test_compiles_for_hopper(
-    changes: dict[str, Any], block_size: int, split: bool, tmp_path: Path
-) -> None:
+def test_compiles_for_hopper(changes: dict[str, Any], block_size: int, split: bool) -> None:
     """Its program fits on a multiprocessor, and no register of the loops over keys lies in memory."""
-    from triton import knobs
-
     spec = PLAIN.replace(**changes)
     kernel, config = compile_hopper(spec, block_size, split), HOPPER[spec.head_size]
     assert kernel.metadata.shared <= 227 << 10
     # Blocks looked up ahead and those of the tile before: Triton 3.6 can lose one of them.
     carried = [line for line in kernel.asm["ttgir"].splitlines() if "iter_args" in line]
     assert max(line.count("tensor<32xi32") for line in carried) == 2
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    told = [
-        subprocess.run([tool, *options, cubin], capture_output=True, text=True, check=True).stdout
-        for tool, options in (
-            (knobs.nvidia.cuobjdump.path, ["--dump-resource-usage"]),
-            (knobs.nvidia.nvdisasm.path, ["-c"]),
-        )
-    ]
-    found = CUOBJDUMP.search(told[0])
-    assert found is not None and int(found[1]) * 32 * config.num_warps <= 65536
-    lines = told[1].splitlines()
+    assert usage(kernel.asm["cubin"])["REG"] * 32 * config.num_warps <= 65536
+    lines = told("nvdisasm", kernel.asm["cubin"], "-c", "-ndf").splitlines()
     labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
     loops = 0
     for end, line in enumerate(lines):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from machine_code import unwritten_in
+from machine_code import BYTES, code_of, read_unwritten, unwritten_in
 from polyattn import LayerSpec
 from triton_ahead import compile_phase
 
@@ -33,6 +33,15 @@ def test_what_nothing_wrote_is_told() -> None:
     assert unwritten_in(BEFORE + itself) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ"]
 
 
+def test_what_nothing_wrote_is_told_of_the_kernel_that_reads_it() -> None:
+    code = code_of(
+        compile_phase(LayerSpec(num_heads=4, head_size=64), "sm_90", "write").asm["cubin"]
+    )
+    assert not read_unwritten([("whole", code)])
+    cut = read_unwritten([("whole", code), ("cut", code[8 * BYTES :]), ("whole", code)])
+    assert cut and all(text.startswith("cut: ") for text in cut)
+
+
 EIGHT_BITS = [
     ({"cached": False, "qkv_dtype": "fp8_e4m3"}, "pieces"),
     ({"kv_cache_dtype": "int8"}, "paged"),
@@ -47,7 +56,7 @@ EIGHT_BITS = [
 def test_narrow_values_of_eight_bits_are_read_where_they_lie(
     fields: dict[str, Any], phase: str
 ) -> None:
-    """`compile_kernel` looks at each kernel. Of these all read V wrongly while a tile had 64 keys."""
+    """`conftest.py` looks at each kernel. Of these all read V wrongly while a tile had 64 keys."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "v_head_size": 32}
     spec = LayerSpec(**sizes, dtype="bfloat16", **fields)
     assert compile_phase(spec, "sm_90", phase).asm["cubin"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from interpreting import interpreted
@@ -96,7 +96,8 @@ def bytes_apart(spec: str, arch: str, phases: tuple[str, ...]) -> int:
     """Compile in a process of its own: Triton keeps the fp8 conversions of the first target for all."""
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); import test_triton as t; "
-        f"print(min(t.compiled_bytes({spec}, {arch!r}, {phases!r}).values()))"
+        f"print(min(t.compiled_bytes({spec}, {arch!r}, {phases!r}).values())); "
+        "import triton_ahead; triton_ahead.look()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -159,32 +160,26 @@ def test_wide_heads_are_its_own(profile: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["decode", "listed", "few"])
-def test_hoppers_registers_hold_a_program_of_wide_heads(way: str, tmp_path: Path) -> None:
+def test_hoppers_registers_hold_a_program_of_wide_heads(way: str) -> None:
     from polyattn_triton.variants import on_one, tile_config
     from triton_ahead import compile_phase
 
     spec = WIDE.replace(num_heads=8)
     config = tile_config(spec, "sm_90", "few", 32 if way == "few" else 0)
-    held = programs_on_one(compile_phase(spec, "sm_90", way), tmp_path, 32)
+    held = programs_on_one(compile_phase(spec, "sm_90", way), 32)
     assert held == on_one(spec, config, way) == 1
 
 
-def programs_on_one(kernel: object, folder: Path, most_spilled: int = 0) -> int:
+def programs_on_one(kernel: Any, most_spilled: int = 0) -> int:
     """How many programs of a compiled kernel Hopper's multiprocessor holds at once.
 
     `most_spilled`: bytes of a thread's registers that may lie in memory.
     """
-    from triton import knobs
+    from machine_code import usage
 
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    registers = -(-int(re.search(r"REG:(\d+)", usage)[1]) // 8) * 8
-    spilled = int(re.search(r"STACK:(\d+)", usage)[1])
-    assert spilled <= most_spilled, f"registers are spilled: {usage}"
+    taken = usage(kernel.asm["cubin"])
+    registers = -(-taken["REG"] // 8) * 8
+    assert taken["STACK"] <= most_spilled, f"registers are spilled: {taken}"
     by_registers = 65536 // (registers * 32 * kernel.metadata.num_warps)
     return min(by_registers, 228 * 1024 // (kernel.metadata.shared + 1024))
 
@@ -203,16 +198,16 @@ MANY = {
 
 
 @pytest.mark.slow
-def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel(tmp_path: Path) -> None:
+def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel() -> None:
     from triton_ahead import compile_phase
 
     layer = BASE.replace(batch_invariant="steps")
-    assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces"), tmp_path) == 2
+    assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces")) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", MANY)
-def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
+def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
     from polyattn_triton.variants import FEW_ON_ONE, MANY_ON_ONE, on_one, tile_config
     from triton_ahead import compile_phase
@@ -220,9 +215,7 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
     held = {
         # What is constant over a stretch may be spilled: it is loaded once a tile.
         way: programs_on_one(
-            compile_phase(MANY[layer], "sm_90", way),
-            tmp_path,
-            32 if way in ("listed", "few") else 0,
+            compile_phase(MANY[layer], "sm_90", way), 32 if way in ("listed", "few") else 0
         )
         for way in ("decode", "split", "many", "listed", "few")
     }
@@ -236,7 +229,7 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
-def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
+def test_it_holds_as_many_programs_over_shared_prefixes(cached: str) -> None:
     """Of each tile that was measured; nothing of a thread lies in memory."""
     from polyattn_triton.configs import prefix_configs
     from triton_ahead import compile_prefix
@@ -245,7 +238,7 @@ def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: P
     assert len(configs) > 2
     for config in configs:
         kernel = compile_prefix(BASE, "sm_90", config, "bf16", cached)
-        assert programs_on_one(kernel, tmp_path) >= config.on_one, config
+        assert programs_on_one(kernel) >= config.on_one, config
         # Only small floats are multiplied in float16, whose range bfloat16's numbers leave.
         assert ("xf16>" in kernel.asm["ttir"]) == (cached != "bf16")
 
@@ -410,22 +403,29 @@ def test_splits_fill_the_multiprocessors_evenly() -> None:
 
 UNITS = """
 import torch, triton, triton.language as tl
+import polyattn_triton.launch
 from polyattn_triton.kernels.decode import power_below
+from triton.runtime import interpreter
+
+patch, patched = interpreter._patch_builtin, []
+interpreter._patch_builtin = lambda *of: (patched.append(of[0]), patch(*of))
 
 @triton.jit
 def kernel(X, OUT, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(OUT + at, power_below(tl.load(X + at)))
+    x = power_below(tl.load(X + at))
+    tl.store(OUT + at, power_below(x))
 
 x = torch.tensor([0.0, 1.0, 1.5, 3.9, 4.0, 0.3, 7e5, 3e38])
 out = torch.full_like(x, torch.nan)
 kernel[(1,)](x, out, 8)
 assert out.tolist() == [1.0, 1.0, 1.0, 2.0, 4.0, 0.25, 2.0**19, 2.0**127], out
+assert patched.count(tl) == 1, patched
 """
 
 
 def test_the_unit_of_a_query_is_a_power_of_two(tmp_path: Path) -> None:
-    """What float16 holds of a query that is divided by it is exact."""
+    """What float16 holds of a query that is divided by it is exact. A launch patches once."""
     (tmp_path / "units.py").write_text(UNITS)
     interpreted(tmp_path / "units.py")
 

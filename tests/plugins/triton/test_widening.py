@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -200,25 +199,17 @@ def test_what_cannot_be_described_is_not_copied(monkeypatch: pytest.MonkeyPatch)
     ("stored", "dtype"),
     [("fp8_e4m3", "bfloat16"), ("fp8_e5m2", "bfloat16"), ("int8", "float16"), ("int8", "bfloat16")],
 )
-def test_compiled(stored: str, dtype: str, tmp_path: Path) -> None:
+def test_compiled(stored: str, dtype: str) -> None:
     """Whole sectors are moved, 16 bytes a thread at a time, and no register lies in memory."""
-    from triton import knobs
+    from machine_code import told, usage
     from triton_ahead import compile_widening
 
     kernel = compile_widening(
         E4M3.replace(kv_cache_dtype=stored, dtype=dtype, sliding_window=1000), 16
     )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    asm, usage = (
-        subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
-        for tool, option in (
-            (knobs.nvidia.nvdisasm.path, "-c"),
-            (knobs.nvidia.cuobjdump.path, "--dump-resource-usage"),
-        )
-    )
+    asm = told("nvdisasm", kernel.asm["cubin"], "-c", "-ndf")
     assert len(re.findall(r"LDG\.E\.128", asm)) == 8 and len(re.findall(r"STG\.E\.128", asm)) == 16
-    assert "STACK:0" in usage
+    assert usage(kernel.asm["cubin"])["STACK"] == 0
 
 
 @pytest.mark.slow

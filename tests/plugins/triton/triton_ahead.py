@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from machine_code import read_unwritten
+from machine_code import code_of, read_unwritten
 from polyattn.device import Device
 from polyattn.kernel import Invariance, KVCache, LayerSpec
 from polyattn.selection.cache_format import format_of
@@ -350,9 +350,19 @@ def compile_kernel(
     return compile_source(source, arch, options)
 
 
+CODES: dict[bytes, str] = {}
+"""Machine code, and whose it is, that is yet to be looked at (`read_unwritten`)."""
+
+
 def compile_source(source: Any, arch: str, options: dict[str, int]) -> Any:
     compiled = triton.compile(source, target=target_of(arch), options=options)
-    if arch == "sm_90":  # whose instructions it knows
-        unwritten = read_unwritten(compiled.asm["cubin"])
-        assert not unwritten, f"{source.fn.__name__} reads what nothing wrote: {unwritten}"
+    if arch == "sm_90":  # whose instructions `machine_code` knows
+        CODES[code_of(compiled.asm["cubin"])] = source.fn.__name__
     return compiled
+
+
+def look() -> None:
+    """Assert that no kernel that was compiled since the last look reads what nothing wrote."""
+    unwritten = read_unwritten([(name, code) for code, name in CODES.items()])
+    CODES.clear()
+    assert not unwritten

@@ -29,6 +29,11 @@ from triton.runtime.errors import OutOfResources
 from polyattn_triton.compiling.side_by_side import KNOWN, Compilers, at_once
 from polyattn_triton.compiling.worker import settle
 
+if knobs.runtime.interpret:
+    from polyattn_triton.interpreter import hasten
+
+    hasten()
+
 Key = tuple[Any, ...]
 _log = logging.getLogger("polyattn")
 

@@ -106,6 +106,7 @@ NO_ROWS = (None, None, 0)
 """The constants of a cache of elements."""
 
 
+@cache
 def rows_problem(format: RowFormat) -> str | None:
     """Say why a format's rows can't be read by Triton's kernels, or None."""
     try:
