@@ -5,17 +5,17 @@ Triton reads TRITON_INTERPRET when it is imported, and a kernel's source from a 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from forks import python
 
 
 def interpreted(script: str | Path, *words: str, seconds: int = 300, **variables: str) -> str:
-    """Run a script, which must succeed, with Triton interpreted; returns what it prints."""
-    found = subprocess.run(
-        [sys.executable, script, *words], env={**os.environ, "TRITON_INTERPRET": "1", **variables},
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+    """Run a script, which must succeed, with Triton interpreted; returns what it prints.
+
+    It imports what lies in this folder.
+    """
+    environ = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent), **variables}
+    found = python(script, *words, seconds=seconds, **environ)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout

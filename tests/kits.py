@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from forks import python
 
 BUDGET = "0.1"
 """Seconds for each of a kit's searches, which make eight draws at least; the kit's own default is 5."""
@@ -19,12 +19,11 @@ def kit(
     """Run a backend's kit; returns the process and the report's counts, none where there is no report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-             "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", device,
-             "--polyattn-budget", BUDGET, "--polyattn-report", str(report), *options],
-            cwd="/", env={**os.environ, "PYTHONPATH": "", **variables}, capture_output=True,
-            text=True, timeout=7200, check=False,
+        ran = python(
+            "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "polyattn.conformance",
+            "--polyattn-backend", backend, "--polyattn-device", device, "--polyattn-budget", BUDGET,
+            "--polyattn-report", report, *options, cwd="/", seconds=7200,
+            **{"PYTHONPATH": "", **variables},
         )  # fmt: skip
         counts: dict[str, int] = json.loads(report.read_text()) if report.is_file() else {}
     return ran, counts

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -160,6 +159,5 @@ def test_the_rehearsal_of_vllms_graphs(rows: str, environ: dict[str, str]) -> No
         "from engines import vllm_graphs as graphs; graphs.stand_in(); "
         f"found = list({rows}); assert all(row['right'] for row in found), found"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, check=True, env={**os.environ, **environ}
-    )
+    ran = python("-c", code, cwd=BENCHMARKS, **environ)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import python
 from golden import messages
 from golden.update import EXPLAINED, TABLES, explained, table
 from polyattn import discover
@@ -112,10 +111,7 @@ def test_examples_run(page: str) -> None:
     blocks = [block for block in examples(page) if not block.startswith(NOT_RUN)]
     for block in examples(page):
         compile(block, page, "exec")
-    ran = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], cwd=ROOT / "tests", capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
+    ran = python("-c", "\n".join(blocks), cwd=ROOT / "tests")
     assert ran.returncode == 0, ran.stderr
 
 

@@ -6,13 +6,11 @@ TORCH_SDPA and knows of polyattn the two doors alone.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import python
 
 TESTS = Path(__file__).parent
 FILES = ("families/test_layers.py", "runtime/test_bad_input.py", "runtime/test_shared_prefix.py")
@@ -37,11 +35,7 @@ print(LoopbackAttention.runs)
 
 
 def through_the_loopback(*arguments: str) -> str:
-    env = os.environ | {"EXAMPLE_LOOPBACK": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, *arguments], cwd=TESTS, env=env, capture_output=True, text=True,
-        timeout=550, check=False,
-    )  # fmt: skip
+    ran = python(*arguments, cwd=TESTS, seconds=550, EXAMPLE_LOOPBACK="1")
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
     return ran.stdout
 

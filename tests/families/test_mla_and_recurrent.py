@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -37,6 +35,7 @@ from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.tools.replay.check import Checker
 from polyattn.workload.compare import output_error
+from tools.commands import here
 
 MLA = LayerSpec(
     kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float64",
@@ -367,12 +366,10 @@ def test_recurrent_bad_input() -> None:
 
 @pytest.mark.parametrize("model", ["jamba-v0.1", "qwen3-next-80b-a3b", "deepseek-v3.2"])
 def test_run_serves_every_layer(model: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "polyattn.tools.cli", "run", model, "--requests", "3", "--scale", "0.05",
-         "--max-tokens", "4", "--json"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    report = json.loads(found.stdout)
+    few = ("--requests=3", "--scale=0.05", "--max-tokens=4")
+    code, text, errors = here("run", model, *few, "--json")
+    assert code == 0, errors
+    report = json.loads(text)
     layers = {index for group in report["groups"] for index in group["layers"]}
     assert layers == set(range(len(layers))) and report["checked_tokens"] > 0
     assert report["max_error"] < 1.5e-2

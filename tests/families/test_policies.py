@@ -248,7 +248,7 @@ def test_an_unseen_policy(backend: str) -> None:
 @pytest.mark.slow
 def test_an_unseen_policy_of_an_interpreted_kernel() -> None:
     pytest.importorskip("triton")
-    interpreted(__file__, PYTHONPATH=str(Path(__file__).parents[1]))
+    interpreted(__file__)
 
 
 def test_policies_have_at_most_thirty_lines() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import (
     Attention,
     BackendInfo,
@@ -103,8 +101,7 @@ def compare(backend: str, changes: dict[str, Any], way: str = "calls") -> None:
 @pytest.mark.slow
 def test_the_interpreted_kernels_serve_both_ways() -> None:
     pytest.importorskip("triton")
-    environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environ, check=True, capture_output=True)
+    interpreted(__file__)
 
 
 ROPE = RopeSpec(rotary_size=16, positions="cache")

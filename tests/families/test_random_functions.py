@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import python
 from hypothesis import given, settings
 from random_functions import Expression, check, floats, truths, variant_of
 
@@ -56,10 +54,8 @@ def test_jax_numpy_s_on_numbers() -> None:
 
 
 def run_apart(backend: str, count: int, **variables: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("random_functions.py"), backend, str(count)],
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
+    script = Path(__file__).with_name("random_functions.py")
+    ran = python(script, backend, str(count), seconds=1200, **variables)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import python
 from polyattn import unregister_variant, variants
 from variant_examples import DECODES, FORMULAS, check, examples
 
@@ -52,11 +50,9 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("backend", INTERPRETED)
 def test_right_where_they_are_generated_or_compiled(backend: str, tmp_path: Path) -> None:
     pytest.importorskip({"TRITON_ATTN": "triton", "PALLAS_ATTN": "jax"}.get(backend, "torch"))
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("variant_examples.py"), backend],
-        env=os.environ | INTERPRETED[backend] | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
+    variables = INTERPRETED[backend] | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("variant_examples.py")
+    ran = python(script, backend, seconds=1200, **variables)
     lines = ran.stdout.splitlines()
     # torch's flex_attention always takes a softmax.
     refused = [line for line in lines if "refused" in line]

@@ -17,13 +17,16 @@ from polyattn import (
     CustomMask,
     LayerGroup,
     LayerSpec,
+    discover,
     register_variant,
+    resolve_device,
     select,
     unregister_variant,
     variants,
 )
 from polyattn.errors import BatchError, PluginError, SelectionError, SpecError
 from polyattn.families.attention import reference
+from polyattn.registry.discovery import generation
 from polyattn.runtime.functions.variants import t5_buckets
 from polyattn.workload.compare import output_error
 from polyattn.workload.pages import fill
@@ -228,6 +231,14 @@ def test_a_spec_carries_the_name() -> None:
     assert json.loads(spec.to_json())["variant"] == "tempered"
     assert "variant tempered" in str(spec) and "custom_mask" in str(spec)
     assert hash(spec) != hash(spec.replace(variant=None))
+
+
+def test_a_new_variant_asks_no_plugin_again() -> None:
+    registry, device, known = discover(), resolve_device("cpu"), generation()
+    register_variant(AttentionVariant(name="of_a_moment", score_mod=capped))
+    unregister_variant("of_a_moment")
+    assert discover() is registry and resolve_device("cpu") is device
+    assert generation() > known, "selections are made anew"
 
 
 def test_what_is_unknown_or_wrong_is_named() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import python
 from polyattn import AttentionVariant
 from polyattn.errors import SpecError
 from polyattn.runtime.functions.pointwise import Pointwise
@@ -32,10 +30,7 @@ def test_right_and_caught_when_it_lies(backend: str, tmp_path: Path) -> None:
     variables = INTERPRETED[backend] | {
         "PYTHONPATH": f"{HERE}:{HERE.parent}", "TRITON_CACHE_DIR": str(tmp_path),
     }  # fmt: skip
-    ran = subprocess.run(
-        [sys.executable, HERE / "interpreted_written.py", backend], env=os.environ | variables,
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    ran = python(HERE / "interpreted_written.py", backend, seconds=600, **variables)
     assert ran.stdout == "right\n", ran.stderr[-3000:]
 
 

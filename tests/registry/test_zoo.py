@@ -241,8 +241,8 @@ def test_three_hundred_plugins_are_listed_in_time(tmp_path: Path) -> None:
 
     for index in range(300):
         install(tmp_path, Animal(f"many-{index}", backends(f"[info('MANY_{index}')]"), ""))
-    code = "import time; from polyattn import discover; t = time.perf_counter()\n"
-    code += "print(len(discover().backends), time.perf_counter() - t)"
+    code = "import time; from polyattn import discover; t = time.process_time()\n"
+    code += "print(len(discover().backends), time.process_time() - t)"
     found = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, timeout=60, check=True,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, beam_batch, select
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
@@ -75,8 +72,7 @@ def test_beams_take_over_each_others_tokens(backend: str, window: int | None) ->
 @pytest.mark.slow
 def test_the_interpreted_kernel_takes_beams() -> None:
     pytest.importorskip("triton")
-    environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environ, check=True, capture_output=True)
+    interpreted(__file__)
 
 
 def test_a_context_is_read_once_for_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import CacheError, SelectionError, SettingsError
 from polyattn.families.attention import reference
@@ -65,8 +63,7 @@ def test_sequences_are_blocks_of_one_storage(backend: str, changes: dict[str, An
 
 def test_the_interpreted_kernel_reads_it_too() -> None:
     pytest.importorskip("triton")
-    environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, __file__], env=environ, check=True, capture_output=True)
+    interpreted(__file__)
 
 
 def test_other_backends_refuse_it_by_name() -> None:

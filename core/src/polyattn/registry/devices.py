@@ -7,7 +7,7 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.errors import DeviceError, describe, shown
 from polyattn.registry.catalogue import catalogue, unknown
-from polyattn.registry.discovery import discover, generation
+from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.info import load_object
 from polyattn.registry.installed import Registry
 from polyattn.registry.machine import detect
@@ -39,7 +39,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     if isinstance(device, Device):
         return device
     settings = current() if settings is None else settings
-    facts = (settings.plugins, settings.disabled_plugins, generation())
+    facts = (settings.plugins, settings.disabled_plugins, plugins_generation())
     text = _current(facts, settings) if device is None else str(device)
     key = (text, facts)
     known = _known.get(key)

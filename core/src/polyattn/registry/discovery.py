@@ -37,7 +37,7 @@ from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 _registered: dict[str, Any] = {}
-_generation = 0
+_generation = _changes = 0
 _cache: dict[Any, Registry] = {}
 
 
@@ -106,12 +106,17 @@ def refresh() -> None:
 
 
 def changed() -> None:
-    """Invalidate earlier selections: something that decides them has changed."""
-    global _generation
-    _generation += 1
+    """Invalidate earlier selections: something beside the plugins that decides them has changed."""
+    global _changes
+    _changes += 1
 
 
 def generation() -> int:
+    """Return a number that changes whenever what decides selections may have changed."""
+    return _generation + _changes
+
+
+def plugins_generation() -> int:
     """Return a number that changes whenever the set of plugins may have changed."""
     return _generation
 

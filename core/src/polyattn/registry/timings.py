@@ -14,7 +14,7 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, describe, plain, shown
-from polyattn.registry.discovery import discover, generation
+from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
@@ -171,7 +171,7 @@ def timings(settings: Settings) -> Timings:
     if settings.timings == NO_TIMINGS:
         return Timings()
     own = Path(settings.timings) if settings.timings is not None else default_path()
-    key = (own, settings.plugins, settings.disabled_plugins, generation())
+    key = (own, settings.plugins, settings.disabled_plugins, plugins_generation())
     table = _read.get(key)
     if table is None:
         if len(_read) >= MOST_SOURCES:

@@ -202,7 +202,7 @@ class LayerSpec:
         return partial(LayerSpec, **self._values()), ()
 
     def _values(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def _derived(self) -> dict[str, Any]:
         """Return what fields that were left out follow from."""

@@ -8,6 +8,7 @@ import gc
 import io
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -220,10 +221,10 @@ def process(case: Case, harness: Harness) -> None:
             step = steps[number % OF_LARGE == 0]
             step.but(plan=layer.group.plan(step.batch.copy())).run()
         gc.collect()
-        alive = gc.get_objects()
+        alive = Counter(map(type, gc.get_objects()))
         return {
-            "plans": sum(issubclass(type(each), Plan) for each in alive),
-            "tensors": sum(type(each) is Tensor for each in alive),
+            "plans": sum(count for kind, count in alive.items() if issubclass(kind, Plan)),
+            "tensors": alive[Tensor],
             "threads": threading.active_count(),
             "threads of the system": _entries("task"),
             "open files": _entries("fd"),
