@@ -75,9 +75,6 @@ def arch_matches(pattern: str, arch: str) -> bool:
     Returns:
         Whether it fits.
 
-    Raises:
-        Nothing: a text that is no pattern matches itself alone.
-
     Examples:
         >>> arch_matches("sm_80+", "sm_90"), arch_matches("sm_80-sm_89", "sm_90a")
         (True, False)

@@ -171,9 +171,6 @@ def names(text: str) -> frozenset[str]:
     Returns:
         The words.
 
-    Raises:
-        Nothing: `Capabilities` refuses a word that it doesn't know.
-
     Examples:
         >>> sorted(names("causal gqa lse"))
         ['causal', 'gqa', 'lse']

@@ -11,7 +11,7 @@ from polyattn.registry.discovery import discover, generation
 from polyattn.registry.info import load_object
 from polyattn.registry.installed import Registry
 from polyattn.registry.machine import detect
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 
 _known: dict[tuple[Any, ...], Device] = {}
 _default: dict[tuple[Any, ...], str] = {}
@@ -38,7 +38,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     """
     if isinstance(device, Device):
         return device
-    settings = current() if settings is None else settings
+    settings = current_settings() if settings is None else settings
     facts = (settings.plugins, settings.disabled_plugins, generation())
     text = _current(facts, settings) if device is None else str(device)
     key = (text, facts)

@@ -32,7 +32,7 @@ from polyattn.registry.validate import (
     check_api_versions,
     plugin_name_problem,
 )
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
@@ -133,7 +133,7 @@ def discover(settings: Settings | None = None) -> Registry:
         "attention states merged by torch's elementwise operators"
 
     """
-    settings = current() if settings is None else settings
+    settings = current_settings() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
     key = (settings.plugins, settings.disabled_plugins, tuple(sys.path), _generation)

@@ -82,9 +82,6 @@ class Loaded:
         cache: the cache's format in the blocks that this backend walks; None for a layer without one.
         device: where it runs.
 
-    Raises:
-        Nothing: a selected backend can serve the spec.
-
     """
 
     name: ClassVar[str] = ""

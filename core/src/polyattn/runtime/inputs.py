@@ -175,9 +175,6 @@ def capturing(tensor: Tensor) -> bool:
     Returns:
         Whether its device's current stream is capturing.
 
-    Raises:
-        Nothing: on other devices no graph is captured.
-
     Examples:
         >>> capturing(torch.zeros(1))
         False
@@ -194,9 +191,6 @@ def own_precision(device_type: str) -> AbstractContextManager[Any]:
 
     Returns:
         The context manager.
-
-    Raises:
-        Nothing: without autocast the context does nothing.
 
     Examples:
         >>> with torch.autocast("cpu"), own_precision("cpu"):

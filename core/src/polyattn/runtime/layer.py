@@ -11,7 +11,7 @@ from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 
 NAMES = {
@@ -42,7 +42,7 @@ class Layer(nn.Module):
             )
         if checks is not None:
             flag("checks", checks)
-        self.checks = current().checks if checks is None else checks
+        self.checks = current_settings().checks if checks is None else checks
         self._handle = torch_compile.handle(self)
 
     def plan(self, batch: Batch) -> StepPlan:

@@ -174,9 +174,6 @@ def in_turn(launches: Sequence[Reads]) -> Reads:
     Returns:
         The items, keys and merges of all.
 
-    Raises:
-        Nothing: what is outside of a launch's own workspace is among the faults.
-
     Examples:
         >>> none = np.zeros(0, np.int64)
         >>> one = Reads(4, 2, Items(*[none] * 8), Keys(none, none, none), no_merges(), room=8)

@@ -156,9 +156,6 @@ def prepared(
         Query, key and value: computed in at least float32. A tensor that nothing is done to is returned
         as it is.
 
-    Raises:
-        Nothing: shapes were checked before.
-
     Examples:
         >>> query, key, value = prepared(NewTokens(torch.ones(1, 1, 4), None, None), None)
         >>> query.shape, key

@@ -117,9 +117,6 @@ def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
     Returns:
         The rotation, on the positions' device.
 
-    Raises:
-        Nothing: a layer's spec was checked before.
-
     Examples:
         >>> rope = RopeSpec(rotary_size=64)
         >>> spec = LayerSpec(num_heads=1, head_size=64, rope=rope)

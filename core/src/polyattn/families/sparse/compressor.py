@@ -48,9 +48,6 @@ class Entries(NamedTuple):
         Returns:
             int64 (num_entries,); -1 where no group was closed.
 
-        Raises:
-            Nothing: the table is as wide as the sequences are long.
-
         """
         at = self.ids.clamp(min=0)
         column = (at // block_size).clamp(max=block_table.shape[1] - 1)

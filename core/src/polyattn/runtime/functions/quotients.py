@@ -17,9 +17,6 @@ def reciprocal(trace: Trace, number: int) -> float | None:
     Returns:
         1 / divisor, or None where the operation isn't such a division.
 
-    Raises:
-        Nothing: the operation is one of the trace's.
-
     Examples:
         >>> def halved(score, b, h, q_idx, kv_idx):
         ...     return score / 2.0
