@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -84,7 +84,7 @@ class Rotation:
         """Return the rotation by the opposite angles, without the query's temperature."""
         pairs = self.size // 2
         turns = torch.cat([self.turns[:, :pairs], -self.turns[:, pairs:]], 1)
-        return Rotation(turns, None, self.pairing, self.size, self.last)
+        return replace(self, turns=turns, query_scale=None)
 
     @cached_property
     def angles(self) -> Tensor:
@@ -93,6 +93,16 @@ class Rotation:
         """
         pairs = self.size // 2
         return self.turns.new_empty(self.turns.shape[0], pairs, dtype=torch.float64)
+
+    def to(self, device: torch.device) -> Rotation:
+        """Return the rotation on a device.
+
+        Args:
+            device: where the tensors go.
+
+        """
+        scale = None if self.query_scale is None else self.query_scale.to(device)
+        return replace(self, turns=self.turns.to(device), query_scale=scale)
 
     def refilled(self, other: Rotation) -> Rotation:
         """Return this rotation with another step's angles, copied into the tensors that a graph reads.

@@ -190,8 +190,8 @@ class SparseAttention(Layer):
             raise BatchError("key and value come together, or both are None")
         device = self.group.torch_device
         expected: dict[str, Expected] = {
-            "query": (query, tuple(step.query_shape), self._dtype),
-            "out": (out, tuple(step.out_shape), self._dtype),
+            "query": (query, (tokens, spec.num_heads, spec.head_size), self._dtype),
+            "out": (out, self.output_shape(tokens), self._dtype),
         }
         if key is not None:
             if sparse.tokens_per_entry > 1:
