@@ -39,17 +39,16 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES as INPUT_DTYPES
 from polyattn.runtime.functions.pointwise import Function as Function
 from polyattn.runtime.functions.pointwise import Pointwise as Pointwise
 from polyattn.runtime.functions.pointwise import feature_mod as feature_mod
-from polyattn.runtime.functions.quotients import reciprocal as reciprocal
 from polyattn.runtime.functions.tracing import OF_PLACES as OF_PLACES
 from polyattn.runtime.functions.tracing import Trace as Trace
 from polyattn.runtime.functions.tracing import UntraceableError as UntraceableError
+from polyattn.runtime.functions.tracing import reciprocal as reciprocal
 from polyattn.runtime.functions.tracing import trace as trace
 from polyattn.runtime.functions.tracing import trace_features as trace_features
 from polyattn.runtime.functions.tracing import trace_rows as trace_rows
 from polyattn.runtime.functions.tracing import untraceable as untraceable
 from polyattn.runtime.merge import AttentionState as AttentionState
 from polyattn.runtime.merge import merge_states as merge_states
-from polyattn.runtime.norm import Norms as Norms
 from polyattn.runtime.program import Frame as Frame
 from polyattn.runtime.program import IndexFrame as IndexFrame
 from polyattn.runtime.program import LayerParams as LayerParams
@@ -63,6 +62,7 @@ from polyattn.runtime.reads import Reads as Reads
 from polyattn.runtime.reads import in_turn as in_turn
 from polyattn.runtime.reads import no_merges as no_merges
 from polyattn.runtime.rotation import NewTokens as NewTokens
+from polyattn.runtime.rotation import Norms as Norms
 from polyattn.runtime.rotation import Rotation as Rotation
 from polyattn.runtime.rotation import prepared as prepared
 from polyattn.runtime.step.batch import Batch as Batch

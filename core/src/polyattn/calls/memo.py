@@ -82,9 +82,6 @@ def group_for(
         layout: of the caller's cache, `"NHD"` or `"HND"`; None: the selection decides.
         fields: the fields of `LayerSpec`; `dtype` is torch's.
 
-    Returns:
-        The group.
-
     Raises:
         SpecError, SelectionError: as `select`.
 

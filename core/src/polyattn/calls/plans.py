@@ -99,9 +99,6 @@ def group_for_call(
         alibi: whether ALiBi slopes come with it.
         more: further fields of `LayerSpec`, as in `group_for`.
 
-    Returns:
-        The group.
-
     Raises:
         SpecError, SelectionError: as `select`.
 
@@ -160,9 +157,6 @@ def plan_lengths(
         apart: tokens between sequences' first keys, or where each one's first key is; default: keys lie
             one sequence after another.
         first_positions: as in `Batch`.
-
-    Returns:
-        The plan.
 
     Raises:
         BatchError: lengths don't fit one another.

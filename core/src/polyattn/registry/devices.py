@@ -24,9 +24,6 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
         device: None is this machine's best; of several alike the one that is current at the call.
         settings: instead of those of the environment and the file.
 
-    Returns:
-        The device: platform, architecture, memory, rates.
-
     Raises:
         DeviceError: it isn't known, or isn't here; the message has what each detector said.
 

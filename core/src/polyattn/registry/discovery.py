@@ -22,10 +22,9 @@ from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.distributions import distributions
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.installed import IMPORTS_TORCH, Registry
+from polyattn.registry.installed import BY_HAND, IMPORTS_TORCH, PluginRecord, Registry
 from polyattn.registry.machine import ask, forget_probes, within
 from polyattn.registry.names import without_conflicts
-from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,

@@ -17,9 +17,6 @@ def register_row_format(format: RowFormat) -> RowFormat:
     Args:
         format: its name, functions and sizes.
 
-    Returns:
-        The same format.
-
     Raises:
         PluginError: the name is taken.
         SpecError: its functions contradict each other.

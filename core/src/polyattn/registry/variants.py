@@ -19,9 +19,6 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
     Args:
         variant: its name, functions and inputs.
 
-    Returns:
-        The same variant.
-
     Raises:
         PluginError: the name is taken.
         SpecError: a function couples requests.

@@ -414,9 +414,6 @@ class LayerGroup:
         Args:
             num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
 
-        Returns:
-            The cache.
-
         Raises:
             CacheError: the layers keep no cache, or the number isn't positive.
 
@@ -431,9 +428,6 @@ class LayerGroup:
 
         Args:
             num_slots: states, most often one for each sequence.
-
-        Returns:
-            The states.
 
         Raises:
             CacheError: the layers keep no state, or the number isn't positive.

@@ -172,9 +172,6 @@ def capturing(tensor: Tensor) -> bool:
     Args:
         tensor: any tensor of the call.
 
-    Returns:
-        Whether its device's current stream is capturing.
-
     Examples:
         >>> capturing(torch.zeros(1))
         False
@@ -188,9 +185,6 @@ def own_precision(device_type: str) -> AbstractContextManager[Any]:
 
     Args:
         device_type: torch's type of device ("cuda").
-
-    Returns:
-        The context manager.
 
     Examples:
         >>> with torch.autocast("cpu"), own_precision("cpu"):

@@ -122,9 +122,6 @@ class CacheWindow:
         Args:
             queries: the sequence's query tokens in the step.
 
-        Returns:
-            The number of blocks.
-
         """
         seen = min(n for n in (self.window, self.chunk) if n is not None)
         spread = -(-(seen + queries - 2) // self.block_size) + 1

@@ -32,7 +32,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.each_token import each_token
+from polyattn.runtime.step.block_tables import each_token
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind, Invariance

@@ -117,9 +117,6 @@ class KVCache:
             num_blocks: blocks, 1 or more.
             device: torch's device.
 
-        Returns:
-            The cache.
-
         Raises:
             CacheError: the number isn't positive.
 
