@@ -14,7 +14,7 @@ _registered: dict[str, AttentionVariant] = {}
 
 
 def register_variant(variant: AttentionVariant) -> AttentionVariant:
-    """Make a variant known to this process; returns it.
+    """Make a variant known to this process. Returns it.
 
     Args:
         variant: its name, functions and inputs.
