@@ -241,14 +241,14 @@ class Visit:
         from dataclasses import replace
 
         from polyattn import Batch, LayerGroup, SparseAttention, select
-        from polyattn.settings import current
+        from polyattn.settings import current_settings
         from suites.sparse import MINIMAX, QWEN
 
         torch, length, seqs = self.torch, 1 << 13, 32  # what is chosen is in no cache
         for name, spec, layout in (
             ("MSA", MINIMAX, "NHD"), ("MSA", MINIMAX, "HND"), ("QSA", QWEN, "NHD")
         ):  # fmt: skip
-            settings = replace(current(), layout=layout)
+            settings = replace(current_settings(), layout=layout)
             selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
             layer = SparseAttention(LayerGroup(selection), checks=False)
             block, part = layer.group.cache_format.block_size, spec.sparse

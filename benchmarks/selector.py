@@ -32,7 +32,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import StepChoice, step_choice
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.models import bundled
 from polyattn.tools.lengths import DISTRIBUTIONS, of_trace
@@ -123,7 +123,7 @@ class Judge:
     """One model's backends and pairs over one cache, and who is chosen by priority."""
 
     def __init__(self, spec: LayerSpec, device: Any, clock: Clock, size: Size, options: Any):
-        self.selection = select(spec, device, settings=current().without_timings())
+        self.selection = select(spec, device, settings=current_settings().without_timings())
         self.measured = Measured(self.selection, clock, size, options.leave_out)
         self.by_priority = Attention(LayerGroup(self.selection), checks=False)
         self.pairs: dict[str, Attention] = {}
@@ -200,7 +200,7 @@ def measure(options: Any) -> list[dict[str, Any]]:
 def chosen(rows: Sequence[dict[str, Any]], options: Any) -> None:
     """Add to each point whom the table chooses among those that were measured there."""
     device = resolve_device(options.device)
-    settings = replace(current(), timings=str(options.table))
+    settings = replace(current_settings(), timings=str(options.table))
     choices: dict[str, StepChoice | None] = {}
     for row in rows:
         if row["model"] not in choices:

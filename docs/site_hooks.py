@@ -36,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
     readme = LINK.sub(_from_root, (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=readme))
     for name, (module, what) in REFERENCE.items():
-        names = (n for n in module.__all__ if not n.startswith("__"))
+        names = (n for n in getattr(module, "__all__", vars(module)) if not n.startswith("_"))
         blocks = "\n\n".join(f"::: {module.__name__}.{n}" for n in names)
         text = f"# {module.__name__}\n\n{what}\n\n{blocks}\n"
         files.append(File.generated(config, f"reference/{name}.md", content=text))

@@ -11,9 +11,8 @@ from polyattn.device import Device
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import LayerParams
-from polyattn.runtime.rotation import NewTokens
+from polyattn.runtime.rotation import NewTokens, Norms
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import AttentionKind

@@ -48,7 +48,7 @@ def run_line(line: str, environment: pytest.MonkeyPatch, codes: tuple[int, ...])
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         environment.setenv(*words.pop(0).split("=", 1))
     if not words:
-        assert settings.current().sources, line
+        assert settings.current_settings().sources, line
     elif words[0] == "polyattn":
         assert words[1] in QUICK or shlex.join(words[1:]) == SHORT, (
             f"slow, and doesn't say so: {line}"

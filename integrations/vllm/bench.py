@@ -82,7 +82,7 @@ def calls(
         num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, block_size=BLOCK,
         dtype=str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    heads_first = replace(settings.current(), layout="HND")
+    heads_first = replace(settings.current_settings(), layout="HND")
     layer = Attention(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN", settings=heads_first)))
     step = layer.plan(batch)
     return {"vLLM": own, "polyattn": lambda: layer(query, key, value, cache, step, out=out)}

@@ -128,8 +128,8 @@ def test_a_graph_whose_layer_died_runs_no_other_layer() -> None:
     out = torch.empty(4, 4, 32)
 
     def call(plan_handle: torch.Tensor, layer_handle: int) -> None:
-        torch.ops.polyattn.attention(
-            *step.inputs, cache.key, cache.value, out, None, plan_handle, layer_handle
+        torch.ops.polyattn.layer(
+            [*step.inputs], cache.key, cache.value, out, None, plan_handle, layer_handle
         )
 
     handle, plan_handle = step.layer._handle, plan.handle

@@ -34,7 +34,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.step import chosen_pages
 from polyattn.runtime.step.chosen_pages import choice_of
 from polyattn.runtime.step.cost import batch_cost
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.tools.cli.entry import run as cli
 from polyattn.workload.base import workload
 from polyattn.workload.compare import output_error
@@ -76,7 +76,7 @@ def test_every_backend_serves_every_choice(backend: str, spec: LayerSpec) -> Non
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> None:
     plain = Attention(LayerSpec(num_heads=8, num_kv_heads=2, head_size=16, dtype="float32"))
-    settings = replace(current(), layout=layout)
+    settings = replace(current_settings(), layout=layout)
     sparse = SparseAttention(select(of(budget=5, scope="all"), "cpu", settings=settings))
     order = (16, 2) if layout == "NHD" else (2, 16)
     caches = [plain.group.allocate_cache(40), sparse.group.allocate_cache(40)]
@@ -103,7 +103,7 @@ def test_a_choice_of_all_keys_is_plain_attention(layout: str, packed: bool) -> N
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_heads_of_one_choice_are_read_together(layout: str, backend: str) -> None:
     """A row of the call is a token with all its KV heads, where these lie together for each token."""
-    settings = replace(current(), layout=layout)
+    settings = replace(current_settings(), layout=layout)
     for scope, rows in (("all", 1 if layout == "NHD" else 7), ("kv_head", 7)):
         spec = of(granularity=4, budget=9, scope=scope).replace(num_heads=14, num_kv_heads=7)
         step = workload(

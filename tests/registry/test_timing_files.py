@@ -35,7 +35,9 @@ def test_nobodys_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "home", nobody)
     refresh()
-    assert all(Path(t.path).name != "timings.json" for t in timings(settings.current()).tables)
+    assert all(
+        Path(t.path).name != "timings.json" for t in timings(settings.current_settings()).tables
+    )
 
 
 def table(**fields: object) -> dict[str, object]:

@@ -11,13 +11,13 @@ from interpreting import interpreted
 from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import CacheError, SelectionError, SettingsError
 from polyattn.families.attention import reference
-from polyattn.settings import current, load
+from polyattn.settings import current_settings, load
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 
 LONGEST = 96
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=LONGEST)
-SETTINGS = replace(current(), layout="contiguous")
+SETTINGS = replace(current_settings(), layout="contiguous")
 PLACES, QUERIES, LENS = [3, 0, 5], [1, 7, 1], [96, 40, 1]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.families.attention import reference
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 
@@ -26,7 +26,7 @@ def test_windows_of_their_own_over_one_block_table(backend: str, layout: str) ->
     sizes = (BLOCK, 2) if layout == "NHD" else (2, BLOCK)
     pool = torch.full((BLOCKS, len(WINDOWS), 2, *sizes, 32), torch.nan)
     caches = [KVCache.packed(pool[:, index], layout) for index in range(len(WINDOWS))]
-    settings = replace(current(), layout=layout)
+    settings = replace(current_settings(), layout=layout)
     layers = []
     for window in WINDOWS:
         chosen = select(

@@ -420,10 +420,10 @@ def test_a_plugin_carries_tables_and_the_users_own_comes_first(table: Any, tmp_p
     theirs = written(tmp_path / "theirs.json", [model("TORCH_SDPA", "decode", launch=9)])
     register(WithTables([str(theirs)]), "tables")
     try:
-        carried = [t.path for t in timings(settings.current()).tables]
+        carried = [t.path for t in timings(settings.current_settings()).tables]
         assert str(theirs) in carried
         own = table(SHORT_KEYS)
-        assert [t.path for t in timings(settings.current()).tables] == [str(own), *carried]
+        assert [t.path for t in timings(settings.current_settings()).tables] == [str(own), *carried]
     finally:
         unregister("tables")
 

@@ -130,7 +130,9 @@ def test_no_home_and_no_account(args: list[str]) -> None:
 
 
 def test_settings_can_be_imported_without_a_home() -> None:
-    code = f"{NOBODY}\nimport polyattn.settings\nprint(polyattn.settings.current().sources)"
+    code = (
+        f"{NOBODY}\nimport polyattn.settings\nprint(polyattn.settings.current_settings().sources)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "()\n"
 

@@ -22,7 +22,7 @@ from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.invariance import costs, described
 from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
 from polyattn.selection.tree import Facts, as_built, decide
-from polyattn.settings import PHASE_SCOPES, Settings, current
+from polyattn.settings import PHASE_SCOPES, Settings, current_settings
 from polyattn.spec.decompose import candidate_sources, choice_sources, group_layers, kv_sources
 from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
@@ -62,6 +62,7 @@ def select(
         The choice with its reasons; `LayerGroup` loads its kernels.
 
     Raises:
+        SpecError: `spec` isn't a `LayerSpec`.
         SelectionError: no backend can serve the layer; the message has every rejection.
         SettingsError: a setting or a backend's name can't be honoured.
         DeviceError: the device isn't known, or isn't here.
@@ -189,7 +190,7 @@ def check_supported(
 
 def select_for_layer(spec: LayerSpec) -> Selection:
     """Select for one layer on this machine's device, verified where that is an accelerator."""
-    settings = current()
+    settings = current_settings()
     device = resolve_device(None, settings)
     verify = device.is_accelerator if settings.verify is None else settings.verify
     return select(spec, device, settings=settings, verify=verify)
@@ -249,7 +250,7 @@ def _checked(settings: Settings | None, verify: bool | None) -> Settings:
         flag("argument verify", verify, SettingsError)
     if not isinstance(settings, Settings | None):
         raise SettingsError(f"argument settings={shown(settings)} must be Settings, or None")
-    return current() if settings is None else settings
+    return current_settings() if settings is None else settings
 
 
 def _listed(specs: Iterable[LayerSpec]) -> list[LayerSpec]:

@@ -72,12 +72,6 @@ def arch_matches(pattern: str, arch: str) -> bool:
         pattern: a name, `"sm_80+"` (this one or later) or `"sm_80-sm_90"` (a range, ends included).
         arch: an architecture's name.
 
-    Returns:
-        Whether it fits.
-
-    Raises:
-        Nothing: a text that is no pattern matches itself alone.
-
     Examples:
         >>> arch_matches("sm_80+", "sm_90"), arch_matches("sm_80-sm_89", "sm_90a")
         (True, False)

@@ -6,88 +6,46 @@ A host calls attention without a layer, brings caches of its own, or shares a se
 `API_VERSION` covers these names, as it covers those of `polyattn.plugin` and `polyattn.kernel`.
 """
 
-from polyattn.calls.caller_cache import (
-    CallerCache,
-    NewKeys,
-    RotaryTables,
-    attend_cached,
-)
-from polyattn.calls.dense import attend_dense
-from polyattn.calls.ledger import Ledger, Report
-from polyattn.calls.memo import group_for
-from polyattn.calls.packed import (
-    PackedKeys,
-    attend_packed,
-    attend_rows,
-    packed_gradients,
-)
-from polyattn.calls.plans import (
-    CallOptions,
-    flash_window,
-    group_for_call,
-    plan_lengths,
-    run_plan,
-)
-from polyattn.calls.recurrence import recurrence
-from polyattn.calls.sdpa import sdpa, sdpa_operator
-from polyattn.calls.stand_in import StandIns
-from polyattn.calls.views import joined_pages
-from polyattn.registry.info import API_VERSION
-from polyattn.registry.integrations import Integration, integrations
-from polyattn.runtime.backend import MergeBackend, StoreBackend
-from polyattn.runtime.cache.kv_cache import raw
-from polyattn.runtime.decompositions import by_phase
-from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
-from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
-from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.program import Frame, Op, Rows
-from polyattn.runtime.step.batch_checks import check_on_device
-from polyattn.runtime.step.host_copies import lens_between, values_of
-from polyattn.settings import current as current_settings
-from polyattn.spec.key_ranges import key_ranges
-
-__all__ = [
-    "API_VERSION",
-    "CallOptions",
-    "CallerCache",
-    "Frame",
-    "Integration",
-    "Ledger",
-    "MergeBackend",
-    "MergeBuffers",
-    "MixedBuffers",
-    "NewKeys",
-    "Op",
-    "PackedKeys",
-    "Report",
-    "RotaryTables",
-    "Rows",
-    "StandIns",
-    "StoreBackend",
-    "attend_cached",
-    "attend_dense",
-    "attend_packed",
-    "attend_rows",
-    "by_phase",
-    "capturing",
-    "check_on_device",
-    "current_settings",
-    "flash_window",
-    "group_for",
-    "group_for_call",
-    "integrations",
-    "joined_pages",
-    "key_ranges",
-    "lens_between",
-    "own_precision",
-    "packed_gradients",
-    "plan_lengths",
-    "raw",
-    "recurrence",
-    "refuse",
-    "refuse_gradients",
-    "run_plan",
-    "sdpa",
-    "sdpa_operator",
-    "values_of",
-]
+from polyattn.calls.caller_cache import CallerCache as CallerCache
+from polyattn.calls.caller_cache import NewKeys as NewKeys
+from polyattn.calls.caller_cache import RotaryTables as RotaryTables
+from polyattn.calls.caller_cache import attend_cached as attend_cached
+from polyattn.calls.dense import attend_dense as attend_dense
+from polyattn.calls.ledger import Ledger as Ledger
+from polyattn.calls.ledger import Report as Report
+from polyattn.calls.memo import group_for as group_for
+from polyattn.calls.packed import PackedKeys as PackedKeys
+from polyattn.calls.packed import attend_packed as attend_packed
+from polyattn.calls.packed import attend_rows as attend_rows
+from polyattn.calls.packed import packed_gradients as packed_gradients
+from polyattn.calls.plans import CallOptions as CallOptions
+from polyattn.calls.plans import flash_window as flash_window
+from polyattn.calls.plans import group_for_call as group_for_call
+from polyattn.calls.plans import plan_lengths as plan_lengths
+from polyattn.calls.plans import run_plan as run_plan
+from polyattn.calls.recurrence import recurrence as recurrence
+from polyattn.calls.sdpa import sdpa as sdpa
+from polyattn.calls.sdpa import sdpa_operator as sdpa_operator
+from polyattn.calls.stand_in import StandIns as StandIns
+from polyattn.calls.views import joined_pages as joined_pages
+from polyattn.registry.info import API_VERSION as API_VERSION
+from polyattn.registry.integrations import Integration as Integration
+from polyattn.registry.integrations import integrations as integrations
+from polyattn.runtime.backend import MergeBackend as MergeBackend
+from polyattn.runtime.backend import StoreBackend as StoreBackend
+from polyattn.runtime.cache.kv_cache import raw as raw
+from polyattn.runtime.decompositions import by_phase as by_phase
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers as MixedBuffers
+from polyattn.runtime.inputs import capturing as capturing
+from polyattn.runtime.inputs import own_precision as own_precision
+from polyattn.runtime.inputs import refuse as refuse
+from polyattn.runtime.inputs import refuse_gradients as refuse_gradients
+from polyattn.runtime.merge import MergeBuffers as MergeBuffers
+from polyattn.runtime.program import Frame as Frame
+from polyattn.runtime.program import Op as Op
+from polyattn.runtime.program import Rows as Rows
+from polyattn.runtime.step.batch_checks import check_on_device as check_on_device
+from polyattn.runtime.step.host_copies import lens_between as lens_between
+from polyattn.runtime.step.host_copies import values_of as values_of
+from polyattn.settings import current_settings as current_settings
+from polyattn.spec.key_ranges import key_ranges as key_ranges

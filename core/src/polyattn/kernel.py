@@ -1,180 +1,97 @@
 """All that a backend's module imports: the classes to derive from and what their calls are made of."""
 
-from polyattn.device import Device, arch_matches
-from polyattn.errors import BatchError
-from polyattn.families.attention.alibi import alibi_slopes
-from polyattn.families.attention.rope import inv_freq
-from polyattn.families.attention.rotation import rotation_at
-from polyattn.runtime.backend import (
-    Addressed,
-    AttentionBackend,
-    IndexBackend,
-    MergeBackend,
-    PackedStrides,
-    PageStrides,
-    RecurrentBackend,
-    SparseBackend,
-    StoreBackend,
-)
-from polyattn.runtime.cache.kv_cache import (
-    ALLOCATORS,
-    STORAGE_DTYPES,
-    KVCache,
-    quantize,
-    raw,
-    storage_dtype,
-)
-from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
-from polyattn.runtime.cache.scales import dequantized, write_output
-from polyattn.runtime.conventions import (
-    at_least,
-    blank,
-    cumulative,
-    decode_window_sizes,
-    empty_rows,
-    store_lse,
-)
-from polyattn.runtime.function_backend import backend
-from polyattn.runtime.functions.encoding import trace_encode
-from polyattn.runtime.functions.pointwise import (
-    INPUT_DTYPES,
-    Function,
-    Pointwise,
-    feature_mod,
-)
-from polyattn.runtime.functions.quotients import reciprocal
-from polyattn.runtime.functions.tracing import (
-    OF_PLACES,
-    Trace,
-    UntraceableError,
-    trace,
-    trace_features,
-    trace_rows,
-    untraceable,
-)
-from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.norm import Norms
-from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
-from polyattn.runtime.reads import Items, Keys, Merges, Reads, in_turn, no_merges
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
-from polyattn.runtime.step.batch import Batch, upload
-from polyattn.runtime.step.chosen_pages import (
-    ChosenPages,
-    over_chosen_pages,
-    token_places,
-    visible_entries,
-)
-from polyattn.runtime.step.shared_prefix import Levels, SharedRun
-from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask
-from polyattn.runtime.step.uniform_rows import UniformRows
-from polyattn.selection.cache_format import CacheFormat
-from polyattn.settings import current as current_settings
-from polyattn.spec.decompose import absorbed
-from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
-from polyattn.spec.latent import LatentSpec
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.norm import NormSpec
-from polyattn.spec.recurrent import RecurrentSpec
-from polyattn.spec.rope import RopeSpec
-from polyattn.spec.row_format import RowFormat
-from polyattn.spec.sparse import IndexerSpec
-from polyattn.spec.variant import AttentionVariant, VariantInput
-
-__all__ = [
-    "ALLOCATORS",
-    "INPUT_DTYPES",
-    "OF_PLACES",
-    "STORAGE_DTYPES",
-    "Addressed",
-    "AttentionBackend",
-    "AttentionKind",
-    "AttentionState",
-    "AttentionVariant",
-    "Batch",
-    "BatchError",
-    "BlockSparseMask",
-    "CacheFormat",
-    "ChosenPages",
-    "CustomMask",
-    "Device",
-    "Frame",
-    "Function",
-    "GraphCapture",
-    "IndexBackend",
-    "IndexFrame",
-    "IndexerSpec",
-    "Invariance",
-    "Items",
-    "KVCache",
-    "KeyRanges",
-    "Keys",
-    "LatentSpec",
-    "LayerParams",
-    "LayerSpec",
-    "Levels",
-    "MergeBackend",
-    "Merges",
-    "NewTokens",
-    "NormSpec",
-    "Norms",
-    "PackedStrides",
-    "PageStrides",
-    "Plan",
-    "Pointwise",
-    "Reads",
-    "RecurrentBackend",
-    "RecurrentFrame",
-    "RecurrentSpec",
-    "Role",
-    "RopeSpec",
-    "Rotation",
-    "RowFormat",
-    "SharedRun",
-    "SparseBackend",
-    "StoreBackend",
-    "StorePlan",
-    "Trace",
-    "UniformRows",
-    "UntraceableError",
-    "VariantInput",
-    "absorbed",
-    "alibi_slopes",
-    "arch_matches",
-    "at_least",
-    "backend",
-    "blank",
-    "cumulative",
-    "current_settings",
-    "decode_window_sizes",
-    "decoded",
-    "dequantized",
-    "empty_rows",
-    "encoded",
-    "feature_mod",
-    "in_turn",
-    "inv_freq",
-    "key_ranges",
-    "merge_states",
-    "no_merges",
-    "over_chosen_pages",
-    "prepared",
-    "quantize",
-    "raw",
-    "reciprocal",
-    "rotation_at",
-    "sizes_of",
-    "storage_dtype",
-    "store_lse",
-    "token_places",
-    "trace",
-    "trace_encode",
-    "trace_features",
-    "trace_rows",
-    "turned",
-    "untraceable",
-    "upload",
-    "visible_entries",
-    "window_sizes",
-    "write_output",
-]
+from polyattn.device import Device as Device
+from polyattn.device import arch_matches as arch_matches
+from polyattn.errors import BatchError as BatchError
+from polyattn.families.attention.alibi import alibi_slopes as alibi_slopes
+from polyattn.families.attention.rope import inv_freq as inv_freq
+from polyattn.families.attention.rotation import rotation_at as rotation_at
+from polyattn.runtime.backend import Addressed as Addressed
+from polyattn.runtime.backend import AttentionBackend as AttentionBackend
+from polyattn.runtime.backend import IndexBackend as IndexBackend
+from polyattn.runtime.backend import MergeBackend as MergeBackend
+from polyattn.runtime.backend import PackedStrides as PackedStrides
+from polyattn.runtime.backend import PageStrides as PageStrides
+from polyattn.runtime.backend import RecurrentBackend as RecurrentBackend
+from polyattn.runtime.backend import SparseBackend as SparseBackend
+from polyattn.runtime.backend import StoreBackend as StoreBackend
+from polyattn.runtime.cache.kv_cache import ALLOCATORS as ALLOCATORS
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES as STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import KVCache as KVCache
+from polyattn.runtime.cache.kv_cache import quantize as quantize
+from polyattn.runtime.cache.kv_cache import raw as raw
+from polyattn.runtime.cache.kv_cache import storage_dtype as storage_dtype
+from polyattn.runtime.cache.rows import decoded as decoded
+from polyattn.runtime.cache.rows import encoded as encoded
+from polyattn.runtime.cache.rows import sizes_of as sizes_of
+from polyattn.runtime.cache.rows import turned as turned
+from polyattn.runtime.cache.scales import dequantized as dequantized
+from polyattn.runtime.cache.scales import write_output as write_output
+from polyattn.runtime.conventions import at_least as at_least
+from polyattn.runtime.conventions import blank as blank
+from polyattn.runtime.conventions import cumulative as cumulative
+from polyattn.runtime.conventions import decode_window_sizes as decode_window_sizes
+from polyattn.runtime.conventions import empty_rows as empty_rows
+from polyattn.runtime.conventions import store_lse as store_lse
+from polyattn.runtime.function_backend import backend as backend
+from polyattn.runtime.functions.encoding import trace_encode as trace_encode
+from polyattn.runtime.functions.pointwise import INPUT_DTYPES as INPUT_DTYPES
+from polyattn.runtime.functions.pointwise import Function as Function
+from polyattn.runtime.functions.pointwise import Pointwise as Pointwise
+from polyattn.runtime.functions.pointwise import feature_mod as feature_mod
+from polyattn.runtime.functions.tracing import OF_PLACES as OF_PLACES
+from polyattn.runtime.functions.tracing import Trace as Trace
+from polyattn.runtime.functions.tracing import UntraceableError as UntraceableError
+from polyattn.runtime.functions.tracing import reciprocal as reciprocal
+from polyattn.runtime.functions.tracing import trace as trace
+from polyattn.runtime.functions.tracing import trace_features as trace_features
+from polyattn.runtime.functions.tracing import trace_rows as trace_rows
+from polyattn.runtime.functions.tracing import untraceable as untraceable
+from polyattn.runtime.merge import AttentionState as AttentionState
+from polyattn.runtime.merge import merge_states as merge_states
+from polyattn.runtime.program import Frame as Frame
+from polyattn.runtime.program import IndexFrame as IndexFrame
+from polyattn.runtime.program import LayerParams as LayerParams
+from polyattn.runtime.program import Plan as Plan
+from polyattn.runtime.program import RecurrentFrame as RecurrentFrame
+from polyattn.runtime.program import StorePlan as StorePlan
+from polyattn.runtime.reads import Items as Items
+from polyattn.runtime.reads import Keys as Keys
+from polyattn.runtime.reads import Merges as Merges
+from polyattn.runtime.reads import Reads as Reads
+from polyattn.runtime.reads import in_turn as in_turn
+from polyattn.runtime.reads import no_merges as no_merges
+from polyattn.runtime.rotation import NewTokens as NewTokens
+from polyattn.runtime.rotation import Norms as Norms
+from polyattn.runtime.rotation import Rotation as Rotation
+from polyattn.runtime.rotation import prepared as prepared
+from polyattn.runtime.step.batch import Batch as Batch
+from polyattn.runtime.step.batch import upload as upload
+from polyattn.runtime.step.chosen_pages import ChosenPages as ChosenPages
+from polyattn.runtime.step.chosen_pages import over_chosen_pages as over_chosen_pages
+from polyattn.runtime.step.chosen_pages import token_places as token_places
+from polyattn.runtime.step.chosen_pages import visible_entries as visible_entries
+from polyattn.runtime.step.shared_prefix import Levels as Levels
+from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun
+from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask
+from polyattn.runtime.step.step_mask import CustomMask as CustomMask
+from polyattn.runtime.step.uniform_rows import UniformRows as UniformRows
+from polyattn.selection.cache_format import CacheFormat as CacheFormat
+from polyattn.settings import current_settings as current_settings
+from polyattn.spec.decompose import absorbed as absorbed
+from polyattn.spec.key_ranges import KeyRanges as KeyRanges
+from polyattn.spec.key_ranges import key_ranges as key_ranges
+from polyattn.spec.key_ranges import window_sizes as window_sizes
+from polyattn.spec.kinds import AttentionKind as AttentionKind
+from polyattn.spec.kinds import GraphCapture as GraphCapture
+from polyattn.spec.kinds import Invariance as Invariance
+from polyattn.spec.kinds import Role as Role
+from polyattn.spec.latent import LatentSpec as LatentSpec
+from polyattn.spec.layer import LayerSpec as LayerSpec
+from polyattn.spec.norm import NormSpec as NormSpec
+from polyattn.spec.recurrent import RecurrentSpec as RecurrentSpec
+from polyattn.spec.rope import RopeSpec as RopeSpec
+from polyattn.spec.row_format import RowFormat as RowFormat
+from polyattn.spec.sparse import IndexerSpec as IndexerSpec
+from polyattn.spec.variant import AttentionVariant as AttentionVariant
+from polyattn.spec.variant import VariantInput as VariantInput

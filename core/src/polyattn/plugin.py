@@ -1,58 +1,35 @@
 """All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
 
-from polyattn.device import Device
-from polyattn.errors import BatchError, SettingsError
-from polyattn.registry.capabilities import (
-    ANY_PLATFORM,
-    ANY_SIZE,
-    Capabilities,
-    Sizes,
-    multiples,
-    names,
-    one_of,
-)
-from polyattn.registry.distributions import find_spec, installed
-from polyattn.registry.hooks import Platform, TorchDevices, declare, hookimpl
-from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
-from polyattn.spec.decompose import absorbed, expanded
-from polyattn.spec.key_ranges import key_ranges, window_sizes
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.row_format import ANY_ROWS, RowFormat
-from polyattn.spec.variant import AttentionVariant
-
-__all__ = [
-    "ANY_PLATFORM",
-    "ANY_ROWS",
-    "ANY_SIZE",
-    "API_VERSION",
-    "AttentionKind",
-    "AttentionVariant",
-    "BackendInfo",
-    "BatchError",
-    "Capabilities",
-    "Device",
-    "GraphCapture",
-    "Invariance",
-    "LayerSpec",
-    "Platform",
-    "Priority",
-    "Proof",
-    "Role",
-    "RowFormat",
-    "SettingsError",
-    "Sizes",
-    "TorchDevices",
-    "Variant",
-    "absorbed",
-    "declare",
-    "expanded",
-    "find_spec",
-    "hookimpl",
-    "installed",
-    "key_ranges",
-    "multiples",
-    "names",
-    "one_of",
-    "window_sizes",
-]
+from polyattn.device import Device as Device
+from polyattn.errors import BatchError as BatchError
+from polyattn.errors import SettingsError as SettingsError
+from polyattn.registry.capabilities import ANY_PLATFORM as ANY_PLATFORM
+from polyattn.registry.capabilities import ANY_SIZE as ANY_SIZE
+from polyattn.registry.capabilities import Capabilities as Capabilities
+from polyattn.registry.capabilities import Sizes as Sizes
+from polyattn.registry.capabilities import multiples as multiples
+from polyattn.registry.capabilities import names as names
+from polyattn.registry.capabilities import one_of as one_of
+from polyattn.registry.distributions import find_spec as find_spec
+from polyattn.registry.distributions import installed as installed
+from polyattn.registry.hooks import Platform as Platform
+from polyattn.registry.hooks import TorchDevices as TorchDevices
+from polyattn.registry.hooks import declare as declare
+from polyattn.registry.hooks import hookimpl as hookimpl
+from polyattn.registry.info import API_VERSION as API_VERSION
+from polyattn.registry.info import BackendInfo as BackendInfo
+from polyattn.registry.info import Priority as Priority
+from polyattn.registry.info import Proof as Proof
+from polyattn.registry.info import Variant as Variant
+from polyattn.spec.decompose import absorbed as absorbed
+from polyattn.spec.decompose import expanded as expanded
+from polyattn.spec.key_ranges import key_ranges as key_ranges
+from polyattn.spec.key_ranges import window_sizes as window_sizes
+from polyattn.spec.kinds import AttentionKind as AttentionKind
+from polyattn.spec.kinds import GraphCapture as GraphCapture
+from polyattn.spec.kinds import Invariance as Invariance
+from polyattn.spec.kinds import Role as Role
+from polyattn.spec.layer import LayerSpec as LayerSpec
+from polyattn.spec.row_format import ANY_ROWS as ANY_ROWS
+from polyattn.spec.row_format import RowFormat as RowFormat
+from polyattn.spec.variant import AttentionVariant as AttentionVariant

@@ -295,7 +295,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
 _cached: tuple[Any, Settings] | None = None
 
 
-def current() -> Settings:
+def current_settings() -> Settings:
     """Return the settings of this process.
 
     Each call compares the environment (about a microsecond), so a changed variable counts at once. The
@@ -328,7 +328,7 @@ def reload() -> Settings:
     """Read the environment and the configuration file again."""
     global _cached
     _cached = None
-    return current()
+    return current_settings()
 
 
 def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str]:

@@ -150,14 +150,13 @@ store = jax.jit(pt.store, static_argnames="rows", donate_argnames="cache")
 class FunctionsAttention(Attention):
     """`store` and `attend`, or `attend_given`."""
 
-    def run(self, step, query, key, value, cache, out, lse) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, step, inputs, cache, out, lse=None) -> None:  # type: ignore[no-untyped-def]
         if Transforms.of(self.spec) is not None:  # they are torch's, of the other door
-            super().run(step, query, key, value, cache, out, lse)
-            return out
-        plan, params = self.group.pytree(step), self.params
-        out = query.new_empty(step.out_shape) if out is None else out
+            super().run(step, inputs, cache, out, lse)
+            return
+        (query, key, value), plan, params = inputs, self.group.pytree(step), self.params
         if not len(query):
-            return out
+            return
         formats = rows_of(self.group.cache_format)
         query = turned_query(query, formats)
         rows, options = attention_inputs(plan, query, key, value, params, lse)
@@ -172,7 +171,6 @@ class FunctionsAttention(Attention):
             found = attend(plan, self.spec, rows[0], made, rows=formats, **options)
             bring(made, cache)
         give(*found, out, lse, formats)
-        return out
 
 
 @functools.partial(
@@ -202,7 +200,8 @@ def over_latents(plan, dense, spec, query, entry, cache, weights, scales, chosen
 class FunctionsLatent(LatentAttention):
     """`store`, and one of the forms of MLA for the whole step."""
 
-    def run(self, step, query, latent, rope_key, cache, choice, out, lse) -> None:  # type: ignore[no-untyped-def]
+    def run(self, step, inputs, cache, out, lse=None) -> None:  # type: ignore[no-untyped-def]
+        query, latent, rope_key, choice = inputs
         if not len(query):
             return
         plan, batch, spec = self.group.pytree(step), step.batch, self.spec
@@ -234,7 +233,7 @@ recur = jax.jit(pt.recur, static_argnames="spec", donate_argnames="states")
 class FunctionsRecurrent(Recurrent):
     """`recur`; where states end elsewhere, on copies that its caller makes, as a layer does."""
 
-    def run(self, step, inputs, states, out) -> None:  # type: ignore[no-untyped-def]
+    def run(self, step, inputs, states, out, lse=None) -> None:  # type: ignore[no-untyped-def]
         if not len(out):
             return
         batch = step.batch

@@ -41,9 +41,6 @@ class Ledger:
         host: the host's name.
         own: what serves a call that polyattn can't, for messages.
 
-    Raises:
-        Nothing: a second ledger of a host replaces the first.
-
     Examples:
         >>> ledger = Ledger("my_engine", "the engine's own attention")
         >>> str(ledger.report())

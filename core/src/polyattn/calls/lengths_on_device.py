@@ -18,7 +18,7 @@ from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.program import Frame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.host_copies import stored
-from polyattn.settings import current
+from polyattn.settings import current_settings
 
 
 def bind_pages(
@@ -47,7 +47,11 @@ def bind_pages(
                 "the first decode of its kind inside a captured graph; run the step once before"
             )
         _check(query, block_table, lens)
-        group = None if current().checks else _group(query, key, value, asked, sinks, alibi_slopes)
+        group = (
+            None
+            if current_settings().checks
+            else _group(query, key, value, asked, sinks, alibi_slopes)
+        )
         if group is not None:
             group.check_format(pages_of(key, value).format)
             return remember(kind, BoundPages(group, query, key, value, block_table))

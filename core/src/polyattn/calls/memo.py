@@ -20,7 +20,7 @@ from polyattn.api import select
 from polyattn.registry.discovery import generation
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.workspaces import Workspaces
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 from polyattn.spec.layer import LayerSpec
 
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     """
     place = place_of(query.device) if query.is_cuda else threading.get_ident()
     return (
-        options, current(), generation(), place, query.__class__, query.device, query.dtype,
+        options, current_settings(), generation(), place, query.__class__, query.device, query.dtype,
         query.shape, query.is_contiguous() or query.stride(), key.device, key.dtype, key.shape,
         key.is_contiguous() or key.stride(), value.device, value.dtype, value.shape,
         value.is_contiguous() or value.stride(),
@@ -82,9 +82,6 @@ def group_for(
         layout: of the caller's cache, `"NHD"` or `"HND"`; None: the selection decides.
         fields: the fields of `LayerSpec`; `dtype` is torch's.
 
-    Returns:
-        The group.
-
     Raises:
         SpecError, SelectionError: as `select`.
 
@@ -94,7 +91,7 @@ def group_for(
         True
 
     """
-    settings = current()
+    settings = current_settings()
     if layout is not None and layout != settings.layout:
         settings = replace(settings, layout=layout)
     place = place_of(device)

@@ -18,7 +18,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 from polyattn.spec.fields import LONGEST
 from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
@@ -68,9 +68,6 @@ def flash_window(causal: bool, left: int, right: int) -> tuple[bool, int | None,
     Returns:
         `causal`, `sliding_window` and `window_right`, as `CallOptions` has them.
 
-    Raises:
-        Nothing: any negative number is no bound.
-
     Examples:
         >>> flash_window(True, 127, 0), flash_window(False, -1, -1)
         ((True, 128, None), (False, None, None))
@@ -102,9 +99,6 @@ def group_for_call(
         alibi: whether ALiBi slopes come with it.
         more: further fields of `LayerSpec`, as in `group_for`.
 
-    Returns:
-        The group.
-
     Raises:
         SpecError, SelectionError: as `select`.
 
@@ -119,8 +113,8 @@ def group_for_call(
     *_, heads, size = query.shape
     device = query.device
     return group_of(
-        _for_call, current(), generation(), place_of(device), device, query.dtype, heads, size, kv_heads,
-        v_size, asked, sinks, alibi, **more,
+        _for_call, current_settings(), generation(), place_of(device), device, query.dtype, heads, size,
+        kv_heads, v_size, asked, sinks, alibi, **more,
     )  # fmt: skip
 
 
@@ -163,9 +157,6 @@ def plan_lengths(
         apart: tokens between sequences' first keys, or where each one's first key is; default: keys lie
             one sequence after another.
         first_positions: as in `Batch`.
-
-    Returns:
-        The plan.
 
     Raises:
         BatchError: lengths don't fit one another.

@@ -25,9 +25,6 @@ class StandIns:
         versions: for each root the version of the library whose signatures the functions have.
         distributions: the distributions of the real modules.
 
-    Raises:
-        Nothing: `install` raises `ImportError` if a root is installed.
-
     Examples:
         >>> import json
         >>> stand_ins = StandIns({"no_such_library": json}, {"no_such_library": "1.0"}, ())

@@ -83,7 +83,7 @@ class _Kit:
         from polyattn.registry.devices import resolve_device
         from polyattn.registry.discovery import discover
         from polyattn.registry.machine import availability
-        from polyattn.settings import current
+        from polyattn.settings import current_settings
 
         try:
             self.info: BackendInfo = discover().backend(config.getoption("--polyattn-backend"))
@@ -91,9 +91,9 @@ class _Kit:
             taken_for = config.getoption("--polyattn-as")
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
-            problem = availability(self.info, current().probe_timeout)
+            problem = availability(self.info, current_settings().probe_timeout)
             for build in self.info.builds_on(self.device.platform):  # the one that is tested
-                if availability(build, current().probe_timeout) is None:
+                if availability(build, current_settings().probe_timeout) is None:
                     self.info = build
                     break
         except PolyattnError as error:
@@ -188,7 +188,7 @@ class _Kit:
         import torch
 
         from polyattn.registry.machine import running
-        from polyattn.settings import current
+        from polyattn.settings import current_settings
 
         return {
             "backend": self.info.name,
@@ -197,7 +197,7 @@ class _Kit:
             "torch": torch.__version__,
             "commit": _commit(),
             "build": self.info.build,
-            "runs": running(self.info, current().probe_timeout) or "",
+            "runs": running(self.info, current_settings().probe_timeout) or "",
             "versions": _versions(self.info),
         }
 

@@ -117,9 +117,6 @@ def one_of(*values: int, why: str = "") -> Sizes:
         values: the sizes, at least one.
         why: the reason, for people.
 
-    Returns:
-        The set.
-
     Raises:
         ValueError: no size is listed, or one is below 1.
 
@@ -140,9 +137,6 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
         of: the number.
         low: the smallest size; default: `of`.
         high: the largest size; default: no bound.
-
-    Returns:
-        The set.
 
     Raises:
         ValueError: the bounds allow no size.
@@ -167,12 +161,6 @@ def names(text: str) -> frozenset[str]:
 
     Args:
         text: words between spaces.
-
-    Returns:
-        The words.
-
-    Raises:
-        Nothing: `Capabilities` refuses a word that it doesn't know.
 
     Examples:
         >>> sorted(names("causal gqa lse"))

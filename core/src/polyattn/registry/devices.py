@@ -11,7 +11,7 @@ from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.info import load_object
 from polyattn.registry.installed import Registry
 from polyattn.registry.machine import detect
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 
 _known: dict[tuple[Any, ...], Device] = {}
 _default: dict[tuple[Any, ...], str] = {}
@@ -24,9 +24,6 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
         device: None is this machine's best; of several alike the one that is current at the call.
         settings: instead of those of the environment and the file.
 
-    Returns:
-        The device: platform, architecture, memory, rates.
-
     Raises:
         DeviceError: it isn't known, or isn't here; the message has what each detector said.
 
@@ -38,7 +35,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     """
     if isinstance(device, Device):
         return device
-    settings = current() if settings is None else settings
+    settings = current_settings() if settings is None else settings
     facts = (settings.plugins, settings.disabled_plugins, plugins_generation())
     text = _current(facts, settings) if device is None else str(device)
     key = (text, facts)

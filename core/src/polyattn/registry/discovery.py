@@ -22,17 +22,16 @@ from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.distributions import distributions
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
-from polyattn.registry.installed import IMPORTS_TORCH, Registry
+from polyattn.registry.installed import BY_HAND, IMPORTS_TORCH, PluginRecord, Registry
 from polyattn.registry.machine import ask, forget_probes, within
 from polyattn.registry.names import without_conflicts
-from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,
     check_api_versions,
     plugin_name_problem,
 )
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
@@ -138,7 +137,7 @@ def discover(settings: Settings | None = None) -> Registry:
         "attention states merged by torch's elementwise operators"
 
     """
-    settings = current() if settings is None else settings
+    settings = current_settings() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
     key = (settings.plugins, settings.disabled_plugins, tuple(sys.path), _generation)

@@ -36,9 +36,6 @@ def installed(name: str) -> metadata.Distribution | None:
     Returns:
         The distribution, with its `version` and `metadata`; None if it isn't installed.
 
-    Raises:
-        Nothing: a distribution that can't be read counts as absent.
-
     Examples:
         >>> installed("torch").metadata["Name"], installed("no-such-distribution")
         ('torch', None)

@@ -27,7 +27,7 @@ from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_problem
 from polyattn.registry.validate import mismatches
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
@@ -137,7 +137,7 @@ def ask_detector(platform: Platform, torch_device: str | None = None) -> Device 
         adopt()
         return load_object(path)(torch_device)
 
-    seconds = current().plugin_timeout
+    seconds = current_settings().plugin_timeout
     try:
         device = within(seconds, "POLYATTN_PLUGIN_TIMEOUT", f"its detector {path}", find)
     except LatePluginError as error:
@@ -245,7 +245,7 @@ def forget_probes() -> None:
 
 def load_problem(info: BackendInfo) -> str | None:
     """Say why a backend's class can't be imported, or None. This imports its library."""
-    seconds = current().plugin_timeout
+    seconds = current_settings().plugin_timeout
     try:
         loaded = within(
             seconds,

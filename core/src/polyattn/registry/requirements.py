@@ -34,17 +34,17 @@ def requirement_syntax_problem(text: str) -> str | None:
     return None
 
 
-def requirement_name(text: str) -> str | None:
-    """Return the package that a requirement names, None if its marker excludes it here."""
+def requirement_of(text: str) -> tuple[str, str] | None:
+    """Return the package that a requirement names, and the versions; None if its marker excludes it."""
     simple = _PLAIN.fullmatch(text)
     if simple:
-        return simple[1]
+        return simple[1], simple[2] or ""
     from packaging.requirements import Requirement
 
     requirement = Requirement(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
-    return requirement.name
+    return requirement.name, str(requirement.specifier)
 
 
 @cache
@@ -57,16 +57,10 @@ def requirement_problem(text: str) -> str | None:
 
 
 def _problem(text: str) -> str | None:
-    simple = _PLAIN.fullmatch(text)
-    if simple:
-        name, needed = simple.groups()
-    else:
-        from packaging.requirements import Requirement
-
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            return None
-        name, needed = requirement.name, str(requirement.specifier)
+    requirement = requirement_of(text)
+    if requirement is None:
+        return None
+    name, needed = requirement
     here = installed(name)
     if here is None:
         return f"{name} is not installed (needs {text})"

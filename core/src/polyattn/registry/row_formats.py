@@ -12,13 +12,10 @@ _registered: dict[str, RowFormat] = {}
 
 
 def register_row_format(format: RowFormat) -> RowFormat:
-    """Make a format of rows known to this process; returns it.
+    """Make a format of rows known to this process. Returns it.
 
     Args:
         format: its name, functions and sizes.
-
-    Returns:
-        The same format.
 
     Raises:
         PluginError: the name is taken.

@@ -98,7 +98,7 @@ def problems(declaration: Any) -> Iterator[str]:
     if wrong:
         return
     kind = type(declaration)
-    yield from declaration.problems() if hasattr(kind, "problems") else _OF_SPECS[kind](declaration)
+    yield from declaration.problems() if hasattr(kind, "problems") else _path_problems(declaration)
     for field in dataclasses.fields(declaration):
         value = getattr(declaration, field.name)
         for part in value if type(value) is tuple else (value,):
@@ -157,34 +157,25 @@ def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
         yield f"{field}={shown(path)} is no path; write 'package.module:{what}'"
 
 
-def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
-    for field in FUNCTIONS:
-        value = getattr(variant, field)
-        if value is not None and not isinstance(value, str):
-            yield (
-                f"AttentionVariant.{field}={shown(value)}: a plugin names its functions by path, "
-                "'package.module:function', so that listing imports no torch"
-            )
-        elif value is not None:
-            yield from path_problems(f"AttentionVariant.{field}", value, "function")
-
-
-def _row_format_problems(format: RowFormat) -> Iterator[str]:
-    for field in ("encode", "decode"):
-        if not isinstance(value := getattr(format, field), str):
-            yield (
-                f"RowFormat.{field}={shown(value)}: a plugin names its functions by path, "
-                "'package.module:function', so that listing imports no torch"
-            )
-        else:
-            yield from path_problems(f"RowFormat.{field}", value, "function")
-
-
-_OF_SPECS: dict[type, Callable[[Any], Iterator[str]]] = {
-    AttentionVariant: _attention_variant_problems,
-    RowFormat: _row_format_problems,
+_PATHS: dict[type, tuple[str, ...]] = {
+    AttentionVariant: FUNCTIONS,
+    RowFormat: ("encode", "decode"),
 }
-"""What is asked of declarations whose classes belong to a layer's spec."""
+"""The functions of declarations whose classes belong to a layer's spec."""
+
+
+def _path_problems(declaration: Any) -> Iterator[str]:
+    """Yield which functions a declaration doesn't name by path, or by none."""
+    kind = type(declaration)
+    for field in _PATHS[kind]:
+        value, where = getattr(declaration, field), f"{kind.__name__}.{field}"
+        if value is None or isinstance(value, str):
+            yield from path_problems(where, value, "function")
+        else:
+            yield (
+                f"{where}={shown(value)}: a plugin names its functions by path, "
+                "'package.module:function', so that listing imports no torch"
+            )
 
 
 def _canonical(declaration: Any) -> Any:

@@ -14,13 +14,10 @@ _registered: dict[str, AttentionVariant] = {}
 
 
 def register_variant(variant: AttentionVariant) -> AttentionVariant:
-    """Make a variant known to this process; returns it.
+    """Make a variant known to this process. Returns it.
 
     Args:
         variant: its name, functions and inputs.
-
-    Returns:
-        The same variant.
 
     Raises:
         PluginError: the name is taken.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from polyattn.device import Device
 from polyattn.runtime.program import Frame, IndexFrame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.step.block_tables import each_token
 from polyattn.runtime.step.chosen_pages import places_of
-from polyattn.runtime.step.each_token import each_token
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
@@ -81,9 +81,6 @@ class Loaded:
         spec: the layer.
         cache: the cache's format in the blocks that this backend walks; None for a layer without one.
         device: where it runs.
-
-    Raises:
-        Nothing: a selected backend can serve the spec.
 
     """
 

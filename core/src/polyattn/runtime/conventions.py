@@ -22,9 +22,6 @@ def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
     Returns:
         (left, right), in tokens; -1 means no bound.
 
-    Raises:
-        Nothing: as `window_sizes`.
-
     Examples:
         >>> decode_window_sizes(LayerSpec(num_heads=1, head_size=64))
         (-1, -1)
@@ -42,9 +39,6 @@ def cumulative(lens: Tensor) -> Tensor:
 
     Returns:
         int32 (num_seqs + 1,), on the lengths' device.
-
-    Raises:
-        Nothing: the lengths aren't looked at.
 
     Examples:
         >>> cumulative(torch.tensor([5, 1]))
@@ -66,9 +60,6 @@ def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
 
     Returns:
         bool (num_tokens,) on the batch's device, or None if every token sees a key.
-
-    Raises:
-        Nothing: the batch was checked before.
 
     Examples:
         >>> batch = Batch.from_lens([2, 1], [0, 3])
@@ -94,9 +85,6 @@ def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
         out: (num_tokens, heads, size), written.
         lse: float32 (num_tokens, heads), written, or None.
 
-    Raises:
-        Nothing: shapes are the caller's own.
-
     Examples:
         >>> out, lse = torch.ones(2, 1, 1), torch.zeros(2, 1)
         >>> blank(torch.tensor([True, False]), out, lse)
@@ -116,9 +104,6 @@ def store_lse(lse: Tensor | None, values: Tensor) -> None:
     Args:
         lse: float32 (num_tokens, heads), written; None: nothing is asked for.
         values: what the library returned, (heads, num_tokens), natural logarithm.
-
-    Raises:
-        Nothing: shapes are the caller's own.
 
     Examples:
         >>> lse = torch.zeros(2, 1)
@@ -145,9 +130,6 @@ def at_least(buffer: Tensor, size: int, outgrown: list[Tensor]) -> Tensor:
 
     Returns:
         The buffer. A new one has at least twice the elements of the old one, uninitialised.
-
-    Raises:
-        Nothing: but memory may run out, as torch says.
 
     Examples:
         >>> old: list[torch.Tensor] = []

@@ -46,9 +46,6 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
     Returns:
         The two parts, each None if it has no rows: a batch, and which of the step's tokens are its own.
 
-    Raises:
-        Nothing: the batch was checked before.
-
     Examples:
         >>> phases = by_phase(Batch.from_lens([5, 1], [5, 40]))
         >>> phases.prefill.batch.query_lens, phases.decode.rows

@@ -36,7 +36,7 @@ from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
@@ -219,7 +219,7 @@ class LayerGroup:
         spec = self.spec
         self._waits = bool(spec.graph_capture or spec.deterministic or spec.batch_invariant)
         # With POLYATTN_CHECKS=1 plans are checked key by key, in a share of the time that they take.
-        self.plan_checks = PlanChecks() if current().checks else None
+        self.plan_checks = PlanChecks() if current_settings().checks else None
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
@@ -419,9 +419,6 @@ class LayerGroup:
         Args:
             num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
 
-        Returns:
-            The cache.
-
         Raises:
             CacheError: the layers keep no cache, or the number isn't positive.
 
@@ -436,9 +433,6 @@ class LayerGroup:
 
         Args:
             num_slots: states, most often one for each sequence.
-
-        Returns:
-            The states.
 
         Raises:
             CacheError: the layers keep no state, or the number isn't positive.

@@ -173,12 +173,6 @@ def capturing(tensor: Tensor) -> bool:
     Args:
         tensor: any tensor of the call.
 
-    Returns:
-        Whether its device's current stream is capturing.
-
-    Raises:
-        Nothing: on other devices no graph is captured.
-
     Examples:
         >>> capturing(torch.zeros(1))
         False
@@ -192,12 +186,6 @@ def own_precision(device_type: str) -> AbstractContextManager[Any]:
 
     Args:
         device_type: torch's type of device ("cuda").
-
-    Returns:
-        The context manager.
-
-    Raises:
-        Nothing: without autocast the context does nothing.
 
     Examples:
         >>> with torch.autocast("cpu"), own_precision("cpu"):

@@ -171,12 +171,6 @@ def in_turn(launches: Sequence[Reads]) -> Reads:
     Args:
         launches: one or more, of one layer and one step.
 
-    Returns:
-        The items, keys and merges of all.
-
-    Raises:
-        Nothing: what is outside of a launch's own workspace is among the faults.
-
     Examples:
         >>> none = np.zeros(0, np.int64)
         >>> one = Reads(4, 2, Items(*[none] * 8), Keys(none, none, none), no_merges(), room=8)

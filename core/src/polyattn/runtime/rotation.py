@@ -1,14 +1,58 @@
-"""How are a step's queries and keys rotated? `Rotation`: its tensors in a plan, and torch's form."""
+"""How are a step's queries and keys normed and rotated? Their weights and angles, and torch's form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from polyattn.runtime.norm import Norms
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rows (…, size) over the root of their mean square, times a weight (size,), in their dtype.
+
+    Zhang and Sennrich, 2019; the weight is rounded to the rows' dtype first.
+    """
+    return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The RMS norm of a step's queries and keys, between their bias and their rotation.
+
+    Attributes:
+        query: (size,), the weight of each head, or (num_heads * size,) of all heads as one row:
+            float32 (float64 in a float64 layer), contiguous.
+        key: alike; None where keys come from the cache alone.
+        eps: added to the mean square.
+        over: `"head"` or `"token"`, as in `NormSpec`.
+
+    Examples:
+        >>> norms = Norms(torch.ones(2), torch.ones(2), 0.0, "head")
+        >>> norms.applied(torch.tensor([[[3.0, 3.0]]]), norms.query)
+        tensor([[[1., 1.]]])
+
+    """
+
+    query: Tensor
+    key: Tensor | None
+    eps: float
+    over: str
+
+    def applied(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return a normed copy, in float32 or more.
+
+        Args:
+            x: (num_tokens, heads, width).
+            weight: `query` or `key`.
+
+        """
+        assert weight is not None
+        x = x.to(weight.dtype)
+        if self.over == "head":
+            return rms_norm(x, weight, self.eps)
+        return rms_norm(x.flatten(1), weight, self.eps).view_as(x)
 
 
 @dataclass(frozen=True)
@@ -84,7 +128,7 @@ class Rotation:
         """Return the rotation by the opposite angles, without the query's temperature."""
         pairs = self.size // 2
         turns = torch.cat([self.turns[:, :pairs], -self.turns[:, pairs:]], 1)
-        return Rotation(turns, None, self.pairing, self.size, self.last)
+        return replace(self, turns=turns, query_scale=None)
 
     @cached_property
     def angles(self) -> Tensor:
@@ -93,6 +137,16 @@ class Rotation:
         """
         pairs = self.size // 2
         return self.turns.new_empty(self.turns.shape[0], pairs, dtype=torch.float64)
+
+    def to(self, device: torch.device) -> Rotation:
+        """Return the rotation on a device.
+
+        Args:
+            device: where the tensors go.
+
+        """
+        scale = None if self.query_scale is None else self.query_scale.to(device)
+        return replace(self, turns=self.turns.to(device), query_scale=scale)
 
     def refilled(self, other: Rotation) -> Rotation:
         """Return this rotation with another step's angles, copied into the tensors that a graph reads.
@@ -155,9 +209,6 @@ def prepared(
     Returns:
         Query, key and value: computed in at least float32. A tensor that nothing is done to is returned
         as it is.
-
-    Raises:
-        Nothing: shapes were checked before.
 
     Examples:
         >>> query, key, value = prepared(NewTokens(torch.ones(1, 1, 4), None, None), None)

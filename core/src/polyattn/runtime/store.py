@@ -17,9 +17,8 @@ from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.cache.scales import dequantized
 from polyattn.runtime.inputs import check_slots, check_tensors
-from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import Frame, LayerParams, Op, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.rotation import NewTokens, Norms, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 

@@ -24,7 +24,7 @@ from polyattn.errors import PolyattnError
 from polyattn.registry.distributions import distributions
 from polyattn.registry.integrations import GROUP
 from polyattn.selection.selection import Decision
-from polyattn.settings import current
+from polyattn.settings import current_settings
 
 MOST_DECISIONS = 256
 """Decisions that a process writes down; a process of tests makes thousands."""
@@ -100,7 +100,7 @@ def _read(process: Process, line: dict[str, Any]) -> None:
 def _record(key: tuple[Any, ...], line: Any) -> None:
     with suppress(OSError, PolyattnError):
         written = _written.setdefault(os.getpid(), set())
-        if key in written or len(written) >= MOST_DECISIONS or not current().why:
+        if key in written or len(written) >= MOST_DECISIONS or not current_settings().why:
             return
         text = json.dumps({"integrations": _integrations(), **line()}, default=str) + "\n"
         path = _folder() / f"{os.getpid()}.jsonl"

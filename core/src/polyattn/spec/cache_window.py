@@ -109,9 +109,6 @@ class CacheWindow:
         Returns:
             The blocks' numbers in their sequence.
 
-        Raises:
-            Nothing: at every position some blocks are seen.
-
         """
         first = 0 if self.window is None else max(0, position - self.window + 1)
         if self.chunk is not None:
@@ -124,12 +121,6 @@ class CacheWindow:
 
         Args:
             queries: the sequence's query tokens in the step.
-
-        Returns:
-            The number of blocks.
-
-        Raises:
-            Nothing: every window has a bound.
 
         """
         seen = min(n for n in (self.window, self.chunk) if n is not None)

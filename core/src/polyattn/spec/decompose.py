@@ -53,9 +53,6 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         The spec of that layer, with `cached=False`; it asks for the LSE, since its context is a part
         apart.
 
-    Raises:
-        Nothing: every MLA layer has one.
-
     Examples:
         >>> from polyattn import LatentSpec
         >>> latent = LatentSpec(rank=512, rope_head_size=64)

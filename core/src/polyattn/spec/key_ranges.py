@@ -49,9 +49,6 @@ def window_sizes(spec: LayerSpec) -> tuple[int, int]:
     Returns:
         (left, right), in tokens.
 
-    Raises:
-        Nothing: every layer has a window, if only one without bounds.
-
     Examples:
         >>> window_sizes(LayerSpec(num_heads=1, head_size=64, sliding_window=128))
         (127, 0)
@@ -89,9 +86,6 @@ def key_ranges(
 
     Returns:
         The two ranges, of the arguments' type.
-
-    Raises:
-        Nothing: every layer shows some keys, if only empty ranges.
 
     Examples:
         >>> key_ranges(LayerSpec(num_heads=1, head_size=64, sliding_window=4, sink_tokens=2), 9, 9, 10)

@@ -38,9 +38,9 @@ class AttendingWorkload(Workload):
     offset = 0.0
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What the layer's `run` takes between the plan and the output."""
-        return self.inputs
+    def chosen(self) -> tuple[Tensor | None, ...]:
+        """The choice, of a layer that takes one."""
+        return ()
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
@@ -60,7 +60,8 @@ class AttendingWorkload(Workload):
         self.lse = None
         if self.spec.needs_lse:
             self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
-        self.layer.run(plan or self.plan, *self.arguments, self.out, self.lse)
+        *inputs, cache = self.inputs
+        self.layer.run(plan or self.plan, (*inputs, *self.chosen), cache, self.out, self.lse)
         return self.out
 
     def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
@@ -143,8 +144,8 @@ class ChoosingWorkload(AttendingWorkload):
     cache: KVCache
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        return (*self.inputs, self.choice)
+    def chosen(self) -> tuple[Tensor | None, ...]:
+        return (self.choice,)
 
     def call(self) -> Any:
         return self.layer(*self.inputs, self.plan, choice=self.choice, out=self.out)

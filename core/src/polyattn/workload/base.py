@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from polyattn.registry.info import load_object
+from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
@@ -145,9 +146,10 @@ class Workload(ABC):
         return self.layer(*self.inputs, self.plan, out=self.out)
 
     @cached_property
-    @abstractmethod
     def out(self) -> Tensor:
         """Where the output goes; NaN at first."""
+        shape = self.layer.output_shape(self.batch.num_tokens)
+        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
 
     def error(self) -> float:
         """Run, and return the largest error of the output."""

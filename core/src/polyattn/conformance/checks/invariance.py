@@ -268,7 +268,7 @@ def given_alike(case: Case, harness: Harness) -> None:
         lse = None if told.lse is None else torch.full_like(told.lse[rows], torch.nan)
         batch = Batch.from_lens(lens, lens, device=work.query.device)
         tokens = work.query[rows], work.keys[rows], work.values[rows]
-        layer.run(layer.plan(batch), *tokens, None, out, lse)
+        layer.run(layer.plan(batch), tokens, None, out, lse)
         same_bits(out, told.out[rows], f"sequences {requests} packed, without a cache")
         if told.lse is not None and lse is not None:
             same_bits(lse, told.lse[rows], f"LSE of sequences {requests} packed")

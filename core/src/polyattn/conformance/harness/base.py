@@ -16,7 +16,7 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import family_of, workload
 from polyattn.workload.dice import Dice
@@ -51,7 +51,7 @@ class Harness:
             if len(served) == 1:  # another backend serves the other phase
                 named = f"{served[0]}={self.backend}"
         selection = select(
-            spec, self.device, backend=named, settings=replace(current(), layout=layout)
+            spec, self.device, backend=named, settings=replace(current_settings(), layout=layout)
         )
         ran = {name for _, name in selection.decision.chosen}
         assert self.backend in ran, f"{self.backend} was named, {ran} was chosen"

@@ -14,9 +14,8 @@ from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, of_heads
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.norm import Norms
 from polyattn.runtime.program import LayerParams, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.rotation import NewTokens, Norms, Rotation
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.pages import bits, unchanged

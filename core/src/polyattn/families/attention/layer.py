@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,32 +216,19 @@ class Attention(Layer):
             self.scales.captured = True
         return out if lse is None else (out, lse)
 
+    def output_shape(self, tokens: int) -> tuple[int, ...]:
+        return tokens, self.spec.num_heads, self.spec.v_head_size
+
     def run(
         self,
         step: AttentionStep,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
+        inputs: Sequence[Tensor | None],
         cache: KVCache | None,
         out: Tensor,
-        lse: Tensor | None,
+        lse: Tensor | None = None,
     ) -> None:
-        """Check the tensors and run the step: a compiled graph calls this. Writes `out` and `lse`.
-
-        Args:
-            step: the plan.
-            query: (num_tokens, num_heads, head_size).
-            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
-            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
-            cache: None for a layer without one.
-            out: (num_tokens, num_heads, v_head_size).
-            lse: float32 (num_tokens, num_heads), or None.
-
-        Raises:
-            BatchError: a tensor has another shape, dtype or device.
-            CacheError: the cache isn't of the group's form.
-
-        """
+        query, key, value = inputs
+        assert query is not None
         self._check(step, query, key, value, cache, out)
         step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):
@@ -257,11 +244,11 @@ class Attention(Layer):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `forward` becomes inside `torch.compile`."""
-        query, key, value = in_heads(self.spec, query, key, value)
-        if out is None or out.dim() != 2:
-            return torch_compile.attention(self, query, key, value, cache, plan, out)
-        view = out_in_heads(self.spec, out)
-        result = torch_compile.attention(self, query, key, value, cache, plan, view)
+        heads, rows = in_heads(self.spec, query, key, value), out is not None and out.dim() == 2
+        view = out_in_heads(self.spec, out) if rows and out is not None else out
+        result = torch_compile.traced(self, heads, cache, plan, view)
+        if not rows or out is None:
+            return result
         return (out, result[1]) if self._needs_lse else out
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -24,9 +24,6 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
     Returns:
         float64 (span / 2,) on the CPU, in radians per token.
 
-    Raises:
-        Nothing: `RopeSpec` refuses what isn't a rope.
-
     Examples:
         >>> inv_freq(RopeSpec(rotary_size=4, base=10000.0)).tolist()
         [1.0, 0.01]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -69,11 +70,7 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
     positions = batch.token_positions
     if batch.device.type in OWN_DOUBLES:
         return _at(spec, positions, batch.query_lens, batch.text_lens, reuse)
-    rotation = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens)
-    scale = None if rotation.query_scale is None else rotation.query_scale.to(batch.device)
-    rotation = Rotation(
-        rotation.turns.to(batch.device), scale, rotation.pairing, rotation.size, rotation.last
-    )
+    rotation = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens).to(batch.device)
     return rotation if reuse is None else reuse.refilled(rotation)
 
 
@@ -100,10 +97,7 @@ def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
         counts[start : start + length] = [whole] * length
     at = torch.from_numpy(positions)
     at = at.to(batch.device) if batch.device.type in OWN_DOUBLES else at
-    rotation = _at(spec, at, [1] * reach, counts)
-    return Rotation(
-        rotation.turns.to(batch.device), None, rotation.pairing, rotation.size, rotation.last
-    )
+    return replace(_at(spec, at, [1] * reach, counts).to(batch.device), query_scale=None)
 
 
 def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
@@ -116,9 +110,6 @@ def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
 
     Returns:
         The rotation, on the positions' device.
-
-    Raises:
-        Nothing: a layer's spec was checked before.
 
     Examples:
         >>> rope = RopeSpec(rotary_size=64)

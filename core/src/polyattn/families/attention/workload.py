@@ -17,7 +17,7 @@ from polyattn.families.attention.brought import Brought
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
-from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
+from polyattn.runtime.cache.scales import Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
@@ -225,11 +225,6 @@ class AttentionWorkload(AttendingWorkload):
         return reference.forward(
             self.spec, self.query, self.key, self.value, self.held, self.batch, self.layer.params
         )
-
-    @cached_property
-    def out(self) -> Tensor:
-        shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
-        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
 
     def exact(self, out: Tensor) -> Tensor:
         """Return what an output stands for, in float64."""

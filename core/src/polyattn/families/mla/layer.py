@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,7 @@ from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     Expected,
-    capturing,
     check_slots,
-    check_tensor,
     check_tensors,
     own_precision,
     refuse_gradients,
@@ -25,8 +25,7 @@ from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_on_device
-from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
+from polyattn.runtime.step.chosen_pages import choice_of, expected_choice
 from polyattn.runtime.store import put_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
@@ -147,47 +146,26 @@ class LatentAttention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
+        inputs = query, latent, rope_key, choice
         if torch.compiler.is_compiling():
-            return torch_compile.latent(self, query, latent, rope_key, cache, plan, choice, out)
-        step = self.group.plan_for(plan)
-        assert isinstance(step, LatentStep)
-        check_tensor("query", query, self.group.torch_device)
-        if out is None:
-            out = query.new_empty(self._out_shape(step))
-        lse = None
-        if self.spec.needs_lse:
-            lse = query.new_empty(step.out_shape[:2], dtype=torch.float32)
-        self.run(step, query, latent, rope_key, cache, choice, out, lse)
-        return out if lse is None else (out, lse)
+            return torch_compile.traced(self, inputs, cache, plan, out)
+        return self._called("query", inputs, cache, plan, out)
+
+    def output_shape(self, tokens: int) -> tuple[int, ...]:
+        assert self.spec.latent is not None
+        size = self.spec.latent.rank if self.w_uk is None else self.spec.v_head_size
+        return tokens, self.spec.num_heads, size
 
     def run(
         self,
         step: LatentStep,
-        query: Tensor,
-        latent: Tensor | None,
-        rope_key: Tensor | None,
+        inputs: Sequence[Tensor | None],
         cache: KVCache,
-        choice: Tensor | None,
         out: Tensor,
-        lse: Tensor | None,
+        lse: Tensor | None = None,
     ) -> None:
-        """Check the tensors and run the step. Writes `out` and `lse`.
-
-        Args:
-            step: the plan.
-            query: (num_tokens, num_heads, size), as `forward` takes it.
-            latent: (num_tokens, latent rank); None if it is in the cache.
-            rope_key: (num_tokens, rope size); None if it is in the cache.
-            cache: the latents.
-            choice: int32 (num_tokens, 1, K), as `forward` takes it.
-            out: (num_tokens, num_heads, size).
-            lse: float32 (num_tokens, num_heads), or None.
-
-        Raises:
-            BatchError: a tensor has another shape, dtype or device.
-            CacheError: the cache isn't of the group's form.
-
-        """
+        query, latent, rope_key, choice = inputs
+        assert query is not None
         if self.spec.sparse is not None:
             choice = choice_of(self.spec, choice, step.batch)
         elif choice is not None:
@@ -195,14 +173,7 @@ class LatentAttention(Layer):
         self._check(step, query, latent, rope_key, choice, out)
         self.group.check_cache(cache)
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
-        if self.checks and not capturing(query):
-            check_on_device(step.batch, cache.num_blocks, cache.block_size)
-            if (
-                self.spec.sparse is not None
-                and choice is not None
-                and not step.batch.lens_are_bounds
-            ):
-                check_ids(self.spec.sparse, choice, cache)
+        self._check_values(step.batch, cache, choice)
         entry = value = None
         if latent is not None and rope_key is not None:
             entry = torch.cat([latent, rope_key], dim=1)[:, None]
@@ -243,11 +214,6 @@ class LatentAttention(Layer):
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
         put_rows(self.group, entry, entry[..., : part.rank], cache, slot_mapping, self.params)
 
-    def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
-        assert self.spec.latent is not None
-        absorbed = (*step.out_shape[:2], self.spec.latent.rank)
-        return absorbed if self.w_uk is None else step.out_shape
-
     def _check(
         self,
         step: LatentStep,
@@ -262,7 +228,7 @@ class LatentAttention(Layer):
         width = part.size if self.w_uk is None else spec.head_size
         expected: dict[str, Expected] = {
             "query": (query, (tokens, spec.num_heads, width), self._dtype),
-            "out": (out, self._out_shape(step), self._dtype),
+            "out": (out, self.output_shape(tokens), self._dtype),
         }
         if (latent is None) != (rope_key is None):
             raise BatchError("latent and rope_key come together, or both are None")

@@ -31,7 +31,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.each_token import each_token
+from polyattn.runtime.step.block_tables import each_token
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind, Invariance
@@ -112,9 +112,6 @@ class LatentStep(StepPlan):
         super().__init__(group, batch, (before, *ops))
         self.before = before
         self.expands = any(isinstance(op, Expanded) for op in ops)
-        spec, tokens = group.spec, batch.num_tokens
-        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
-        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
 
 
 class Planner(StepPlanner):
@@ -183,9 +180,7 @@ class Planner(StepPlanner):
             assert isinstance(call.backend, SparseBackend)
             size = self.group.cache_format.block_size
             ops.insert(0, ChosenRows(call.backend, self.spec, batch, size))
-        rotation = None
-        if self.spec.rope is not None:
-            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
+        rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
         before = Store(self.spec, batch, self.store, self.rotated_by, rotation)
         return LatentStep(self.group, batch, before, ops)
 

@@ -131,12 +131,6 @@ class LatentWorkload(ChoosingWorkload):
             self.spec, self.query, self.held, self.batch, layer.weights, layer.params, self.choice
         )
 
-    @cached_property
-    def out(self) -> Tensor:
-        width = self.part.rank if self.layer.weights is None else self.spec.v_head_size
-        shape = (len(self.query), self.spec.num_heads, width)
-        return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
-
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now."""
         form, table = self.group.cache_format, self.batch.block_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_tensor,
+    check_tensors,
     own_precision,
     refuse_gradients,
 )
@@ -108,12 +109,6 @@ class Recurrent(Layer):
         return {name: weight.current() for name, weight in self.weights.items()}
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of the output.
-
-        Args:
-            tokens: the step's tokens.
-
-        """
         return shape_of(self.spec, self.form.output, tokens)
 
     def forward(
@@ -140,69 +135,54 @@ class Recurrent(Layer):
 
         """
         if torch.compiler.is_compiling():
-            return torch_compile.recurrence(self, inputs, states, plan, out)
-        step = self.group.plan_for(plan)
-        if out is None and inputs:
-            check_tensor(next(iter(self.form.inputs)), inputs[0], self.group.torch_device)
-            shape = self.output_shape(step.batch.num_tokens)
-            out = inputs[0].new_empty(shape, dtype=self.dtype)
-        self.run(step, inputs, states, out)
-        assert out is not None
-        return out
+            result = torch_compile.traced(self, inputs, states, plan, out)
+        else:
+            if not inputs:  # else the first one tells where the output goes
+                self._named(inputs, 0)
+            result = self._called(next(iter(self.form.inputs)), inputs, states, plan, out)
+        assert isinstance(result, Tensor)
+        return result
 
     def run(
         self,
         step: StepPlan,
-        inputs: tuple[Tensor, ...],
-        states: StateCache,
-        out: Tensor | None,
+        inputs: Sequence[Tensor | None],
+        cache: StateCache,
+        out: Tensor,
+        lse: Tensor | None = None,
     ) -> None:
-        """Check the tensors and run the step. Writes `out` and the step's slots of `states`.
-
-        Args:
-            step: the plan.
-            inputs: the kind's inputs, in the order of `forward`.
-            states: the cache of states.
-            out: `output_shape(num_tokens)`, contiguous, in the layer's dtype.
-
-        Raises:
-            BatchError: a tensor has another shape, dtype or device.
-
-        """
-        device = self.group.torch_device
-        named = self._named(inputs, step.batch.num_tokens)
-        shape = self.output_shape(step.batch.num_tokens)
-        if out is not None:
-            check_tensor("out", out, device)
-        if out is None or out.shape != shape or out.dtype is not self.dtype:
-            raise bad_input("out", inputs[0] if out is None else out, shape, self.dtype)
+        device, tokens = self.group.torch_device, step.batch.num_tokens
+        named = self._named(inputs, tokens)
+        check_tensors(device, out=(out, self.output_shape(tokens), self.dtype))
         if not out.is_contiguous():
             raise BatchError(f"out has strides {out.stride()}; a recurrence's output is contiguous")
-        if not isinstance(states, StateCache):
-            raise BatchError(f"states is a {type(states).__name__}; it must be a StateCache")
-        check_tensor("states", states.data, device)
+        if not isinstance(cache, StateCache):
+            raise BatchError(f"states is a {type(cache).__name__}; it must be a StateCache")
+        check_tensor("states", cache.data, device)
         wanted = self._states_spec
         dtype = STORAGE_DTYPES[wanted.dtype]
-        if states.data.shape[1:] != wanted.shape or states.data.dtype is not dtype:
-            raise bad_input("states", states.data, ("slots", *wanted.shape), dtype)
+        if cache.data.shape[1:] != wanted.shape or cache.data.dtype is not dtype:
+            raise bad_input("states", cache.data, ("slots", *wanted.shape), dtype)
         refuse_gradients(**named)
         if self.checks and not capturing(out):
-            check_state_slots(step.batch, states.num_slots)
+            check_state_slots(step.batch, cache.num_slots)
         with own_precision(self.group.device_type):
-            step.run(RecurrentFrame(named, self.params, states.data, out))
+            step.run(RecurrentFrame(named, self.params, cache.data, out))
 
-    def _named(self, inputs: tuple[Tensor, ...], tokens: int) -> dict[str, Tensor]:
+    def _named(self, inputs: Sequence[Tensor | None], tokens: int) -> dict[str, Tensor]:
         form, spec = self.form, self.spec
         if len(inputs) != len(form.inputs):
             raise BatchError(
                 f"{spec.kind.value} takes {', '.join(form.inputs)}; {len(inputs)} tensors were given"
             )
-        named = dict(zip(form.inputs, inputs, strict=True))
-        for name, tensor in named.items():
+        named: dict[str, Tensor] = {}
+        for name, tensor in zip(form.inputs, inputs, strict=True):
             check_tensor(name, tensor, self.group.torch_device)
+            assert tensor is not None
             shape = shape_of(spec, form.inputs[name], tokens)
             dtype = input_dtype(spec, name)
             fits = tensor.dtype is dtype or (name in GATES and tensor.dtype is torch.float32)
             if tensor.shape != shape or not fits:
                 raise bad_input(name, tensor, shape, dtype)
+            named[name] = tensor
         return named

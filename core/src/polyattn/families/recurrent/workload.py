@@ -13,7 +13,6 @@ from torch.nn.functional import normalize
 
 from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.layer import Recurrent, input_dtype
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
@@ -163,11 +162,6 @@ class RecurrentWorkload(Workload):
         return reference.forward(
             self.spec, self.tensors(), self.layer.params, self.held, self.batch
         )
-
-    @cached_property
-    def out(self) -> Tensor:
-        shape = self.layer.output_shape(len(self.tokens[0]))
-        return torch.full(shape, torch.nan, device=self.device).to(STORAGE_DTYPES[self.spec.dtype])
 
     def call(self) -> Any:
         return self.layer(*self.tokens, states=self.states, plan=self.plan, out=self.out)

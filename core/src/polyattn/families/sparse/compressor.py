@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
-from polyattn.runtime.norm import rms_norm
+from polyattn.runtime.rotation import rms_norm
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.runtime.store import scatter
@@ -47,9 +47,6 @@ class Entries(NamedTuple):
 
         Returns:
             int64 (num_entries,); -1 where no group was closed.
-
-        Raises:
-            Nothing: the table is as wide as the sequences are long.
 
         """
         at = self.ids.clamp(min=0)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.runtime.cache.bits import E4M3_MAX
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize, raw
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec
 
-LARGEST = 448.0
-"""Of e4m3."""
 SMALLEST = 1e-4
 """What a key's largest element counts as at least, so that a key of zeros has a scale."""
 
@@ -39,8 +38,8 @@ def write_index_keys(indexer: IndexerSpec, cache: Tensor, keys: Tensor, slots: T
         scatter(cache[:, :, None], quantize(keys, cache.dtype, 1.0)[:, None], slots)
         return
     exact = keys.float()
-    scale = (exact.abs().amax(1) if len(exact) else exact[:, 0]).clamp(min=SMALLEST) / LARGEST
-    stored = (exact / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scale = (exact.abs().amax(1) if len(exact) else exact[:, 0]).clamp(min=SMALLEST) / E4M3_MAX
+    stored = (exact / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     places = keys_and_scales(cache, indexer.head_size)
     scatter(places[0][:, :, None], stored.view(torch.uint8)[:, None], slots)
     scatter(places[1][:, :, None], scale.view(torch.uint8).view(-1, 1, 4), slots)

@@ -69,9 +69,6 @@ class Indexer:
         Returns:
             Zeros; of `cache_dtype="fp8_scaled"` uint8 (num_blocks, block_size, head_size + 4).
 
-        Raises:
-            Nothing: torch says what doesn't fit in memory.
-
         """
         form = self.group.cache_format
         assert form is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from polyattn.errors import BatchError
@@ -10,20 +11,12 @@ from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import (
-    Expected,
-    capturing,
-    check_tensor,
-    check_tensors,
-    own_precision,
-    refuse_gradients,
-)
+from polyattn.runtime.inputs import Expected, check_tensors, own_precision, refuse_gradients
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_on_device
-from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
+from polyattn.runtime.step.chosen_pages import choice_of, expected_choice
 from polyattn.runtime.store import store_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
@@ -126,58 +119,29 @@ class SparseAttention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
-        step = self.group.plan_for(plan)
-        assert isinstance(step, SparseStep)
-        check_tensor("query", query, self.group.torch_device)
-        choice = choice_of(self.spec, choice, step.batch)
-        if out is None:
-            out = query.new_empty(step.out_shape)
-        lse = None
-        if self.spec.needs_lse:
-            lse = torch.empty(step.out_shape[:2], dtype=torch.float32, device=query.device)
-        self.run(step, query, key, value, cache, choice, out, lse)
-        return out if lse is None else (out, lse)
+        return self._called("query", (query, key, value, choice), cache, plan, out)
+
+    def output_shape(self, tokens: int) -> tuple[int, ...]:
+        return tokens, self.spec.num_heads, self.spec.v_head_size
 
     def run(
         self,
         step: SparseStep,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
+        inputs: Sequence[Tensor | None],
         cache: KVCache,
-        choice: Tensor,
         out: Tensor,
-        lse: Tensor | None,
+        lse: Tensor | None = None,
     ) -> None:
-        """Check the tensors and run the step. Writes `out` and `lse`.
-
-        Args:
-            step: the plan.
-            query: (num_tokens, num_heads, head_size).
-            key: (num_tokens, num_kv_heads, head_size); None if the keys are in the cache.
-            value: (num_tokens, num_kv_heads, v_head_size); None if the values are in the cache.
-            cache: the keys and values.
-            choice: int32 (num_tokens, choices, topk): the rows that each token attends to; -1 for none.
-            out: (num_tokens, num_heads, v_head_size).
-            lse: float32 (num_tokens, num_heads), or None.
-
-        Raises:
-            BatchError: a tensor has another shape, dtype or device.
-            CacheError: the cache isn't of the group's form.
-
-        """
+        query, key, value, choice = inputs
         sparse = self.spec.sparse
-        assert sparse is not None
+        assert sparse is not None and query is not None
+        choice = choice_of(self.spec, choice, step.batch)
         if sparse.value_in_key and key is not None and value is None:
             value = key[..., : self.spec.v_head_size]
         self._check(step, query, key, value, choice, out)
         self.group.check_cache(cache)
         refuse_gradients(query=query, key=key, value=value)
-        if self.checks and not capturing(query):
-            if sparse.tokens_per_entry == 1:
-                check_on_device(step.batch, cache.num_blocks, cache.block_size)
-            if not step.batch.lens_are_bounds:  # a captured step's buffers may hold ids of no row
-                check_ids(sparse, choice, cache)
+        self._check_values(step.batch, cache, choice)
         with own_precision(self.group.device_type):
             step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
         if sparse.turns_back and self._params.rotate:
@@ -226,8 +190,8 @@ class SparseAttention(Layer):
             raise BatchError("key and value come together, or both are None")
         device = self.group.torch_device
         expected: dict[str, Expected] = {
-            "query": (query, tuple(step.query_shape), self._dtype),
-            "out": (out, tuple(step.out_shape), self._dtype),
+            "query": (query, (tokens, spec.num_heads, spec.head_size), self._dtype),
+            "out": (out, self.output_shape(tokens), self._dtype),
         }
         if key is not None:
             if sparse.tokens_per_entry > 1:

@@ -138,9 +138,6 @@ class SparseStep(StepPlan):
     def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
         super().__init__(planner.group, batch, (before, *pieces))
         self.before, self.pieces, self.planner = before, pieces, planner
-        spec, tokens = planner.group.spec, batch.num_tokens
-        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
-        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
 
     def explain(self) -> str:
         spec, batch = self.group.spec, self.batch
@@ -225,9 +222,7 @@ class Planner(StepPlanner):
             tokens = slice(first, min(first + most, batch.num_tokens))
             earlier = None if reuse is None else reuse.pieces[len(pieces)]
             pieces.append(self._piece(batch, tokens, pieces, earlier))
-        rotation = None
-        if spec.rope is not None:
-            rotation = rotation_of(spec, batch, reuse and reuse.before.rotation)
+        rotation = rotation_of(spec, batch, reuse and reuse.before.rotation)
         before = Store(spec, batch, self.store, self.rotated_by, rotation)
         return SparseStep(batch, before, pieces, self)
 

@@ -148,11 +148,6 @@ class SparseWorkload(ChoosingWorkload):
             self.spec, self.query, self.held, self.batch, self.choice, self.layer.params
         )
 
-    @cached_property
-    def out(self) -> Tensor:
-        shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
-        return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
-
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now."""
         at = self.batch.query_lens[index] - 1

@@ -41,9 +41,6 @@ def storage_dtype(name: str) -> torch.dtype:
     Returns:
         The dtype of torch; uint8 for rows of bytes.
 
-    Raises:
-        Nothing: a spec refuses a name that nothing has.
-
     Examples:
         >>> storage_dtype("fp8_e4m3"), storage_dtype("fp8_ds_mla")
         (torch.float8_e4m3fn, torch.uint8)
@@ -119,9 +116,6 @@ class KVCache:
             form: its format; a group's is `group.cache_format`.
             num_blocks: blocks, 1 or more.
             device: torch's device.
-
-        Returns:
-            The cache.
 
         Raises:
             CacheError: the number isn't positive.
@@ -486,9 +480,6 @@ def raw(tensor: Tensor) -> Tensor:
 
     Returns:
         A view of dtype uint8, or the tensor itself.
-
-    Raises:
-        Nothing: every tensor has such a view.
 
     Examples:
         >>> raw(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype

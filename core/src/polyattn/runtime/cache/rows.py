@@ -145,9 +145,6 @@ def sizes_of(format: RowFormat) -> list[int]:
     Returns:
         Ascending, `LONGEST_HEAD` at most.
 
-    Raises:
-        Nothing: `row_bytes` takes any size.
-
     Examples:
         >>> from polyattn import row_formats
         >>> sizes_of(row_formats()["nvfp4"])[:3]

@@ -133,9 +133,6 @@ def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     Returns:
         (tokens, heads, size) in `dtype`.
 
-    Raises:
-        Nothing: shapes are the caller's own.
-
     Examples:
         >>> query = torch.ones(1, 1, 2).to(torch.float8_e4m3fn)
         >>> dequantized(query, 0.5, torch.float32).flatten().tolist()
@@ -158,9 +155,6 @@ def write_output(out: Tensor, values: Tensor, scale: Scale) -> None:
         out: (tokens, heads, size), written.
         values: the output, of the same shape in a wider dtype.
         scale: the output's scale, a number or float32 (num_kv_heads,), whose first number counts.
-
-    Raises:
-        Nothing: shapes are the caller's own.
 
     Examples:
         >>> out = torch.zeros(1, 1, 2, dtype=torch.float8_e4m3fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +49,7 @@ class StateCacheSpec:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one sequence's state in one layer, however long the sequence is."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * STORAGE_DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * STORAGE_DTYPES[self.dtype].itemsize
 
     def allocate(self, device: torch.device | str = "cpu") -> StateCache:
         """Return uninitialised states: a sequence that starts fresh reads none."""

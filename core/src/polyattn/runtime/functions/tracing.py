@@ -6,7 +6,9 @@ flow on traced values, are refused by name.
 
 from __future__ import annotations
 
+import ast
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,6 @@ from polyattn.runtime.cache.bits import half, single
 from polyattn.runtime.cache.rows import function_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.pointwise import function_of as function_of_variant
-from polyattn.runtime.functions.written import written_problem
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
@@ -569,9 +570,6 @@ def untraceable(variant: AttentionVariant, target: str, language: str = "") -> s
         target: what they would be generated for, as the message names it ("Triton").
         language: a language of sources written by hand, which need no tracing; default: none.
 
-    Returns:
-        The reason, or None.
-
     Raises:
         SpecError: a function of the variant can't be loaded.
 
@@ -591,3 +589,64 @@ def untraceable(variant: AttentionVariant, target: str, language: str = "") -> s
     except UntraceableError as error:
         return f"{error}, which isn't generated for {target}"
     return None
+
+
+def written_problem(variant: AttentionVariant, language: str) -> str | None:
+    """Return what a variant's source in a language lacks, in words for people, or None.
+
+    Raises `SpecError` if its file can't be read.
+    """
+    text = variant.source(language)
+    if text is None:
+        return None
+    label = f"sources[{language!r}]"
+    if language == "cuda":
+        defined = set(re.findall(r"\b(\w+)\s*\([^;{}]*\)\s*\{", text))
+    else:
+        try:
+            body = ast.parse(text).body
+        except SyntaxError as error:
+            return f"{label}, line {error.lineno}: {error.msg}"
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    wanted = [name for name in ("score_mod", "mask_mod") if getattr(variant, name) is not None]
+    missing = [name for name in wanted if name not in defined]
+    return f"{label} defines no {' and no '.join(missing)}" if missing else None
+
+
+def reciprocal(trace: Trace, number: int) -> float | None:
+    """Return the factor by which a generator multiplies instead of dividing a score by a constant.
+
+    A quotient of positions stays a division: 49 times 1 / 49 is less than 1, and would round to 0.
+
+    Args:
+        trace: the functions' operations.
+        number: the operation's number in the trace.
+
+    Returns:
+        1 / divisor, or None where the operation isn't such a division.
+
+    Examples:
+        >>> def halved(score, b, h, q_idx, kv_idx):
+        ...     return score / 2.0
+        >>> found = trace(Function(halved, ()), (), {})
+        >>> [reciprocal(found, n) for n, node in enumerate(found.nodes) if node.op == "truediv"]
+        [0.5]
+
+    """
+    node = trace.nodes[number]
+    if node.op != "truediv" or trace.nodes[node.args[1]].op != "constant":
+        return None
+    divisor = float(trace.nodes[node.args[1]].what)
+    return 1 / divisor if 1e-30 < abs(divisor) < 1e30 and _of_score(trace, number) else None
+
+
+def _of_score(trace: Trace, number: int) -> bool:
+    """Whether a value depends on the score."""
+    known, waiting = {number}, [number]
+    while waiting:
+        node = trace.nodes[waiting.pop()]
+        if (node.op, node.what) == ("place", "score"):
+            return True
+        waiting += set(node.args) - known
+        known |= set(node.args)
+    return False

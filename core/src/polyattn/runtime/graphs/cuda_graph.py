@@ -169,9 +169,6 @@ class StepGraphs:
         Returns:
             The graph, or None if the step must run eagerly.
 
-        Raises:
-            Nothing: `replay` raises.
-
         """
         return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
 

@@ -109,9 +109,6 @@ class MixedBuffers(StepBuffers):
         Returns:
             The step as the graph sees it, over these buffers.
 
-        Raises:
-            Nothing: `fits` tells whether it does.
-
         """
         size, queries = self.size, batch.query_lens
         decodes, prompts = self._kinds(batch)

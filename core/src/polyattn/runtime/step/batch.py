@@ -167,7 +167,7 @@ class Batch:
         shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
-        """Build a batch whose new tokens are stored at the end of their sequences.
+        """Return a batch whose new tokens are stored at the end of their sequences.
 
         Args:
             query_lens: query tokens of each sequence.
@@ -184,9 +184,6 @@ class Batch:
             host_block_table: as in `Batch`.
             shared_prefix: as in `Batch`.
             device: as in `Batch`.
-
-        Returns:
-            The batch.
 
         Raises:
             BatchError: as `Batch`.

@@ -1,13 +1,15 @@
-"""How is a block table transformed? Into smaller blocks, without first blocks, with a first column."""
+"""How is a block table transformed? Into smaller blocks, without first ones, a row for each token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.selection.cache_format import CacheFormat
 
 
@@ -50,3 +52,23 @@ def without_first(table: Tensor, counts: Sequence[int]) -> Tensor:
     skipped = torch.tensor(counts, dtype=torch.int64, device=table.device)[:, None]
     columns = torch.arange(width, device=table.device) + skipped
     return table.gather(1, columns.clamp_(max=width - 1))
+
+
+def each_token(batch: Batch) -> Batch:
+    """Return the step as decodes alone, a row for each token, which sees what comes up to it.
+
+    Then how a sequence is divided into steps changes nothing.
+    """
+    table = batch.block_table
+    assert table is not None
+    queries, tokens = batch.host_query_lens, np.arange(batch.num_tokens)
+    seq = np.repeat(np.arange(len(queries)), queries)
+    ends = np.asarray(batch.host_starts)[1:]
+    lens = np.maximum(np.asarray(batch.host_lens)[seq] - (ends[seq] - 1 - tokens), 0)
+    at = torch.from_numpy(seq).to(table.device)
+    rows = Batch([*range(len(seq) + 1)], lens.tolist(), table.index_select(0, at))
+    if batch.lens_are_bounds:
+        _, positions, there = token_places(batch)
+        rows.__dict__["seq_lens"] = torch.minimum(positions + 1, there).clamp(min=0).int()
+        rows.lens_are_bounds = True
+    return rows

@@ -31,9 +31,6 @@ def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Three tensors, int64 (num_tokens,).
 
-    Raises:
-        Nothing: every step has them.
-
     Examples:
         >>> batch = Batch.from_lens([2, 1], [5, 9], torch.tensor([[0], [1]]).int(), 16)
         >>> [each.tolist() for each in token_places(batch)]
@@ -69,9 +66,6 @@ def visible_entries(
 
     Returns:
         int64 (num_tokens,).
-
-    Raises:
-        Nothing: any lengths do.
 
     Examples:
         >>> visible_entries(4, torch.tensor([2, 3, 8]), torch.tensor([9, 9, 9])).tolist()
@@ -250,9 +244,6 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
 
     Returns:
         The new batch, or None if the mask's blocks aren't whole blocks of the cache.
-
-    Raises:
-        Nothing: the batch was checked before.
 
     Examples:
         >>> table = torch.tensor([[4, 7, 5]], dtype=torch.int32)

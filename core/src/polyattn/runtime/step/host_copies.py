@@ -38,9 +38,6 @@ def values_of(tensor: Tensor) -> list[int]:
     Args:
         tensor: integers (values,), on any device.
 
-    Returns:
-        The values.
-
     Raises:
         BatchError: a graph is being captured.
 
@@ -59,9 +56,6 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
     Args:
         cumulative: integers (num_seqs + 1,), where each sequence starts, and where the last one ends.
         gap: whether something may lie before the first sequence.
-
-    Returns:
-        The lengths, in tokens.
 
     Raises:
         BatchError: the first start isn't 0 and `gap` isn't set, or a graph is being captured.

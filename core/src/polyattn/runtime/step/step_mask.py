@@ -74,9 +74,6 @@ class CustomMask(StepMask):
             masks: for each sequence bool (query_len, keys), True where a query sees a key.
             over: as in `CustomMask`.
 
-        Returns:
-            The mask.
-
         Raises:
             BatchError: a mask isn't a tensor of booleans.
 
@@ -93,9 +90,6 @@ class CustomMask(StepMask):
         Args:
             parents: for each sequence the parents of its tokens, as indices among them; -1 for a token
                 that follows the context. A parent stands before its children.
-
-        Returns:
-            The mask.
 
         Raises:
             BatchError: a parent doesn't stand before its child.
@@ -128,9 +122,6 @@ class CustomMask(StepMask):
             query_lens: query tokens of each sequence.
             seq_lens: keys of each sequence.
 
-        Returns:
-            The mask.
-
         Raises:
             BatchError: the lists differ in length, or a number is negative.
 
@@ -150,9 +141,6 @@ class CustomMask(StepMask):
         Args:
             documents: for each sequence the document of every key, as any integers.
             query_lens: query tokens of each sequence.
-
-        Returns:
-            The mask.
 
         Raises:
             BatchError: the lists differ in length, or an entry isn't an integer.
@@ -240,9 +228,6 @@ class BlockSparseMask(StepMask):
             seq_lens: keys of each sequence.
             block: (query rows, keys) of a block.
 
-        Returns:
-            The mask of blocks.
-
         Raises:
             BatchError: the mask doesn't have these lengths.
 
@@ -283,9 +268,6 @@ class BlockSparseMask(StepMask):
             seq_lens: keys of each sequence.
             block: (query rows, keys) of a block.
 
-        Returns:
-            The mask of blocks.
-
         Raises:
             BatchError: the window is below 1.
 
@@ -311,9 +293,6 @@ class BlockSparseMask(StepMask):
         Args:
             pages: for each sequence the numbers of its pages, counted from its first key.
             page_size: tokens of a page.
-
-        Returns:
-            The mask of blocks.
 
         Raises:
             BatchError: a number isn't a page.

@@ -18,9 +18,6 @@ class UniformRows:
     Args:
         batch: the step.
 
-    Raises:
-        Nothing: the batch was checked before.
-
     Examples:
         >>> rows = UniformRows(Batch.from_lens([1, 2], [5, 6]))
         >>> rows.spread(torch.tensor([7, 8, 9])).tolist()

@@ -8,7 +8,7 @@ import time
 from polyattn.api import select
 from polyattn.registry.devices import resolve_device
 from polyattn.runtime.group import LayerGroup
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.decompose import group_layers
 from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
 from polyattn.tools.cli.output import console
@@ -24,7 +24,7 @@ def show(
     """Build each layer group's backends and candidates; print the seconds that each group took."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("polyattn").setLevel(logging.INFO)
-    settings = current().with_backend(backend, "flag --backend")
+    settings = current_settings().with_backend(backend, "flag --backend")
     resolved = resolve_device(device)
     _, specs = read_specs(model, spec_json, reading)
     for spec, layers in group_layers(specs).items():

@@ -24,7 +24,13 @@ from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, Unset, ask_detector, load_problem
 from polyattn.registry.requirements import requirement_problem
 from polyattn.registry.timings import timings
-from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
+from polyattn.settings import (
+    FOREIGN_VARIABLES,
+    VARIABLES,
+    Settings,
+    current_settings,
+    read_config_file,
+)
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
 from polyattn.tools.cli.output import add_row, console, print_json, table
 
@@ -64,7 +70,7 @@ def examine() -> dict[str, Any]:
     problems += _requirements()
     problems += [row["problem"] for row in report["integrations"] if row["problem"]]
     try:
-        settings = current()
+        settings = current_settings()
         report["notes"] = list(settings.notes)
         report["config_file"] = read_config_file(os.environ)[1] or None
         registry = discover(settings)

@@ -15,7 +15,7 @@ from polyattn.api import select, unmatched_overrides
 from polyattn.errors import SelectionError, SettingsError, ranges
 from polyattn.registry.devices import resolve_device
 from polyattn.selection.selection import Selection, verdict_line
-from polyattn.settings import Settings, current
+from polyattn.settings import Settings, current_settings
 from polyattn.spec.decompose import candidate_sources, choice_sources, group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.cache_formats import formats_of, print_formats
@@ -41,7 +41,7 @@ def show(
     if plot:
         check_plot(plot)
     steps = {text: parse_batch(text) for text in batches}
-    settings = current().with_backend(backend, "flag --backend")
+    settings = current_settings().with_backend(backend, "flag --backend")
     specs = read_specs(model, spec_json, reading)[1]
     groups = group_layers(specs)
     resolved = resolve_device(device)

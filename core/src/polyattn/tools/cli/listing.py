@@ -14,7 +14,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import availabilities, running
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.tools.cli.stdout import write
 
 WIDTH = 100
@@ -105,7 +105,7 @@ def plugin_rows(registry: Registry) -> list[dict[str, str]]:
 
 def backend_rows(registry: Registry) -> list[dict[str, Any]]:
     """Return a row for each backend; probes run side by side, each within its time."""
-    timeout = current().probe_timeout
+    timeout = current_settings().probe_timeout
     infos = sorted(registry.backends.values(), key=lambda b: b.name)
 
     problems = availabilities(infos, timeout)

@@ -17,7 +17,7 @@ from polyattn.registry.discovery import discover
 from polyattn.registry.machine import interpreted
 from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
@@ -136,7 +136,7 @@ def _serve(
     """
     silent = ranks is not None and ranks.rank > 0
     pretends = device is not profile
-    settings = current().with_backend(options.backend, "flag --backend")
+    settings = current_settings().with_backend(options.backend, "flag --backend")
     room, what = options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}"
     if whole is not None:
         room, what = room + whole.bytes, f"{what} and the weights of {path}"

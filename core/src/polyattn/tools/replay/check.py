@@ -25,7 +25,6 @@ from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.sparse import reference as reference_sparse
 from polyattn.families.sparse import workload as sparse
-from polyattn.spec.recurrence import Shape
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
 
@@ -181,7 +180,7 @@ class Checker:
             count = min(batch.query_lens[index], RECURRENT_TOKENS)
             rows = slice(batch.starts[index], batch.starts[index] + count)
 
-            def cut(tensor: Tensor, letters: Shape) -> Tensor:
+            def cut(tensor: Tensor, letters: str) -> Tensor:
                 for dim, letter in enumerate(letters):
                     if letter in "HG":
                         by = [slice(None)] * dim + [heads if letter == "H" else groups]  # noqa: B023

@@ -14,7 +14,7 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
-from polyattn.registry.requirements import requirement_name
+from polyattn.registry.requirements import requirement_of
 from polyattn.registry.timings import FORMAT, layer_class
 from polyattn.spec.timing import TERMS
 from polyattn.tools.tune.fitting import Fit, fit
@@ -154,7 +154,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
 def packages_of(registry: Registry, backend: str) -> list[str]:
     """Return whose versions a backend's times depend on: its plugin, and its library or else torch."""
     info, owner = registry.backends[backend], registry.owners[backend]
-    libraries = [name for text in info.requires if (name := requirement_name(text))]
+    libraries = [named[0] for text in info.requires if (named := requirement_of(text))]
     return [name for name in (owner.dist, *(libraries or ["torch"])) if installed(name)]
 
 

@@ -16,7 +16,7 @@ from polyattn.errors import SelectionError
 from polyattn.registry.discovery import discover
 from polyattn.registry.installed import Registry
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
+from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.lengths import Lengths
 from polyattn.tools.tune.fitting import LEAST_POINTS
@@ -108,7 +108,7 @@ class Tuning:
     def _selection(self, spec: LayerSpec) -> Selection | None:
         """Select by priority, over all candidates: no earlier table may speak for its successor."""
         try:
-            selection = select(spec, self.device, settings=current().without_timings())
+            selection = select(spec, self.device, settings=current_settings().without_timings())
         except SelectionError as error:
             self.notes.append(str(error).splitlines()[0])
             return None

@@ -19,7 +19,7 @@ from polyattn import (
     StepPlan,
 )
 from polyattn.families.attention.rope import rotate
-from polyattn.runtime.norm import rms_norm
+from polyattn.runtime.rotation import rms_norm
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.runners import Options, Runner
 
