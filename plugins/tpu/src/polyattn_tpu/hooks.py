@@ -99,7 +99,7 @@ PALLAS_ATTN = declared(
         features=names(
             "causal non_causal gqa v_head_size sliding_window window_right "
             "sink_tokens chunked alibi learned_sinks logit_soft_cap lse deterministic "
-            "variant custom_mask block_sparse"
+            "variant custom_mask block_sparse length_bounds"
         ),
         excludes=EXCLUDES,
     ),
@@ -150,6 +150,24 @@ XLA_MLA_SPARSE = declared(
     ),
     Priority(score=40, why="what is gathered goes through HBM once more"),
     summary="attention to chosen latents, gathered and multiplied by XLA",
+)
+
+XLA_PAGES = declared(
+    "XLA_PAGES",
+    "XlaPages",
+    Capabilities(
+        platforms=PLATFORMS,
+        dtypes=DTYPES,
+        remedies=REMEDIES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        preferred_block_size=64,
+        layouts=("HND",),
+        phases=names("prefill decode mixed"),
+        features=names("causal gqa v_head_size lse deterministic length_bounds"),
+        excludes=EXCLUDES,
+    ),
+    Priority(score=30, why="each token gathers its keys, through HBM once more"),
+    summary="attention over pages of any size, gathered by XLA: single tokens that are chosen",
 )
 
 XLA_SCAN = declared(
@@ -214,5 +232,5 @@ declare(
     __name__,
     api_versions=(1, 1),
     platforms=[PLATFORM],
-    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_SCAN, JAX_STORE, JAX_MERGE],
+    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_PAGES, XLA_SCAN, JAX_STORE, JAX_MERGE],
 )
