@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from polyattn.plugin import AttentionKind, BatchError, LayerSpec
+from polyattn.plugin import BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
