@@ -31,7 +31,8 @@ _HOME = {
     "AttentionPlan": "planning", "Buckets": "buckets", "Cache": "functions", "BatchError": "planning",
     "RecurrentPlan": "planning", "Scales": "functions", "Step": "step", "attend": "functions",
     "attend_bounded": "functions", "attend_expanded": "latent", "attend_given": "functions",
-    "attend_latent": "latent", "attend_rows": "latent", "merge": "functions", "pad": "planning", "plan": "planning",
+    "attend_latent": "latent", "attend_rows": "latent", "merge": "functions", "pad": "planning",
+    "plan": "planning",
     "functions_of": "functions", "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
     "torchax": "torchax_env",
 }  # fmt: skip

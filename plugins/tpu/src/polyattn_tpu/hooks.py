@@ -49,9 +49,12 @@ TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
 
 def declared(
-    name: str, path: str, claims: Capabilities, priority: Priority, **fields: Any
+    name: str, path: str, claims: Capabilities, priority: Priority, levels: str = "", **fields: Any
 ) -> BackendInfo:
-    """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests."""
+    """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests.
+
+    `levels`: features that the second alone claims, because a TPU's bits were not compared.
+    """
     compiled = Variant(
         name="compiled",
         path=f"polyattn_tpu.backends:{path}",
@@ -65,7 +68,7 @@ def declared(
         probe="polyattn_tpu.probes:interprets",
         # A format's bytes are moved along lanes as no TPU was seen to do.
         capabilities=replace(
-            claims.but(platforms={"cpu": ()}),
+            claims.but(platforms={"cpu": ()}, features=claims.features | names(levels)),
             kv_cache_dtypes=claims.kv_cache_dtypes
             | ({ANY_ROWS} if "rows_check" in fields else set()),
         ),
@@ -104,6 +107,7 @@ PALLAS_ATTN = declared(
         excludes=EXCLUDES,
     ),
     Priority(score=80, why="pages by DMA, one ragged kernel a step"),
+    levels="batch_invariant step_invariant",
     aliases=("PALLAS",),
     summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
     variant_check="polyattn_tpu.variants:variant_problem",
@@ -149,6 +153,7 @@ XLA_MLA_SPARSE = declared(
         excludes=EXCLUDES,
     ),
     Priority(score=40, why="what is gathered goes through HBM once more"),
+    levels="batch_invariant step_invariant",
     summary="attention to chosen latents, gathered and multiplied by XLA",
 )
 
@@ -167,6 +172,7 @@ XLA_PAGES = declared(
         excludes=EXCLUDES,
     ),
     Priority(score=30, why="each token gathers its keys, through HBM once more"),
+    levels="batch_invariant step_invariant",
     summary="attention over pages of any size, gathered by XLA: single tokens that are chosen",
 )
 
