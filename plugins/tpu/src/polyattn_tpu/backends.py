@@ -173,8 +173,10 @@ class PallasAttention(AttentionBackend):
         elif spec.length_bounds:
             assert batch.block_table is not None
             options |= {"rows": self.rows}
-            held = pages(frame.cache), to_jax(batch.seq_lens), to_jax(batch.block_table)
-            result, logs = attend_bounded(plan.arrays, spec, rows, *held, **options)
+            device = to_jax(batch.seq_lens), to_jax(batch.block_table)
+            result, logs = attend_bounded(
+                plan.arrays, spec, rows, pages(frame.cache), *device, **options
+            )
         else:
             held, rows = pages(frame.cache), pad(plan.arrays, rows)
             result, logs = attend(plan.arrays, spec, rows, held, rows=self.rows, **options)

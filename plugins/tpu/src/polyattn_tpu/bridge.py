@@ -158,10 +158,9 @@ class SmallerPages(KVCache):
 
     def __init__(self, whole: KVCache, size: int):
         form = replace(whole.format, block_size=size, num_kv_heads=1)
-        views = []
-        for view, width in zip((whole.key, whole.value), form.widths, strict=True):
-            views.append(_logical(root(view), width, (-1, 1, size)))
-        super().__init__(*views, form)
+        pairs = zip((whole.key, whole.value), form.widths, strict=True)
+        key, value = (_logical(root(view), width, (-1, 1, size)) for view, width in pairs)
+        super().__init__(key, value, form)
         self.whole = whole
 
 

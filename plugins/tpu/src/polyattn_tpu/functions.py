@@ -168,7 +168,10 @@ def attend_bounded(
         return attend(with_pages(plan, *part[1:]), spec, pad(plan, part[0]), cache, **options)
 
     made = lax.map(one, (cut(query), cut(seq_lens), cut(table)))
-    return jax.tree.map(lambda a: a[:, :places].reshape(-1, *a.shape[2:])[:count], made)
+    whole: tuple[Array, Array | None] = jax.tree.map(
+        lambda a: a[:, :places].reshape(-1, *a.shape[2:])[:count], made
+    )
+    return whole
 
 
 def attend_given(

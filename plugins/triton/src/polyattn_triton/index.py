@@ -60,7 +60,9 @@ def scores_constants(
     assert indexer is not None
     heads = power(indexer.num_heads)
     columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
-    # A score's bits follow from what is multiplied with it: at a level, its token's heads alone.
+    # A score's bits follow from what is multiplied with it: at a level, its token's heads alone, by one
+    # program for all steps.
+    decode = decode and not spec.batch_invariant
     tokens = 1 if decode or spec.batch_invariant else max(1, columns // heads)
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
@@ -158,8 +160,7 @@ class TritonIndex(IndexBackend):
         group = group_of(spec, entries)
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         best = scores if group == 1 else scores.new_empty(len(scores), width // group)
-        decode = batch.all_decode and not self.spec.batch_invariant  # one program for all steps
-        constants = scores_constants(self.spec, size, decode, self.device.arch, group)
+        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
         starts, lens = batch.query_start_loc, batch.seq_lens
         _score(
             (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
