@@ -215,7 +215,10 @@ class Visit:
             )  # fmt: skip
 
     def index(self) -> None:
-        """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it."""
+        """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it.
+
+        `of_mm` and `bar_of_mm`: as those of `sparse`.
+        """
         from polyattn.conformance.cases.index import layer_for
 
         for name, (seqs, spec, what) in INDEXERS.items():
@@ -223,15 +226,18 @@ class Visit:
             work = self.native.step_of(layer, f"{seqs}q1s128k", "NATIVE_INDEX", "index")
             bounds = self.limits()
             limit, amount = bounds[what if what in bounds else "mm fp32"]
-            calls: Calls = {"index": work.call, "limit": limit}
+            multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+            calls: Calls = {"index": work.call, "limit": limit, "mm": multiply}
             best = least(calls, self.seconds, time.thread_time)
             entries = seqs * ((1 << 17) // spec.tokens_per_entry)
             keys = entries * work.keys.shape[2] * work.keys.itemsize
             products = 2 * entries * spec.num_heads * spec.head_size
             done = keys if what == "read" else products
             share = done / best["index"] / (amount / best["limit"])
+            of_mm = products / best["index"] / (rate / best["mm"])
             self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
-                     gb_s=keys / best["index"] / 1e9)  # fmt: skip
+                     gb_s=keys / best["index"] / 1e9, of_mm=of_mm,
+                     bar_of_mm=of_mm * 0.7 / share)  # fmt: skip
 
     def sparse(self) -> None:
         """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.

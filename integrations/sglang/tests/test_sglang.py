@@ -265,6 +265,26 @@ def test_what_is_refused() -> None:
         ServedAttention(SimpleNamespace(use_mla_backend=True))
 
 
+def test_a_model_of_sparse_layers_is_refused_by_name_before_the_engine_is_up() -> None:
+    """Its layers would be refused at the first step; a dense model, and one nobody reads, go on."""
+    configs = pytest.importorskip("transformers").AutoConfig
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+
+    def runner(config: Any) -> Any:
+        return SimpleNamespace(
+            use_mla_backend=False, model_config=SimpleNamespace(hf_config=config), page_size=16,
+            req_to_token_pool=None, token_to_kv_pool=None,
+        )  # fmt: skip
+
+    with pytest.raises(
+        PolyattnError, match=r"minimax_m3_vl: its layers are sparse \(1 of 2\).*--attention-backend"
+    ):
+        ServedAttention(runner(configs.for_model("minimax_m3_vl", text_config=layers)))
+    unread = SimpleNamespace(model_type="new", to_dict=lambda: {"model_type": "new"})
+    for other in (configs.for_model("llama"), unread):
+        assert ServedAttention(runner(other)).page == 16
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Modules with what `register` imports of SGLang."""

@@ -143,6 +143,7 @@ def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None, formats: Any = 
 
 static = ("spec", "functions", "lse", "interpret", "rows")
 attend = jax.jit(pt.attend, static_argnames=static)
+attend_bounded = jax.jit(pt.attend_bounded, static_argnames=static)
 attend_given = jax.jit(pt.attend_given, static_argnames=static)
 store = jax.jit(pt.store, static_argnames="rows", donate_argnames="cache")
 
@@ -168,7 +169,12 @@ class FunctionsAttention(Attention):
             if key is not None and step.batch.slot_mapping is not None:
                 given = [pt.pad(plan, array) for array in rows[1:]]
                 made = store(plan, *given, made, scales, rows=formats)
-            found = attend(plan, self.spec, rows[0], made, rows=formats, **options)
+            if self.spec.length_bounds:
+                held = arrays(step.batch.seq_lens, step.batch.block_table)
+                query = rows[0][: len(query)]
+                found = attend_bounded(plan, self.spec, query, made, *held, rows=formats, **options)
+            else:
+                found = attend(plan, self.spec, rows[0], made, rows=formats, **options)
             bring(made, cache)
         give(*found, out, lse, formats)
 

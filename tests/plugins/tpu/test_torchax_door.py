@@ -176,3 +176,44 @@ with environment:
     else:
         raise AssertionError("a cache that the chip would have to copy was taken")
 """)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "backend"),
+    [
+        ('SparseSpec(budget=3, granularity=8, scope="kv_head")', "PALLAS_ATTN"),
+        ("SparseSpec(budget=11)", "XLA_PAGES"),
+    ],
+)
+def test_chosen_keys_have_the_reference_s_results(choice: str, backend: str) -> None:
+    """Blocks that are pages by the kernel, with more rows than there are places; tokens by gathers."""
+    run(
+        f"backend, choice = {backend!r}, {choice!r}"
+        + """
+from polyattn import SparseAttention, SparseSpec
+choice = eval(choice)
+spec = LayerSpec(kind="sparse", num_heads=4, num_kv_heads=2, head_size=64, dtype="float32",
+                 block_size=16, sparse=choice)
+lens, counts = [37, 20], [6, 1]
+table = torch.tensor([[5, 2, 7], [1, 4, 3]]).int()
+given = [torch.randn(7, heads, 64) for heads in (4, 2, 2)]
+held = [torch.randn(8, 16, 2, 64) for _ in range(2)]
+last = torch.tensor([31, 32, 33, 34, 35, 36, 19])
+ids = torch.stack([torch.stack([torch.randperm(int(t) // choice.granularity + 1)[:2] for t in last])
+                   for _ in range(2 if choice.scope == "kv_head" else 1)], 1).int()
+def outcome(device, name):
+    group = LayerGroup(select(spec, device, backend=name))
+    layer, cache = SparseAttention(group), group.allocate_cache(8)
+    for stored, numbers in zip((cache.key, cache.value), held):
+        stored.copy_(numbers.to(device))
+    batch = Batch.from_lens(counts, lens, table.to(device), 16)
+    return layer(*(each.to(device) for each in given), cache, batch, choice=ids.to(device))
+right = outcome("cpu", "VANILLA")
+with environment:
+    assert dict(select(spec, "jax").decision.chosen)["decode"] == backend
+    out = outcome("jax", backend)
+    error = output_error(out.cpu(), right)
+assert error < 2e-5, error
+"""
+    )

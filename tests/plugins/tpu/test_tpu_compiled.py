@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import pytest
-from polyattn import LayerSpec, select
+from polyattn import LayerSpec, SparseSpec, select
 from polyattn.errors import SelectionError
 from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.tools.cli.models import bundled, bundled_models
@@ -136,6 +136,31 @@ def _narrow(spec: LayerSpec) -> Any:
     return lambda plan, query, cache, params: paged_attention(
         query, *cache, plan.tiles, plan.pages, jnp.ones(2), None, form
     )
+
+
+MSA = LayerSpec(
+    kind="sparse", num_heads=64, num_kv_heads=4, head_size=128,
+    sparse=SparseSpec(budget=16, granularity=128, scope="kv_head"),
+)  # fmt: skip
+QSA = LayerSpec(
+    kind="sparse", num_heads=24, num_kv_heads=2, head_size=256, sparse=SparseSpec(budget=2051)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [(MSA, 8), (MSA, 512), (QSA, 8)],
+    ids=["blocks, decode", "blocks, prompts", "tokens"],
+)
+def test_chosen_keys_are_read_where_they_lie(spec: LayerSpec, tokens: int, arch: str) -> None:
+    """More rows than the plan has places take turns; what is gathered is less than the cache."""
+    run, given = tpu_ahead.chosen_case(spec, tokens=tokens, block_size=128)
+    memory = tpu_ahead.compile_for(arch, run, *given).memory_analysis()
+    cache = 2 * 512 * spec.num_kv_heads * 128 * spec.head_size * 2
+    assert memory.generated_code_size_in_bytes > 10_000
+    assert memory.temp_size_in_bytes < cache
 
 
 def test_a_donated_cache_is_stored_into_in_place() -> None:

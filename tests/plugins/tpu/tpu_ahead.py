@@ -13,11 +13,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from polyattn.plugin import AttentionKind, LayerSpec, absorbed
+from polyattn.spec.decompose import paged
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import DENSE_PAGE
-from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, functions_of, store
-from polyattn_tpu.latent import attend_rows
-from polyattn_tpu.planning import AttentionPlan, by_of, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.functions import (
+    DTYPES,
+    Cache,
+    Scales,
+    attend,
+    attend_bounded,
+    attend_given,
+    functions_of,
+    store,
+)
+from polyattn_tpu.latent import attend_pages, attend_rows
+from polyattn_tpu.planning import (
+    AttentionPlan,
+    by_of,
+    plan_bounded,
+    plan_chunks,
+    plan_dense,
+    plan_paged,
+)
 from polyattn_tpu.recurrence import recur
 from polyattn_tpu.step import Step
 
@@ -144,6 +161,39 @@ def latent_case(
         step_of("decode", seqs, seqs, length, block_size), spec.num_heads, block_size, buckets
     )
     return lambda p, q, c: attend(p, inner, q, c, interpret=False), (plan, query, cache)
+
+
+def chosen_case(
+    spec: LayerSpec, *, tokens: int, block_size: int, num_blocks: int = 512
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the attention of a sparse layer's tokens to chosen pages, as torch's door calls it."""
+    assert spec.sparse is not None
+    inner, dtype = paged(spec, True, False), DTYPES[spec.dtype]
+    page, heads = inner.block_size, spec.num_kv_heads
+    assert page is not None
+    rows, width = tokens * heads, spec.sparse.budget * spec.sparse.granularity // page
+    cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows,), (rows, width))]
+    query = jax.ShapeDtypeStruct((rows, inner.num_heads, spec.head_size), dtype)
+
+    def pages(cache: Cache) -> Cache:
+        assert cache.value is not None
+        return Cache(*(a.reshape(-1, 1, page, a.shape[3]) for a in cache))
+
+    if page % 8:
+
+        def gathered(query: Any, row: Any, lens: Any, table: Any, cache: Cache) -> Any:
+            after = jnp.zeros_like(row)
+            return attend_pages(query, row, after, lens, table, pages(cache), inner, Scales())
+
+        return gathered, (query, *ints, cache)
+    step = Step.of([1] * rows, [width * page] * rows)
+    plan = plan_bounded(step, inner.gqa_ratio, page, Buckets())
+
+    def run(plan: Any, query: Any, lens: Any, table: Any, cache: Cache) -> Any:
+        return attend_bounded(plan, inner, query, pages(cache), lens, table, interpret=False)
+
+    return run, (plan, query, *ints[1:], cache)
 
 
 def recurrent_case(

@@ -28,6 +28,19 @@ index.arch_matches = lambda *_: True  # as on Hopper: halves of tiles, queries o
 run_case(cases["index-scaled-mixed"], "TRITON_INDEX", device, 1)
 print("chosen")
 """
+SAME = """
+from polyattn import discover, resolve_device
+from polyattn.conformance.checks import invariance
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
+
+device = resolve_device("cpu")
+info = discover().backends["TRITON_INDEX"].builds_on("cpu")[-1]
+cases = {case.id: case for case in derive(info, device)}
+invariance.DRAWS = 6
+run_case(cases["index_regrouped-size_128_steps-mixed"], "TRITON_INDEX", device, 1)
+print("the same")
+"""
 DSA = IndexerSpec(num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled")
 BF16 = IndexerSpec(num_heads=64, head_size=128, budget=2048)
 MSA = IndexerSpec(
@@ -41,6 +54,13 @@ def test_it_chooses_as_the_kit_wants(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CASES)
     assert interpreted(script).strip() == "chosen"
+
+
+@pytest.mark.slow
+def test_a_token_chooses_alike_in_any_batch_and_as_a_decode(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAME)
+    assert interpreted(script).strip() == "the same"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from polyattn import Batch, KVCache, LayerGroup, PolyattnError
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, PolyattnError
 from polyattn.host import CallOptions, Ledger, group_for_call, plan_lengths, refuse, run_plan
 from torch import Tensor
 
@@ -58,10 +58,7 @@ class ServedAttention:
     def __init__(self, runner: Any, deterministic: bool = False):
         super().__init__()
         self.deterministic = deterministic
-        if runner.use_mla_backend:
-            raise PolyattnError(
-                "MLA models: this backend serves attention; use SGLang's own for them"
-            )
+        _refuse_model(runner)
         self.page = int(runner.page_size)
         self.requests, self.pool = runner.req_to_token_pool, runner.token_to_kv_pool
         if getattr(self.pool, "requires_physical_write_loc", False):
@@ -166,6 +163,27 @@ class ServedAttention:
     def support_triton(self) -> bool:
         """Whether SGLang may use its own Triton kernels beside this backend."""
         return True
+
+
+def _refuse_model(runner: Any) -> None:
+    """Refuse MLA, and layers that choose keys: SGLang's own backends alone call their indexers."""
+    config = getattr(getattr(runner, "model_config", None), "hf_config", None)
+    name = getattr(config, "model_type", "this model")
+    kind = "MLA" if runner.use_mla_backend else ""
+    if config is not None and not kind:
+        try:
+            specs = LayerSpec.from_hf_config(config.to_dict())
+        except (
+            PolyattnError
+        ):  # a model that polyattn doesn't read; its layers are refused one by one
+            return
+        count = sum(spec.sparse is not None for spec in specs)
+        kind = f"sparse ({count} of {len(specs)})" if count else ""
+    if kind:
+        raise PolyattnError(
+            f"{name}: its layers are {kind}, and this backend serves dense attention; start SGLang "
+            "with another --attention-backend"
+        )
 
 
 def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:

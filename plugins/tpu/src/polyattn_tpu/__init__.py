@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Cache,
         Scales,
         attend,
+        attend_bounded,
         attend_given,
         functions_of,
         merge,
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionPlan": "planning", "Buckets": "buckets", "Cache": "functions", "BatchError": "planning",
     "RecurrentPlan": "planning", "Scales": "functions", "Step": "step", "attend": "functions",
-    "attend_expanded": "latent", "attend_given": "functions", "attend_latent": "latent",
-    "attend_rows": "latent", "merge": "functions", "pad": "planning", "plan": "planning",
+    "attend_bounded": "functions", "attend_expanded": "latent", "attend_given": "functions",
+    "attend_latent": "latent", "attend_rows": "latent", "merge": "functions", "pad": "planning",
+    "plan": "planning",
     "functions_of": "functions", "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
     "torchax": "torchax_env",
 }  # fmt: skip
@@ -43,6 +45,7 @@ __all__ = [
     "Scales",
     "Step",
     "attend",
+    "attend_bounded",
     "attend_expanded",
     "attend_given",
     "attend_latent",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from polyattn.kernel import (
     AttentionBackend,
     Batch,
@@ -35,7 +36,15 @@ from polyattn_tpu import functions, latent, recurrence
 from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_pages
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.functions import Scales
-from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.planning import (
+    by_of,
+    pad,
+    plan_bounded,
+    plan_chunks,
+    plan_dense,
+    plan_paged,
+    with_pages,
+)
 from polyattn_tpu.reading import reads_of
 from polyattn_tpu.rows import Rows
 from polyattn_tpu.step import Step
@@ -57,8 +66,10 @@ def buckets() -> Buckets:
 
 STATIC = ("spec", "functions", "lse", "interpret", "rows")
 attend = jax.jit(functions.attend, static_argnames=STATIC)
+attend_bounded = jax.jit(functions.attend_bounded, static_argnames=STATIC)
 attend_given = jax.jit(functions.attend_given, static_argnames=STATIC)
-attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank"))
+attend_pages = jax.jit(latent.attend_pages, static_argnames=("spec", "alike"))
+attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank", "alike"))
 merge = jax.jit(functions.merge)
 recur = {
     donated: jax.jit(
@@ -105,17 +116,27 @@ class PallasAttention(AttentionBackend):
         self._turned = tuple(r.format if r.format.turn else None for r in self.rows or ())
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
-        step, group = Step.from_batch(batch), self.spec.gqa_ratio
+        group, alike = self.spec.gqa_ratio, bool(self.spec.batch_invariant)
         if not self.spec.cached:
+            step = Step.from_batch(batch)
             return JaxPlan(batch, plan_dense(step, group, self.buckets, self.by))
         assert self.cache is not None
         size = self.cache.block_size
-        return JaxPlan(batch, plan_paged(step, group, size, self.buckets, self.by))
+        if self.spec.length_bounds:
+            step = Step.of(batch.query_lens, batch.lens)
+            return JaxPlan(batch, plan_bounded(step, group, size, self.buckets, alike))
+        step = Step.from_batch(batch)
+        return JaxPlan(batch, plan_paged(step, group, size, self.buckets, self.by, alike))
 
-    def reads(self, plan: Plan, batch: Batch) -> Reads:
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
         assert isinstance(plan, JaxPlan)
-        size = 0 if self.cache is None else self.cache.block_size
-        return reads_of(self.spec_of(batch), plan.arrays, batch, size)
+        arrays, size = plan.arrays, 0 if self.cache is None else self.cache.block_size
+        if self.spec.length_bounds:
+            if batch.num_seqs >= len(arrays.pages.query_lens):
+                return None  # its rows take turns
+            assert batch.block_table is not None
+            arrays = with_pages(arrays, to_jax(batch.seq_lens), to_jax(batch.block_table))
+        return reads_of(self.spec_of(batch), arrays, batch, size)
 
     def run(self, plan: JaxPlan, frame: Frame) -> None:
         """Attend; where rows are turned, with turned queries, and outputs turned back."""
@@ -129,10 +150,10 @@ class PallasAttention(AttentionBackend):
 
     def _run(self, plan: JaxPlan, frame: Frame) -> None:
         params, lse = frame.params, frame.lse
-        count, spec = frame.query.shape[0], self.spec_of(plan.batch)
+        count, spec, batch = frame.query.shape[0], self.spec_of(plan.batch), plan.batch
         if not count:
             return
-        rows = pad(plan.arrays, to_jax(frame.query))
+        rows = to_jax(frame.query)
         options = {
             "sinks": None if params.sinks is None else to_jax(params.sinks),
             "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
@@ -141,14 +162,23 @@ class PallasAttention(AttentionBackend):
             "lse": lse is not None,
         }
         if self.functions is not None:
-            inputs = {**plan.batch.inputs, **params.inputs}
+            inputs = {**batch.inputs, **params.inputs}
             options["inputs"] = self.functions.given({n: to_jax(t) for n, t in inputs.items()})
         if frame.cache is None:
             assert frame.key is not None and frame.value is not None
             arrays = (to_jax(frame.key), to_jax(frame.value))
-            result, logs = attend_given(plan.arrays, spec, rows, *arrays, **options)
+            result, logs = attend_given(
+                plan.arrays, spec, pad(plan.arrays, rows), *arrays, **options
+            )
+        elif spec.length_bounds:
+            assert batch.block_table is not None
+            options |= {"rows": self.rows}
+            device = to_jax(batch.seq_lens), to_jax(batch.block_table)
+            result, logs = attend_bounded(
+                plan.arrays, spec, rows, pages(frame.cache), *device, **options
+            )
         else:
-            held = pages(frame.cache)
+            held, rows = pages(frame.cache), pad(plan.arrays, rows)
             result, logs = attend(plan.arrays, spec, rows, held, rows=self.rows, **options)
         assign(frame.out, result[:count])
         if lse is not None:
@@ -182,6 +212,39 @@ class XlaSparse(SparseBackend):
             scale=spec.scale,
             rank=spec.latent.rank,
             k_scale=frame.params.k_scale,
+            alike=bool(spec.batch_invariant),
+        )
+        assign(frame.out, result[:count])
+        if frame.lse is not None:
+            assign(frame.lse, logs[:count])
+
+
+class XlaPages(AttentionBackend):
+    """Pages of any size are gathered a few tokens at a time, and attended to in plain XLA."""
+
+    name: ClassVar[str] = "XLA_PAGES"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
+        """Plan each token's row of the table, and how many of its keys come after the token."""
+        counts, tokens = np.asarray(batch.query_lens, np.int32), np.arange(batch.num_tokens)
+        row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        after = (np.cumsum(counts)[row] - 1 - tokens).astype(np.int32)
+        return JaxPlan(batch, (row, after))
+
+    def run(self, plan: JaxPlan, frame: Frame) -> None:
+        count, table = frame.query.shape[0], plan.batch.block_table
+        assert frame.cache is not None and table is not None
+        if not count:
+            return
+        size = _bucket(count)
+        result, logs = attend_pages(
+            *(_padded(array, size) for array in (to_jax(frame.query), *plan.arrays)),
+            to_jax(plan.batch.seq_lens),
+            to_jax(table),
+            pages(frame.cache),
+            spec=self.spec,
+            scales=Scales(frame.params.k_scale, frame.params.v_scale),
+            alike=bool(self.spec.batch_invariant),
         )
         assign(frame.out, result[:count])
         if frame.lse is not None:

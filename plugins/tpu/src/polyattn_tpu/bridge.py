@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -82,8 +83,11 @@ def root(tensor: Any) -> Any:
 def pages(cache: KVCache) -> Cache:
     """Return a cache's pages: those that are there, or of a cache on the CPU a copy."""
     if in_jax(cache.key):
-        owners = _owners(cache)
-        return Cache(*(owner.jax() for owner in owners))
+        blocks, size, heads, _ = cache.key.shape
+        whole = cache.whole if isinstance(cache, SmallerPages) else cache
+        return Cache(
+            *(owner.jax().reshape(blocks, heads, size, owner.shape[3]) for owner in _owners(whole))
+        )
     stored = [cache.key] if cache.value_in_key else [cache.key, cache.value]
     copied = (to_jax(tensor.transpose(1, 2)) for tensor in stored)
     return Cache(*(widened(array, whole_lanes(array.shape[3])) for array in copied))
@@ -132,6 +136,34 @@ def _owners(cache: KVCache) -> list[Any]:
     return owners
 
 
+class JaxCache(KVCache):
+    """A cache whose tensors have no strides: a block is pages of one head, of fewer tokens each."""
+
+    def in_pages_of(self, size: int, heads: int = 1) -> tuple[KVCache, tuple[int, int, int]]:
+        """Return a view, and what lies between pages, as `KVCache.in_pages_of` says."""
+        _, block, there, _ = self.key.shape
+        if heads != 1 and there != 1:
+            raise BatchError(f"a page of {heads} heads isn't in one piece: a TPU's cache is HND")
+        if block % size:
+            raise BatchError(f"size={size} doesn't divide the block size, {block}")
+        view = self._pages.get((size, heads))
+        if view is None:
+            steps = (there * block // size, 1, block // size)
+            view = self._pages[size, heads] = SmallerPages(self, size), steps
+        return view
+
+
+class SmallerPages(KVCache):
+    """A view of `whole` as pages of one head and `size` tokens, for reading."""
+
+    def __init__(self, whole: KVCache, size: int):
+        form = replace(whole.format, block_size=size, num_kv_heads=1)
+        pairs = zip((whole.key, whole.value), form.widths, strict=True)
+        key, value = (_logical(root(view), width, (-1, 1, size)) for view, width in pairs)
+        super().__init__(key, value, form)
+        self.whole = whole
+
+
 def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
     """Return a cache in JAX: pages in the chip's layout, and logical views of them."""
     if form.interleaved:
@@ -145,25 +177,28 @@ def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
         views.append(_logical(environment.j2t_iso(array), size))
     if form.value_in_key:
         views.append(_logical(root(views[0]), form.widths[1]))
-    return KVCache(views[0], views[1], form)
+    return JaxCache(views[0], views[1], form)
 
 
-def _logical(owner: Any, size: int) -> Tensor:
-    """Return (blocks, block size, heads, size) as a view of (blocks, heads, block size, lanes)."""
+def _logical(owner: Any, size: int, shape: tuple[int, ...] = ()) -> Tensor:
+    """Return (blocks, block size, heads, size) as a view of (blocks, heads, block size, lanes).
+
+    `shape`: of other blocks, heads and block sizes that the storage is taken for.
+    """
     from torchax.view import NarrowInfo, View, ViewInfo
 
     class Swapped(ViewInfo):  # type: ignore[misc]
         """A block's tokens and heads, exchanged."""
 
         def transform_tensor(self, jax_array: Array) -> Array:
-            return jnp.swapaxes(jax_array, 1, 2)
+            taken = (*(shape or jax_array.shape[:3]), jax_array.shape[3])
+            return jnp.swapaxes(jax_array.reshape(taken), 1, 2)
 
         def update_tensor(self, new_value: Array, jax_array: Array) -> Array:
-            return jnp.swapaxes(new_value, 1, 2)
+            return jnp.swapaxes(new_value, 1, 2).reshape(jax_array.shape)
 
         def calculate_output_shape(self, source: Array) -> list[int]:
-            blocks, heads, block, lanes = source.shape
-            return [blocks, block, heads, lanes]
+            return list(jax.eval_shape(self.transform_tensor, source).shape)
 
     swapped = View(owner, Swapped(), owner._env)
     view: Tensor = View(swapped, NarrowInfo((..., slice(0, size))), owner._env)

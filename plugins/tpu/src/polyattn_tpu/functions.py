@@ -15,7 +15,7 @@ from polyattn.plugin import BatchError, LayerSpec
 
 from polyattn_tpu.configs import pages_per_step
 from polyattn_tpu.kernel import LANES, Form, paged_attention
-from polyattn_tpu.planning import AttentionPlan
+from polyattn_tpu.planning import AttentionPlan, pad, with_pages
 
 Array = Any
 DTYPES = {
@@ -137,6 +137,41 @@ def attend(
         result = (result * share[..., None]).astype(query.dtype)
         total = jnp.where(nothing, total, jnp.logaddexp(total, sinks))
     return result, total if lse else None
+
+
+def attend_bounded(
+    plan: AttentionPlan,
+    spec: LayerSpec,
+    query: Array,
+    cache: Cache,
+    seq_lens: Array,
+    table: Array,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """Attend as `attend`, over lengths and tables that come with the call: of a plan by bounds.
+
+    `seq_lens` i32 (seqs,), `table` i32 (seqs, pages of the longest bound, or more). Single tokens more
+    than `plan` has go through it in turns, because what names their pages has little room.
+    """
+    count, places = query.shape[0], len(plan.pages.query_lens) - 1
+    if len(seq_lens) <= places:
+        made = with_pages(plan, seq_lens, table)
+        return attend(made, spec, pad(plan, query), cache, **options)
+    turns = -(-count // places)
+
+    def cut(array: Array) -> Array:
+        missing = turns * places - count
+        whole = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+        return whole.reshape(turns, places, *array.shape[1:])
+
+    def one(part: tuple[Array, Array, Array]) -> Any:
+        return attend(with_pages(plan, *part[1:]), spec, pad(plan, part[0]), cache, **options)
+
+    made = lax.map(one, (cut(query), cut(seq_lens), cut(table)))
+    whole: tuple[Array, Array | None] = jax.tree.map(
+        lambda a: a[:, :places].reshape(-1, *a.shape[2:])[:count], made
+    )
+    return whole
 
 
 def attend_given(

@@ -49,9 +49,12 @@ TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
 
 def declared(
-    name: str, path: str, claims: Capabilities, priority: Priority, **fields: Any
+    name: str, path: str, claims: Capabilities, priority: Priority, levels: str = "", **fields: Any
 ) -> BackendInfo:
-    """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests."""
+    """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests.
+
+    `levels`: features that the second alone claims, because a TPU's bits were not compared.
+    """
     compiled = Variant(
         name="compiled",
         path=f"polyattn_tpu.backends:{path}",
@@ -65,7 +68,7 @@ def declared(
         probe="polyattn_tpu.probes:interprets",
         # A format's bytes are moved along lanes as no TPU was seen to do.
         capabilities=replace(
-            claims.but(platforms={"cpu": ()}),
+            claims.but(platforms={"cpu": ()}, features=claims.features | names(levels)),
             kv_cache_dtypes=claims.kv_cache_dtypes
             | ({ANY_ROWS} if "rows_check" in fields else set()),
         ),
@@ -99,11 +102,12 @@ PALLAS_ATTN = declared(
         features=names(
             "causal non_causal gqa v_head_size sliding_window window_right "
             "sink_tokens chunked alibi learned_sinks logit_soft_cap lse deterministic "
-            "variant custom_mask block_sparse"
+            "variant custom_mask block_sparse length_bounds"
         ),
         excludes=EXCLUDES,
     ),
     Priority(score=80, why="pages by DMA, one ragged kernel a step"),
+    levels="batch_invariant step_invariant",
     aliases=("PALLAS",),
     summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
     variant_check="polyattn_tpu.variants:variant_problem",
@@ -149,7 +153,27 @@ XLA_MLA_SPARSE = declared(
         excludes=EXCLUDES,
     ),
     Priority(score=40, why="what is gathered goes through HBM once more"),
+    levels="batch_invariant step_invariant",
     summary="attention to chosen latents, gathered and multiplied by XLA",
+)
+
+XLA_PAGES = declared(
+    "XLA_PAGES",
+    "XlaPages",
+    Capabilities(
+        platforms=PLATFORMS,
+        dtypes=DTYPES,
+        remedies=REMEDIES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        preferred_block_size=64,
+        layouts=("HND",),
+        phases=names("prefill decode mixed"),
+        features=names("causal gqa v_head_size lse deterministic length_bounds"),
+        excludes=EXCLUDES,
+    ),
+    Priority(score=30, why="each token gathers its keys, through HBM once more"),
+    levels="batch_invariant step_invariant",
+    summary="attention over pages of any size, gathered by XLA: single tokens that are chosen",
 )
 
 XLA_SCAN = declared(
@@ -214,5 +238,5 @@ declare(
     __name__,
     api_versions=(1, 1),
     platforms=[PLATFORM],
-    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_SCAN, JAX_STORE, JAX_MERGE],
+    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_PAGES, XLA_SCAN, JAX_STORE, JAX_MERGE],
 )

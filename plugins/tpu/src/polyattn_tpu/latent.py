@@ -94,40 +94,106 @@ def attend_expanded(
 
 
 def attend_rows(
-    query: Array, slots: Array, cache: Cache, scale: float, rank: int, k_scale: Any = 1.0
+    query: Array,
+    slots: Array,
+    cache: Cache,
+    scale: float,
+    rank: int,
+    k_scale: Any = 1.0,
+    alike: bool = False,
 ) -> tuple[Array, Array]:
     """Attend each token to chosen rows of a latent cache, in XLA: sparse MLA.
 
     `query` (tokens, heads, rank + rope), `slots` i32 (tokens, topk), -1 for none. Returns (tokens,
-    heads, rank) and the LSE. A few tokens at a time, so that what is gathered stays small.
+    heads, rank) and the LSE. A few tokens at a time, so that what is gathered stays small; `alike`: one.
     """
-    tokens, topk = slots.shape
     size = query.shape[2]
-    each = max(1, min(tokens, ROW_BYTES // max(1, topk * size * 4)))
-    exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
     def one(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         q, chosen = pair
-        seen = chosen >= 0
-        rows = gathered(cache.key, jnp.maximum(chosen, 0), k_scale, query.dtype)[:, :size]
-        # A row that isn't chosen may hold NaN, and 0 times NaN is NaN.
-        rows = jnp.where(seen[:, None], rows, 0)
-        dot = {"precision": exact, "preferred_element_type": jnp.float32}
-        scores = jnp.einsum("hd,kd->hk", q, rows, **dot) * scale
-        scores = jnp.where(seen, scores, -jnp.inf)
-        lse = jax.nn.logsumexp(scores, axis=1)
-        weights = jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[:, None])
-        out = jnp.einsum("hk,kr->hr", weights.astype(q.dtype), rows[:, :rank], **dot)
-        return out.astype(q.dtype), lse
+        rows = gathered(cache.key, jnp.maximum(chosen, 0), k_scale, q.dtype)[:, :size]
+        out, lse = attended(q[None], rows[None], None, chosen >= 0, scale, rank)
+        return out[0], lse[0]
 
+    each = 1 if alike else tokens_at_once(slots.shape, size)
     out, lse = lax.map(one, (query, slots), batch_size=each)
     return out, lse
+
+
+def attend_pages(
+    query: Array,
+    row: Array,
+    after: Array,
+    seq_lens: Array,
+    table: Array,
+    cache: Cache,
+    spec: LayerSpec,
+    scales: Scales,
+    alike: bool = False,
+) -> tuple[Array, Array]:
+    """Attend each token to its sequence's pages, of any size, in XLA: all keys but the `after` last ones.
+
+    `query` (tokens, heads, size), `row`, `after` i32 (tokens,), `seq_lens` i32 (seqs,), `table` i32
+    (seqs, pages). Returns (tokens, heads, V head size) and the LSE. As many tokens at a time as
+    `attend_rows` takes.
+    """
+    heads, page = cache.key.shape[1:3]
+    size, v_size = query.shape[2], spec.v_head_size
+    places = jnp.arange(table.shape[1] * page)
+
+    def one(token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        q, at, later = token
+
+        def rows(stored: Array, scale: Any) -> Array:
+            taken = jnp.swapaxes(stored[table[at]], 0, 1).reshape(heads, -1, stored.shape[3])
+            return as_dtype(taken, scale, q.dtype)
+
+        key = rows(cache.key, scales.key)[..., :size]
+        value = None
+        if cache.value is not None:
+            value = rows(cache.value, scales.value)[..., :v_size]
+        seen = places < seq_lens[at] - later
+        out, lse = attended(q.reshape(heads, -1, size), key, value, seen, spec.scale, v_size)
+        return out.reshape(-1, v_size), lse.reshape(-1)
+
+    each = 1 if alike else tokens_at_once((len(query), heads * len(places)), 2 * size)
+    out, lse = lax.map(one, (query, row, after), batch_size=each)
+    return out, lse
+
+
+def tokens_at_once(rows: tuple[int, ...], size: int) -> int:
+    """Return of how many tokens rows (tokens, rows a token) of `size` elements are gathered at a time."""
+    return max(1, min(rows[0], ROW_BYTES // max(1, rows[1] * size * 4)))
+
+
+def attended(
+    query: Array, key: Array, value: Array | None, seen: Array, scale: float, v_size: int
+) -> tuple[Array, Array]:
+    """Attend to gathered keys and values (KV heads, keys, size); None: the value is the key's first part.
+
+    `query` (KV heads, group, size), `seen` bool (keys,). Returns (…, V size) and the LSE.
+    """
+    # A row that isn't seen may hold NaN, and 0 times NaN is NaN.
+    key = jnp.where(seen[:, None], key, 0)
+    value = key[..., :v_size] if value is None else jnp.where(seen[:, None], value, 0)
+    exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    dot = {"precision": exact, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("ngd,nkd->ngk", query, key, **dot) * scale
+    scores = jnp.where(seen, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=2)
+    weights = jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None])
+    out = jnp.einsum("ngk,nkr->ngr", weights.astype(query.dtype), value, **dot)
+    return out.astype(query.dtype), lse
 
 
 def gathered(cache: Array, slots: Array, scale: Any, dtype: Any) -> Array:
     """Return rows (…, size) of a latent cache (pages, 1, page, size) at slots, in `dtype`."""
     page = cache.shape[2]
-    rows = cache[slots // page, 0, slots % page]
-    if cache.dtype == dtype:
+    return as_dtype(cache[slots // page, 0, slots % page], scale, dtype)
+
+
+def as_dtype(rows: Array, scale: Any, dtype: Any) -> Array:
+    """Return stored rows in `dtype`, of a quantised cache times their scale."""
+    if rows.dtype == dtype:
         return rows
     return (rows.astype(jnp.float32) * scale).astype(dtype)

@@ -5,12 +5,12 @@ Plans are pytrees: arrays that a jitted function takes, and beside them what it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from polyattn.plugin import AttentionKind, BatchError, LayerSpec
+from polyattn.plugin import BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
@@ -47,14 +47,14 @@ class Pages:
     table: Array
 
 
-@pytree("cached", "num_tokens")
+@pytree("cached", "num_tokens", "width")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
 
     `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
     `num_tokens`: rows that queries, keys and values are padded to (`pad`). `places`: None for a layer
-    without functions of scores.
+    without functions of scores. `width`: of a plan by bounds, pages of each sequence's table; else 0.
     """
 
     tiles: Tiles
@@ -64,6 +64,7 @@ class AttentionPlan:
     cached: bool
     num_tokens: int
     places: Places | None = None
+    width: int = 0
 
 
 @pytree()
@@ -116,8 +117,10 @@ def plan(
     size = block_size or spec.block_size
     if size is None:
         raise BatchError("block_size is missing: pass the cache's tokens per block to plan()")
-    single = spec.kind is AttentionKind.SPARSE_MLA
-    return jax.device_put(plan_paged(step, 1 if single else group, size, buckets, by))
+    group, alike = 1 if spec.sparse is not None else group, bool(spec.batch_invariant)
+    if spec.length_bounds:
+        return jax.device_put(plan_bounded(step, group, size, buckets, alike))
+    return jax.device_put(plan_paged(step, group, size, buckets, by, alike))
 
 
 def by_of(spec: LayerSpec) -> str:
@@ -133,9 +136,9 @@ def by_of(spec: LayerSpec) -> str:
 
 
 def plan_paged(
-    step: Step, group: int, block_size: int, buckets: Buckets, by: str = ""
+    step: Step, group: int, block_size: int, buckets: Buckets, by: str = "", alike: bool = False
 ) -> AttentionPlan:
-    """Plan attention over a paged cache. `by`: see `by_of`."""
+    """Plan attention over a paged cache. `by`: see `by_of`; `alike`: all steps in tiles of one size."""
     if step.block_table is None:
         raise BatchError("the step has no block_table, and the layer attends over a cache")
     counts = [-(-length // block_size) for length in step.seq_lens]
@@ -146,13 +149,43 @@ def plan_paged(
         )
     rows = [row[:count] for row, count in zip(step.block_table, counts, strict=True)]
     table = np.concatenate(rows) if rows else np.zeros(0, np.int32)
-    tiles, tokens = _tiles(step, group, buckets, by)
+    tiles, tokens = _tiles(step, group, buckets, by, alike)
     slots = None
     if step.slots is not None:
         slots = _filled(tokens, step.slots, -1)
     pages = _pages(step, counts, table, buckets)
     places = _places(step, tokens, pages, block_size) if by else None
     return AttentionPlan(tiles, pages, None, slots, True, tokens, places)
+
+
+def plan_bounded(
+    step: Step, group: int, block_size: int, buckets: Buckets, alike: bool = False
+) -> AttentionPlan:
+    """Plan attention over a paged cache; the step has bounds of lengths, and `with_pages` puts them in.
+
+    Single tokens more than there are places for are planned as that many: see `attend_bounded`.
+    """
+    slots, width = step.slots, max(1, -(-max(step.seq_lens, default=1) // block_size))
+    if step.all_decode:
+        most = max(1, min(buckets.seqs, buckets.tokens, buckets.pages // width))
+        few = step.num_tokens if step.num_tokens <= most else 1 << (most.bit_length() - 1)
+        ones = [1] * buckets.of_decodes(few)
+        step = Step.of(ones, ones)
+    tiles, tokens = _tiles(step, group, buckets, "", alike)
+    pages = _pages(step, [width] * step.num_seqs, np.zeros(step.num_seqs * width), buckets)
+    if slots is not None:
+        slots = _filled(max(tokens, len(slots)), slots, -1)
+    return AttentionPlan(tiles, pages, None, slots, True, tokens, width=width)
+
+
+def with_pages(plan: AttentionPlan, seq_lens: Array, table: Array) -> AttentionPlan:
+    """Return a plan by bounds with lengths i32 (seqs,) and tables i32 (seqs, `width` or more)."""
+    if table.shape[1] < plan.width:
+        raise BatchError(f"a table of {table.shape[1]} pages a sequence for bounds of {plan.width}")
+    pages, flat = plan.pages, table[:, : plan.width].reshape(-1)
+    lens = jax.numpy.pad(seq_lens, (0, len(pages.seq_lens) - len(seq_lens)))
+    flat = jax.numpy.pad(flat, (0, len(pages.table) - len(flat)))
+    return replace(plan, pages=replace(pages, seq_lens=lens, table=flat))
 
 
 def plan_dense(step: Step, group: int, buckets: Buckets, by: str = "") -> AttentionPlan:
@@ -234,8 +267,14 @@ def _places(step: Step, tokens: int, pages: Pages, page: int) -> Places:
     )
 
 
-def _tiles(step: Step, group: int, buckets: Buckets, by: str) -> tuple[Tiles, int]:
-    if step.all_decode:
+def _tiles(
+    step: Step, group: int, buckets: Buckets, by: str, alike: bool = False
+) -> tuple[Tiles, int]:
+    if alike:  # a row's sums follow from how many rows are multiplied at a time
+        size = block_tokens(group)
+        tokens = buckets.of_tokens(max(size, step.num_tokens))
+        count = min(tokens, -(-tokens // size) + buckets.of_seqs(step.num_seqs))
+    elif step.all_decode:
         size, tokens = 1, buckets.of_decodes(step.num_tokens)
         count = tokens
     else:

@@ -299,6 +299,7 @@ TRITON_INDEX = declared(
         phases=names("index"),
         dtypes=DTYPES,
         head_sizes=multiples(4, high=128),
+        features=Capabilities.features | {"batch_invariant", "step_invariant"},
         indexes=names(
             "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
         ),

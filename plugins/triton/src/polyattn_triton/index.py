@@ -60,7 +60,10 @@ def scores_constants(
     assert indexer is not None
     heads = power(indexer.num_heads)
     columns = HOPPER_COLUMNS if arch_matches("sm_90+", arch) else COLUMNS
-    tokens = 1 if decode else max(1, columns // heads)
+    # A score's bits follow from what is multiplied with it: at a level, its token's heads alone, by one
+    # program for all steps.
+    decode = decode and not spec.batch_invariant
+    tokens = 1 if decode or spec.batch_invariant else max(1, columns // heads)
     return (
         indexer.num_heads, heads, indexer.head_size, power(indexer.head_size),
         indexer.tokens_per_entry, page_size, decode, tokens,

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.backend import AttentionBackend, SparseBackend
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import ALLOCATORS, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
@@ -59,7 +59,7 @@ class Piece(Op):
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
-        if out.data_ptr() != frame.out.data_ptr():
+        if sinks is not None or not _is_written_through(frame.out):
             frame.out.copy_(out)
         if frame.lse is not None and lse is not None:
             frame.lse.copy_(lse)
@@ -109,13 +109,20 @@ class Piece(Op):
         spec, given = self.planner.spec, frame.params
         query = frame.query.reshape(len(self.lens), -1, spec.head_size)
         shape = (*query.shape[:2], spec.v_head_size)
-        out = frame.out.view(shape) if frame.out.is_contiguous() else frame.out.new_empty(shape)
+        out = (
+            frame.out.view(shape) if _is_written_through(frame.out) else frame.out.new_empty(shape)
+        )
         lse = None
         if spec.needs_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         params = LayerParams(k_scale=given.k_scale, v_scale=given.v_scale)
         call.run(Frame(query, None, None, cache, params, out, lse, places))
         return out, lse
+
+
+def _is_written_through(out: Tensor) -> bool:
+    """Whether a view of an output in other shapes is that output: JAX's tensors have no such views."""
+    return out.is_contiguous() and out.device.type not in ALLOCATORS
 
 
 class RowsPiece(Piece):

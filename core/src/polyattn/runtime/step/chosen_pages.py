@@ -44,7 +44,7 @@ def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         lens = batch.seq_lens.long()
         return tokens, lens - 1, lens
     ends = batch.query_start_loc[1:].long()
-    seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    seqs = torch.searchsorted(ends, tokens + 1).clamp(max=batch.num_seqs - 1)
     lens = batch.seq_lens.long()[seqs]
     return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
 
