@@ -31,7 +31,7 @@ LAST_RESORT = Priority(score=5, why="correct everywhere; on accelerators only a 
 
 BY_REQUEST = tuple(
     Priority(
-        score=5,
+        score=3,
         platform="cuda",
         needs=feature,
         why="one sequence at a time, since torch's kernels lack this: 4 to 27 times as long on an H100",

@@ -214,7 +214,7 @@ FLA_CHANNELS = BackendInfo(
         Priority(
             score=65,
             phase="prefill",
-            why="chunks of a prompt in parallel: KDA's take 1.3 to 1.9 times TRITON_SCAN's time on an H100",
+            why="chunks in parallel; KDA's prompts take 1.3 to 1.9 of TRITON_SCAN's time on an H100",
         ),
         Priority(score=50, why="several launches, states copied out of their slots and back"),
     ),
