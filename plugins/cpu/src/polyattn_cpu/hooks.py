@@ -173,7 +173,9 @@ NATIVE_SCAN = BackendInfo(
     **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
-        kinds=frozenset(map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv7"))),
+        kinds=frozenset(
+            map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv6 rwkv7"))
+        ),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
         features=names(
