@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from polyattn import LayerSpec
 from polyattn.tools.cli.models import bundled
@@ -16,7 +17,7 @@ ALONE = ("TRITON_ATTN", "FLASH_ATTN_V3", "FLASHINFER")
 PAIRS = tuple(f"decode={a},prefill={b}" for a in ALONE[:2] for b in ALONE if a != b)
 
 
-def layer(heads: int, kv_heads: int, size: int, **fields: object) -> LayerSpec:
+def layer(heads: int, kv_heads: int, size: int, **fields: Any) -> LayerSpec:
     return LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, **fields)
 
 

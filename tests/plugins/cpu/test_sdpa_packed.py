@@ -73,7 +73,12 @@ def test_rows_alike_are_one_public_call_and_a_copy_of_its_output(monkeypatch, fi
     monkeypatch.setattr(sdpa, "packs", lambda spec, device: packs(spec, gpu))
     monkeypatch.setattr(sdpa.TorchSDPA, "_fused", False)
     public = packed.DENSE
-    monkeypatch.setattr(packed, "DENSE", lambda *a, **kw: calls.append(kw) or public(*a, **kw))
+
+    def noted(*tensors, **options):
+        calls.append(options)
+        return public(*tensors, **options)
+
+    monkeypatch.setattr(packed, "DENSE", noted)
     spec = LayerSpec(**{"num_heads": 4, "head_size": 64, **fields})
     group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
     work = workload(group, [(9, 9)] * 3, 1, step={"spare": 0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from polyattn.kernel import (
@@ -27,7 +28,7 @@ FLASH_DTYPES, FLASH_SIZE = ("bfloat16", "float16"), 256
 """What torch's build of FlashAttention takes; its memory-efficient kernel takes the rest."""
 FLASH = torch.ops.aten._flash_attention_forward
 EFFICIENT = torch.ops.aten._efficient_attention_forward
-DENSE = scaled_dot_product_attention
+DENSE: Any = scaled_dot_product_attention
 FROM_BOTTOM_RIGHT = 2
 """The memory-efficient kernel's number for a causal mask whose last query sees all keys."""
 
