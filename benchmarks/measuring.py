@@ -49,8 +49,8 @@ def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Any:
     if spec.latent is not None and not spec.chooses:
         return workload(group, lengths, dice, checks=False, weights=False)
     form = group.cache_format
-    if form is None:
-        return workload(group, lengths, dice, checks=False)
+    if form is None:  # an encoder's keys lie one after another
+        return workload(group, lengths, dice, step={"spare": 0}, checks=False)
     cache = group.allocate_cache(sum(-(-n // form.block_size) for _, n in lengths) + 3)
     fill(cache)
     if spec.chooses:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 import subprocess
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from polyattn import AttentionKind, LayerSpec, select
+from polyattn.errors import DeviceError
 from polyattn.registry.devices import resolve_device
+from polyattn.selection.prediction import kind_of_step
+from polyattn.selection.step_choice import step_choice
 from suites import NAMES
 from table import BEST, Row
 
@@ -25,6 +33,17 @@ Times are microseconds: on a GPU device time, the L2 cold, the median; elsewhere
 least. "Ratio" is the first one's time over what its bar names, or over the fastest of the others.
 "Error" is the largest, against float64.
 """
+CHOICES = """
+## What choosing costs
+
+The choice's time over the best's, by the selector with this machine's profile, among the backends that
+a row has figures of.
+
+| layer | step | rows | mean | worst |
+| --- | --- | ---: | ---: | ---: |"""
+PHASES = re.compile(r"(^|,)(decode|prefill)=")
+ALONE = re.compile(r"(decode=)?[A-Z0-9_]+(,prefill=[A-Z0-9_]+)?")
+"""A contender that is a backend of the row's own layer, or one for each phase."""
 
 
 def suite(name: str) -> list[Row]:
@@ -111,7 +130,7 @@ def page(machine: str, records: Sequence[dict[str, Any]]) -> str:
         asks = (importlib.import_module(f"suites.{name}").__doc__ or "").splitlines()[0]
         parts += ["", f"## {name}", "", asks, "", "| row | us | ratio | bar | error | when |",
                   "| --- | --- | ---: | --- | ---: | --- |", *lines]  # fmt: skip
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *choices(machine, latest)]) + "\n"
 
 
 def _line(row: Row, records: dict[str, dict[str, Any]]) -> str:
@@ -133,6 +152,60 @@ def _line(row: Row, records: dict[str, dict[str, Any]]) -> str:
         f"| {row.name} | {text} | {'' if ratio is None else f'{ratio:.2f}'} | {bar} | "
         f"{'' if error is None else f'{error:.1e}'} | {when} |"
     )
+
+
+def choices(
+    machine: str, rows: Mapping[tuple[str, str], Mapping[str, dict[str, Any]]]
+) -> list[str]:
+    """Return a table of what the selector's choices take of the best, by kinds of layers and steps.
+
+    Those of a machine that has a profile; a choice is among what was measured.
+    """
+    try:
+        resolve_device(machine)
+    except DeviceError:
+        return []
+    costs: dict[str, list[float]] = defaultdict(list)
+    for (name, label), records in rows.items():
+        row = next((row for row in suite(name) if row.name == label), None)
+        times = {who: r["us"] for who, r in records.items() if ALONE.fullmatch(who) and "us" in r}
+        if row is not None and len(times) > 1 and (who := choice(row, machine, times)) in times:
+            step = kind_of_step(*zip(*row.lengths(), strict=True))
+            costs[f"{_layer(row.spec)} | {step}"].append(times[who] / min(times.values()))
+    mean = {kind: math.exp(sum(map(math.log, each)) / len(each)) for kind, each in costs.items()}
+    lines = [f"| {k} | {len(v)} | {mean[k]:.3f} | {max(v):.2f} |" for k, v in sorted(costs.items())]
+    return [CHOICES, *lines] if lines else []
+
+
+def choice(row: Row, machine: str, measured: Iterable[str]) -> str:
+    """Return whom the selector takes for a row's step, where only what was measured is installed."""
+    selection = select(row.spec, machine)
+    names = set(PHASES.sub(",", ",".join(measured)).split(","))
+    served = {
+        phase: [info for info in infos if info.name in names] or infos
+        for phase, infos in selection.candidates
+    }
+    selection = replace(
+        selection,
+        backends=tuple((p, served[p][0] if p in served else i) for p, i in selection.backends),
+        candidates=tuple((phase, tuple(infos)) for phase, infos in served.items()),
+    )
+    queries, lens = zip(*row.lengths(), strict=True)
+    by_time = step_choice(selection)
+    if by_time is None:
+        decode = selection.backend("decode")
+        short = decode is not None and max(queries) <= decode.capabilities.decode_query_lens
+        return served["decode" if short else "prefill"][0].name
+    calls = [call.name for call in by_time.calls(queries, lens)]
+    return calls[0] if len(set(calls)) == 1 else "decode={},prefill={}".format(*calls)
+
+
+def _layer(spec: LayerSpec) -> str:
+    if spec.kind is not AttentionKind.ATTENTION:
+        return f"{spec.kind.value}, {spec.num_heads} heads" if spec.latent else spec.kind.value
+    asks = spec.features & {"sliding_window", "logit_soft_cap", "learned_sinks"}
+    cache = [f"cache of {spec.stored_dtype}"] if spec.stored_dtype != spec.dtype else []
+    return ", ".join([spec.dtype, f"heads of {spec.head_size}", *cache, *sorted(asks)])
 
 
 def write_pages(folder: Path = RESULTS) -> list[Path]:

@@ -3,7 +3,7 @@
     python benchmarks/run.py SUITE ... [--device cuda] [--against flashinfer,FLASH] [--seconds 120]
                              [--rows TEXT] [--out results/MACHINE.jsonl]
     python benchmarks/run.py --list          # every row of every suite, or of those named
-    python benchmarks/run.py --pages         # results/*.md anew from results/*.jsonl
+    python benchmarks/run.py --pages [FOLDER]   # results/*.md anew from results/*.jsonl
 
 See README.md beside it.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from measuring import measure
-from pages import about, judged, suite, write_pages
+from pages import RESULTS, about, judged, suite, write_pages
 from polyattn.workload.clock import Clock
 from suites import NAMES
 from table import Row
@@ -60,7 +60,9 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(NAMES) + "; or: all")
     parser.add_argument("--list", action="store_true", help="print the rows and run nothing")
-    parser.add_argument("--pages", action="store_true", help="write the pages of all results")
+    parser.add_argument(
+        "--pages", type=Path, nargs="?", const=RESULTS, help="write the pages of a folder's results"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--against", default="", help="who runs beside the first, by parts of names"
@@ -85,7 +87,7 @@ def main() -> None:
     """Do what is asked."""
     chosen = options()
     if chosen.pages:
-        print(*write_pages(), sep="\n")
+        print(*write_pages(chosen.pages), sep="\n")
         return
     rows = [(n, row) for n in chosen.suites for row in suite(n) if chosen.rows in row.name]
     if chosen.list:

@@ -28,7 +28,7 @@ SMALL = {
     "prefix": "8 over 4k + 128", "eight_bit": "CPU: decode 8 x 2048, e4m3",
     "graphs": "NATIVE_ATTN: decode 8 x 4096", "store": "16 x 1 token, neox, e4m3",
     "host": "a plan: one token after 16", "same_bits": "decode: 24 of azure",
-    "sparse": "MSA: decode 8 x 32k",
+    "sparse": "MSA: decode 8 x 32k", "choice": "20/20 of 64: prompt of 700",
 }  # fmt: skip
 """A row of each suite that runs on a CPU within a second."""
 
@@ -96,6 +96,17 @@ def test_a_page_shows_the_newest_figure_of_each(tmp_path: Path) -> None:
     (line,) = (line for line in path.read_text().splitlines() if line.startswith("| 24 of azure"))
     assert "TRITON_ATTN 24.0; FLASH_ATTN_V3 20.0" in line and "30.0" not in line
     assert "| 1.20 |" in line and "**missed**" in line and "2222222" in line
+
+
+def test_a_page_says_what_choosing_costs_among_what_was_measured(tmp_path: Path) -> None:
+    """TRITON_ATTN is chosen for decodes; FLASHINFER of the two that a second row has figures of."""
+    one, other = "1 x 128k + 63 x 1k", "24 of azure"
+    figures = [(one, "TRITON_ATTN", 30.0), (one, "FLASHINFER", 20.0), (other, "FLASHINFER", 9.0),
+               (other, "FLASH_ATTN_V3", 9.0), (other, "vllm.attention", 1.0)]  # fmt: skip
+    records = [record(us, who, "1") | {"row": row} for row, who, us in figures]
+    (tmp_path / "h100.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (path,) = pages.write_pages(tmp_path)
+    assert path.read_text().endswith("| bfloat16, heads of 128 | decode | 2 | 1.225 | 1.50 |\n")
 
 
 @pytest.mark.parametrize(

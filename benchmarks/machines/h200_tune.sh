@@ -4,22 +4,20 @@
 #
 #     benchmarks/machines/h200_tune.sh OUT [SECONDS]
 #
-# JUDGE_GPU names a second GPU, on which the judging points are measured meanwhile; JUDGE_SEED draws their
-# lengths, of a seed that nothing was fitted to or chosen by, JUDGE_MODELS which models (names of
-# benchmarks/selector.py, ";" between them). OUT gets timings.json (the table),
-# timings.points.jsonl (what it was fitted to), selector.json (the points that judge it) and logs. Called again
-# with what OUT held before, it goes on: no point is measured twice. FLASHINFER compiles minutes for each new
-# variant: everything here is plain causal bfloat16 with heads of 128.
+# JUDGE_GPU names a second GPU, on which the judging rows (the suite `choice`) are measured meanwhile, JUDGE_ROWS
+# which of them: FLASHINFER compiles minutes for each new variant, so heads of 128 in bfloat16 where nothing is said.
+# MACHINE (h100 or h200) says whose profile chooses. OUT gets timings.json (the table), timings.points.jsonl (what
+# it was fitted to), $MACHINE.jsonl (the rows that judge it), $MACHINE.md (what the choices cost) and logs.
 set -u
 out=$1
 seconds=${2:-170}
 names=${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 FLASHINFER}
 device=${DEVICE:-cuda}
-seed=${JUDGE_SEED:-31115}
+machine=${MACHINE:-h200}
 mkdir -p "$out"
 export OMP_NUM_THREADS=4
 models=()
-# Query heads, KV heads: none of them among those of benchmarks/selector.py.
+# Query heads, KV heads: none of them among those of benchmarks/suites/choice.py.
 for heads in ${FIT:-32,8 64,8 32,32 16,1 48,4 8,2}; do
   folder=$out/fit/$heads
   mkdir -p "$folder"
@@ -30,16 +28,9 @@ done
 backends=()
 for name in $names; do backends+=(--backend "$name"); done
 
-judged=()
-if [ -n "${JUDGE_MODELS:-}" ]; then
-  IFS=';' read -ra judged <<< "$JUDGE_MODELS"
-  judged=(--models "${judged[@]}")
-fi
-
 judge() {
-  CUDA_VISIBLE_DEVICES=${JUDGE_GPU:-${CUDA_VISIBLE_DEVICES:-0}} python3 benchmarks/selector.py --device "$device" \
-    --seed "$seed" --out "$out/selector.json" --seconds "$seconds" --backends $names \
-    "${judged[@]}" > "$out/judge.log" 2>&1
+  CUDA_VISIBLE_DEVICES=${JUDGE_GPU:-${CUDA_VISIBLE_DEVICES:-0}} python3 benchmarks/run.py choice --device "$device" \
+    --rows "${JUDGE_ROWS:-of 128: }" --seconds "$seconds" --out "$out/$machine.jsonl" > "$out/judge.log" 2>&1
 }
 [ -n "${JUDGE_GPU:-}" ] && judge &
 python3 -m polyattn tune --device "$device" --out "$out/timings.json" --seconds "$seconds" \
@@ -48,6 +39,5 @@ tail -45 "$out/tune.log"
 wait
 [ -n "${JUDGE_GPU:-}" ] || judge
 tail -3 "$out/judge.log"
-python3 benchmarks/selector.py --device "$device" --table "$out/timings.json" --out "$out/selector.json" --seconds 0 \
-  --seed "$seed" --backends $names > "$out/selector.log" 2>&1
-tail -45 "$out/selector.log"
+POLYATTN_TIMINGS="$out/timings.json" python3 benchmarks/run.py --pages "$out"
+sed -n '/^## What choosing costs/,$p' "$out/$machine.md"

@@ -2,5 +2,5 @@
 
 NAMES = (
     "decode", "prefill", "mixed", "mla", "recurrent", "prefix", "eight_bit", "graphs", "store", "host",
-    "same_bits", "sparse",
+    "same_bits", "sparse", "choice",
 )  # fmt: skip

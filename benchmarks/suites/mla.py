@@ -12,6 +12,10 @@ from table import BEST, LATENT, Bar, K, Other, Row, model
 
 DEEPSEEK = model("deepseek-v3")
 HALF = DEEPSEEK.replace(num_heads=64)
+STEPS = {
+    "64 x 4096": [(1, 4096)] * 64, "1 x 128k + 63 x 1k": [(1, 128 * K)] + [(1, K)] * 63,
+    "1 x 8192": [(1, 8192)], "32 x 4 new after 4k": [(4, 4 * K + 4)] * 32,
+}  # fmt: skip
 LITE = model("deepseek-v2-lite")
 WIDE = LayerSpec(
     kind="mla", num_heads=128, head_size=192, v_head_size=128, block_size=64,
@@ -31,12 +35,12 @@ EIGHT = {
 
 ROWS = [
     *(Row(f"128 heads: {n} x {m}", DEEPSEEK, [(1, m)] * n, LATENT, LEVEL, ["machine.copy"])
-      for n, m in ((64, 4096), (16, 4096), (128, 2048), (1, 8192))),
-    Row("64 heads: 1 x 128k + 63 x 1k", HALF, [(1, 128 * K)] + [(1, K)] * 63, LATENT, LEVEL),
+      for n, m in ((16, 4096), (128, 2048))),
+    *(Row(f"{heads} heads: {name}", DEEPSEEK.replace(num_heads=heads), lengths, LATENT, LEVEL,
+          ["machine.copy"])
+      for heads in (128, 64, 20, 16) for name, lengths in STEPS.items()),
     Row("64 heads: the same in 64 equal", HALF, [(1, (128 * K + 63 * K) // 64)] * 64, LATENT, LEVEL),
     Row("64 heads: 24 of azure", HALF, [(1, n) for n in CHAT], LATENT, LEVEL),
-    Row("64 heads: 32 x 4 new after 4k", HALF, [(4, 4 * K + 4)] * 32, LATENT, LEVEL),
-    Row("64 heads: 64 x 4096", HALF, "64q1s4k", LATENT, LEVEL),
     Row("16 heads: 8 x 2048", LITE, "8q1s2k", LATENT, LEVEL, ["machine.copy"]),
     *(Row(f"8 bits: {n} x {m}", WIDE, [(1, m)] * n, EIGHT)
       for n, m in ((64, 4096), (16, 4096), (8, 32768))),

@@ -156,6 +156,30 @@ def test_rg_lru_is_transformers_recurrent_gemma() -> None:
     agree(spec, inputs, {"Lambda": module.recurrent_param.detach()}, theirs)
 
 
+@pytest.mark.parametrize("version", [5, 6])
+def test_rwkv_5_and_6_are_the_papers_sums(version: int) -> None:
+    """wkv_t = diag(u) k_t' v_t + sum_i diag(w_{i+1} .. w_{t-1}) k_i' v_i (Peng et al., 2024).
+
+    RWKV-5's w is the same for all tokens.
+    """
+    spec = LayerSpec(
+        kind="rwkv6", num_heads=2, head_size=16, scale=1.0, dtype="float32",
+        recurrent=RecurrentSpec(),
+    )  # fmt: skip
+    inputs, params = given(spec)
+    if version == 5:
+        inputs["w"] = inputs["w"][:1].expand(TOKENS, -1, -1)
+    r, w, k, v = (inputs[name].double() for name in "rwkv")
+    theirs = torch.zeros(TOKENS, 2, 16, dtype=torch.float64)
+    for t in range(TOKENS):
+        wkv = params["u"].double()[..., None] * k[t][..., None] * v[t][:, None]
+        for i in range(t):
+            decay = w[i + 1 : t].exp().prod(0)
+            wkv += (decay * k[i])[..., None] * v[i][:, None]
+        theirs[t] = torch.einsum("hk,hkv->hv", r[t], wkv)
+    agree(spec, inputs, params, theirs)
+
+
 def test_rwkv7_is_the_papers_matrix_form() -> None:
     """S = S (diag(w) - kappa' (a * kappa)) + v' k, y = r S' (Peng et al., 2025, equations 15-17)."""
     spec = LayerSpec(

@@ -21,7 +21,8 @@ from polyattn.registry.discovery import discover, refresh, register, unregister
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
-from polyattn.selection.step_choice import ALL, StepChoice
+from polyattn.selection.step_choice import ALL, StepChoice, step_choice
+from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 from polyattn.tools.cli.models import bundled
 from polyattn.workload.base import workload
@@ -460,3 +461,41 @@ def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any)
         assert any(v.backend == "LIAR" and not v.accepted for v in verified.decision.verdicts())
     finally:
         unregister("slow")
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefill"),
+    [
+        ({"head_size": 512}, "TRITON_ATTN"),
+        ({"head_size": 576}, "TORCH_SDPA"),
+        # What torch's kernels lack goes one sequence at a time.
+        ({"head_size": 576, "logit_soft_cap": 50.0}, "TRITON_ATTN"),
+    ],
+)
+def test_padded_heads_prompts_go_to_torch_on_a_gpu(changes: dict[str, Any], prefill: str) -> None:
+    decision = select(LayerSpec(**{"num_heads": 32, "num_kv_heads": 4, **changes}), "h100").decision
+    assert (decision.prefill, decision.decode) == (prefill, "TRITON_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("heads", "lens", "name"),
+    [
+        (16, [8192], "TRITON_MLA"),
+        (16, [131_072, *[1024] * 63], "TRITON_MLA"),
+        (128, [4096] * 64, "FLASHINFER_MLA"),
+    ],
+)
+def test_latent_decodes_are_chosen_by_time(heads: int, lens: list[int], name: str) -> None:
+    """Up to 1.22 of the best by priority alone."""
+    spec = LayerSpec(
+        kind="mla", num_heads=heads, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    for device in ("h100", "h200"):
+        choice = step_choice(select(spec, device))
+        assert choice is not None and choice.decode(lens) == name
+
+
+def test_kimis_prompts_go_to_the_kernel_in_chunks() -> None:
+    spec = LayerSpec(kind="kda", num_heads=32, head_size=128, recurrent=RecurrentSpec(qk_norm=True))
+    assert select(spec, "h100").decision.prefill == "TRITON_SCAN"

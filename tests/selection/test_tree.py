@@ -82,6 +82,11 @@ def test_unknown_name_gives_the_nearest() -> None:
         choose(*ALL, named="GENERALL")
 
 
+def test_the_beginning_of_several_names_gives_each() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'FAST_DECODE' or 'FAST_PREFILL'"):
+        choose(*ALL, named="fast")
+
+
 def test_an_override_behaves_the_same_on_every_platform() -> None:
     profiles = map(resolve_device, ("a100", "mi300x", "x86-amx"))
     for device in (*profiles, Device("tpu", "v5e")):  # its plugin brings JAX, which may be missing

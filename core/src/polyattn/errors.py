@@ -82,13 +82,17 @@ class WeightsError(PolyattnError, ValueError):
 
 
 def nearest(value: object, valid: Iterable[str]) -> str:
-    """Return `"; did you mean 'X'?"` with the closest valid spelling, or the list of all."""
+    """Return `"; did you mean 'X'?"`, or the list of all.
+
+    X is what begins as `value` does, each of several, or else the closest valid spelling.
+    """
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
-    text = value if isinstance(value, str) else shown(value)
-    close = difflib.get_close_matches(text[:LONGEST_TEXT].casefold(), folded, n=1, cutoff=0.6)
+    text = (value if isinstance(value, str) else shown(value))[:LONGEST_TEXT].casefold()
+    close = [name for name in folded if text and name.startswith(text)]
+    close = close or difflib.get_close_matches(text, folded, n=1, cutoff=0.6)
     if close:
-        return f"; did you mean {folded[close[0]]!r}?"
+        return f"; did you mean {' or '.join(repr(folded[name]) for name in close)}?"
     return f"; valid: {', '.join(choices)}" if choices else ""
 
 

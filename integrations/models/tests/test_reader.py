@@ -55,6 +55,14 @@ RWKV7 = {
 """As the publisher's 0.1B checkpoint says it, smaller."""
 
 
+RWKV5 = {
+    "model_type": "rwkv5", "hidden_size": 256, "attention_hidden_size": 256, "head_size": 64,
+    "head_size_divisor": 8, "num_attention_heads": 64, "num_hidden_layers": 2, "rescale_every": 6,
+    "layer_norm_epsilon": 1e-5, "model_version": "5_2", "intermediate_size": None,
+}  # fmt: skip
+"""As the publisher's world models say it, smaller."""
+
+
 def refused(values: dict[str, Any], **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         layer_specs(values, **options)
@@ -218,7 +226,10 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
         ({"model_type": "jamba", "attn_layer_offset": 9}, "must be below attn_layer_period=8"),
         ({"model_type": "bamba", "time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
         ({"model_type": "falcon", "alibi": True}, "text layers 0-31 need ALiBi that is scaled"),
-        ({"model_type": "rwkv6", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-6"),
+        (RWKV5 | {"head_size": 48}, "head_size=48 doesn't divide attention_hidden_size=256"),
+        (RWKV5 | {"model_version": "5_1"}, "model_version='5_1' can't be served"),
+        (RWKV5 | {"model_type": "rwkv6", "expand_k": 0.5}, "expand_k=0.5 isn't understood"),
+        ({"model_type": "rwkv", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-4"),
         (RWKV7 | {"attn": {"layers": [1]}}, "attn={'layers': [1]}"),
         (RWKV7 | {"num_heads": 3}, "num_heads=3 x head_dim=64 isn't hidden_size=256"),
         (RWKV7 | {"value_dim": [256, 100]}, "value_dim=[256, 100] must be multiples"),
@@ -239,10 +250,8 @@ def test_nothing_is_suggested_where_a_types_sizes_differ() -> None:
 
 
 def test_what_isnt_served_is_refused_by_that_whatever_else_a_file_has() -> None:
-    """RWKV-5's own fields, of its publisher's code."""
-    values = {"model_type": "rwkv5", "num_hidden_layers": 2, "head_size": 64, "hidden_size": 128,
-              "attention_hidden_size": 128, "context_length": 4096, "model_version": "5_2"}  # fmt: skip
-    assert "text layers 0-1 need the RWKV-5 recurrence" in refused(values)
+    """RWKV-5's own fields, under RWKV-4's name."""
+    assert "text layers 0-1 need the RWKV-4 recurrence" in refused(RWKV5 | {"model_type": "rwkv"})
 
 
 def test_both_bases_are_understood_where_all_layers_are_windowed() -> None:
@@ -268,6 +277,17 @@ def test_an_older_name_of_a_type_and_a_tokenizers_class() -> None:
     assert layer_specs(older) == layer_specs(newer)
     orion = LLAMA | {"model_type": "orion", "tokenizer_class": "OrionTokenizer"}
     assert layer_specs(orion, assume="llama") == layer_specs(LLAMA)
+
+
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6"])
+def test_rwkv_5_and_6_are_one_recurrence(name: str) -> None:
+    values = RWKV5 | {"model_type": name}
+    spec = layer_specs(values)[1]
+    assert (spec.kind, spec.num_heads, spec.head_size) == (AttentionKind.RWKV6, 4, 64)
+    assert spec.scale == 1.0
+    assert (
+        layer_specs(values | {"attention_hidden_size": None, "hidden_size": 512})[0].num_heads == 8
+    )
 
 
 def test_rwkv7_is_its_recurrence() -> None:

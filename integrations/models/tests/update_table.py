@@ -34,7 +34,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "Mamba 1": ("mamba",), "Mamba 2": ("mamba2",), "Bamba": ("bamba",), "Jamba": ("jamba",),
     "Zamba": ("zamba",), "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",),
     "RecurrentGemma": ("recurrent_gemma",),
-    "RWKV-7": ("rwkv7",), "LFM2": ("lfm2", "lfm2_moe"), "GPT-2": ("gpt2",), "GPT-J": ("gptj",),
+    "RWKV-5": ("rwkv5",), "RWKV-6": ("rwkv6",), "RWKV-7": ("rwkv7",),
+    "LFM2": ("lfm2", "lfm2_moe"), "GPT-2": ("gpt2",), "GPT-J": ("gptj",),
     "GPT-NeoX": ("gpt_neox",), "GPT-Neo": ("gpt_neo",), "GPT-BigCode": ("gpt_bigcode",),
     "StarCoder2": ("starcoder2",), "OPT": ("opt",), "BLOOM": ("bloom",), "MPT": ("mpt",),
     "StableLM": ("stablelm",), "T5": ("t5", "mt5", "umt5"), "BART": ("bart",),
@@ -135,7 +136,7 @@ def proof(name: str) -> str:
 def read(name: str) -> ModelLayers:
     """Return the layers of a small model of the type."""
     values: dict[str, object] = {"num_hidden_layers": 4}
-    if name == "rwkv7":
+    if name in ("rwkv5", "rwkv6", "rwkv7"):
         values["hidden_size"] = 256
     if name in WRAPPERS:
         values = {"text_config": {"model_type": "llama", "num_hidden_layers": 4}}

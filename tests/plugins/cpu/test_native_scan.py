@@ -42,6 +42,7 @@ LAYERS = {  # kind, heads, key heads, head size, form
     "delta rule": ("gdn", 4, 2, 128, RecurrentSpec(qk_norm=True)),
     "delta rule, odd head": ("gdn", 2, 2, 21, RecurrentSpec()),
     "delta rule by channels": ("kda", 3, 3, 48, RecurrentSpec(qk_norm=True)),
+    "bonus": ("rwkv6", 3, 3, 64, RecurrentSpec()),
     "low rank": ("rwkv7", 3, 3, 64, RecurrentSpec()),
 }
 STEPS = {  # query lengths, sequence lengths

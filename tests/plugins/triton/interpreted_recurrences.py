@@ -24,9 +24,12 @@ SPECS = {
         kind="kda", num_heads=4, num_kv_heads=2, head_size=20, v_head_size=24, dtype="float32",
         recurrent=RecurrentSpec(qk_norm=True),
     ),
-    "rwkv7": LayerSpec(
-        kind="rwkv7", num_heads=2, head_size=16, dtype="float32", recurrent=RecurrentSpec()
-    ),
+    **{
+        kind: LayerSpec(
+            kind=kind, num_heads=2, head_size=16, dtype="float32", recurrent=RecurrentSpec()
+        )
+        for kind in ("rwkv6", "rwkv7")
+    },
     "rg_lru": LayerSpec(
         kind="rg_lru", num_heads=40, head_size=1, dtype="float32", recurrent=RecurrentSpec(state_size=1)
     ),
@@ -67,8 +70,7 @@ def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
 
 
 CASES = [
-    *((kind, "chunks", None) for kind in ("kda", "rwkv7")),
-    *((kind, "decode", None) for kind in ("kda", "rwkv7")),
+    *((kind, step, None) for step in ("chunks", "decode") for kind in ("kda", "rwkv6", "rwkv7")),
     *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
@@ -83,7 +85,7 @@ def errors(spec: LayerSpec, step: str, change: Any, seed: int) -> tuple[float, f
     named = dict(zip(form_of(spec).inputs, inputs, strict=True))
     if change is not None:
         change(named, params)
-    token = spec.kind.value in ("rg_lru", "phi_linear")
+    token = spec.kind.value in ("rg_lru", "phi_linear", "rwkv6")
     backend = "TRITON_TOKEN_SCAN" if token else "TRITON_SCAN"
     layer = Recurrent(select(spec, "cpu", backend=backend), **params)
     states = layer.group.allocate_states(len(lens) + 1)

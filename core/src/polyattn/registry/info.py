@@ -114,6 +114,7 @@ class Priority:
         phase: of the step.
         kind: of the layer.
         needs: a feature (`polyattn.spec.features`) that the layer has.
+        over: elements that the layer's heads have more than.
         why: shown by `polyattn explain`.
 
     Examples:
@@ -129,6 +130,7 @@ class Priority:
     phase: str | None = None
     kind: AttentionKind | None = None
     needs: str | None = None
+    over: int = 0
     why: str = ""
 
     def problems(self) -> Iterator[str]:
@@ -162,6 +164,7 @@ class Priority:
             and self.phase in (None, phase)
             and self.kind in (None, spec.kind)
             and (self.needs is None or self.needs in spec.features)
+            and spec.head_size > self.over
             and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
         )
 

@@ -57,6 +57,7 @@ class AttentionKind(str, Enum):
         LINEAR: linear attention with decay (lightning attention, Qin et al., 2024).
         GDN: a gated delta rule (Yang et al., 2024).
         KDA: a delta rule with a decay for each channel (Kimi Team, 2025).
+        RWKV6: RWKV-6's recurrence; RWKV-5's has one decay for all tokens (Peng et al., 2024).
         RWKV7: RWKV-7's recurrence (Peng et al., 2025).
         RG_LRU: a real-gated linear recurrent unit (Griffin, De et al., 2024).
         PHI_LINEAR: linear attention with a normaliser (Katharopoulos et al., 2020).
@@ -77,6 +78,7 @@ class AttentionKind(str, Enum):
     LINEAR = "linear"
     GDN = "gdn"
     KDA = "kda"
+    RWKV6 = "rwkv6"
     RWKV7 = "rwkv7"
     RG_LRU = "rg_lru"
     PHI_LINEAR = "phi_linear"
@@ -115,6 +117,7 @@ FAMILY_OF = {
 UNGROUPED = {
     AttentionKind.SHORT_CONV,
     AttentionKind.MAMBA1,
+    AttentionKind.RWKV6,
     AttentionKind.RWKV7,
     AttentionKind.RG_LRU,
 }

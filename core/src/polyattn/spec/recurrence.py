@@ -77,6 +77,19 @@ FORMS: dict[AttentionKind, Form] = {
         output="THV",
         state="HKV",
     ),
+    AttentionKind.RWKV6: Form(
+        recurrence="o = scale (h + diag(u) k v')' r; h = diag(exp(w)) h + k v'   (Peng et al., 2024); "
+        "RWKV-5 has one w for all tokens",
+        inputs={
+            "r": ("T", "H", "K"),
+            "w": ("T", "H", "K"),
+            "k": ("T", "H", "K"),
+            "v": ("T", "H", "V"),
+        },
+        output=("T", "H", "V"),
+        state=("H", "K", "V"),
+        params={"u": ("H", "K")},
+    ),
     AttentionKind.RWKV7: Form(
         recurrence="h = diag(exp(w)) h + b (h' a)' + k v'; o = scale h' r   (Peng et al., 2025)",
         inputs={"r": "THK", "w": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"},

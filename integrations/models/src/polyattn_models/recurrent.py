@@ -174,6 +174,32 @@ def _mamba2(cfg: Config) -> Towers:
     return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
 
 
+RWKV_BESIDE = (
+    "num_attention_heads", "head_size_divisor", "layer_norm_epsilon", "rescale_every",
+    "context_length",
+)  # fmt: skip
+"""Fields of RWKV-5 and RWKV-6 that their recurrence doesn't depend on: heads are `head_size` wide, and
+`num_attention_heads` is 64 in files of every size."""
+
+
+def _rwkv6(cfg: Config) -> Towers:
+    """RWKV-6, and RWKV-5.2, whose decay is a parameter: in the fields of their publisher's code."""
+    cfg.get(*RWKV_BESIDE)
+    cfg.only("model_version", "5_2", "6_0")
+    hidden, size = cfg.need("attention_hidden_size", "hidden_size"), cfg.integer("head_size") or 64
+    if hidden % size:
+        raise cfg.error("head_size", size, f"doesn't divide attention_hidden_size={hidden}")
+    layer = LayerSpec(
+        kind=AttentionKind.RWKV6,
+        num_heads=hidden // size,
+        head_size=size,
+        scale=1.0,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(state_size=size),
+    )
+    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+
+
 RWKV7_BESIDE = (
     "attn_mode", "hidden_ratio", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim",
     "v_low_rank_dim", "norm_first", "norm_bias", "norm_eps", "fuse_norm", "fuse_cross_entropy",
@@ -220,8 +246,8 @@ READERS: dict[str, Reader] = {
     "falcon_mamba": _mamba,
     "mamba2": _mamba2,
     "rwkv": unserved("the RWKV-4 recurrence"),
-    "rwkv5": unserved("the RWKV-5 recurrence"),
-    "rwkv6": unserved("the RWKV-6 recurrence"),
+    "rwkv5": _rwkv6,
+    "rwkv6": _rwkv6,
     "rwkv7": _rwkv7,
     "xlstm": unserved("the mLSTM recurrence"),
 }

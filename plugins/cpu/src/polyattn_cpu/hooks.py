@@ -31,7 +31,7 @@ LAST_RESORT = Priority(score=5, why="correct everywhere; on accelerators only a 
 
 BY_REQUEST = tuple(
     Priority(
-        score=5,
+        score=3,
         platform="cuda",
         needs=feature,
         why="one sequence at a time, since torch's kernels lack this: 4 to 27 times as long on an H100",
@@ -173,7 +173,9 @@ NATIVE_SCAN = BackendInfo(
     **NATIVE_LIBRARY,
     capabilities=Capabilities(
         platforms={"cpu": ()},
-        kinds=frozenset(map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv7"))),
+        kinds=frozenset(
+            map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv6 rwkv7"))
+        ),
         dtypes=NATIVE_DTYPES,
         state_targets=True,
         features=names(

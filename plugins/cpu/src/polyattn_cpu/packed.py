@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from polyattn.kernel import (
@@ -19,6 +20,7 @@ from polyattn.kernel import (
     window_sizes,
 )
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from polyattn_cpu.gather import picked
 
@@ -26,6 +28,7 @@ FLASH_DTYPES, FLASH_SIZE = ("bfloat16", "float16"), 256
 """What torch's build of FlashAttention takes; its memory-efficient kernel takes the rest."""
 FLASH = torch.ops.aten._flash_attention_forward
 EFFICIENT = torch.ops.aten._efficient_attention_forward
+DENSE: Any = scaled_dot_product_attention
 FROM_BOTTOM_RIGHT = 2
 """The memory-efficient kernel's number for a causal mask whose last query sees all keys."""
 
@@ -73,6 +76,19 @@ class Packed:
         self.key_starts = self.key_starts.to(batch.device)
         ordered = batch.lens == batch.query_lens if cache is not None else batch.keys_packed
         self.as_given = ordered and not any(self.firsts)
+        self.dense = self._is_dense()
+
+    def _is_dense(self) -> bool:
+        """Whether torch's public call serves the step: all rows alike, under no mask or a square one."""
+        lens, queries = set(self.counts), set(self.batch.query_lens)
+        if (
+            len(lens) != 1
+            or len(queries) != 1
+            or not (_by_flash(self.spec) or self.spec.gqa_ratio == 1)
+        ):
+            return False
+        bare = not self.spec.causal or queries == {1}
+        return max(_window(self.spec)) < 0 and (bare or lens == queries)
 
     @classmethod
     def of(cls, spec: LayerSpec, batch: Batch, cache: CacheFormat | None) -> Packed | None:
@@ -90,9 +106,15 @@ class Packed:
         keys: Tensor,
         values: Tensor,
         scale: float | Tensor,
+        summed: bool = True,
     ) -> AttentionState:
-        """Attend to what `read` returned; `query` (tokens, heads, size) of its dtype."""
+        """Attend to what `read` returned; `query` (tokens, heads, size) of its dtype.
+
+        `summed`: whether the state's LSE is read. If not, it may be anything.
+        """
         spec, batch = self.spec, self.batch
+        if self.dense and not summed:
+            return self._attend_dense(query, keys, values, scale)
         starts = (batch.query_start_loc, self.key_starts, batch.max_query_len, self.longest)
         query, keys, values = (_aligned(each) for each in (query, keys, values))
         if _by_flash(spec):
@@ -110,7 +132,9 @@ class Packed:
                 window_size_right=right,
             )[:2]
             lse = lse.T
-            return AttentionState(output, lse.masked_fill(lse == torch.inf, -torch.inf))
+            if summed:
+                lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+            return AttentionState(output, lse)
         # It knows no group of query heads: a call for each place in a group, so that no key is repeated.
         mask, each = (FROM_BOTTOM_RIGHT if spec.causal else 0), spec.gqa_ratio
         outputs, sums = [], []
@@ -120,6 +144,16 @@ class Packed:
             outputs.append(output[0])
             sums.append(lse[self._tokens[0], :, self._tokens[1]])
         return AttentionState(*(torch.stack(parts, 2).flatten(1, 2) for parts in (outputs, sums)))
+
+    def _attend_dense(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float | Tensor
+    ) -> AttentionState:
+        """Call `scaled_dot_product_attention`: of its kernels torch takes the fastest, cuDNN's too."""
+        rows = len(self.counts)
+        packed = (each.unflatten(0, (rows, -1)).transpose(1, 2) for each in (query, keys, values))
+        causal = self.spec.causal and self.batch.max_query_len > 1
+        output = DENSE(*packed, is_causal=causal, scale=scale, enable_gqa=self.spec.gqa_ratio > 1)
+        return AttentionState(output.transpose(1, 2).flatten(0, 1), query.new_empty(0))
 
     def read(
         self, key: Tensor | None, value: Tensor | None, cache: KVCache | None, dtype: torch.dtype

@@ -19,7 +19,14 @@ from polyattn.kernel import (
 from torch import Tensor
 from torch.nn.functional import conv1d, elu, relu, silu, softplus
 
-from polyattn_cpu.scans import delta_scan, first_order, gated_scan, low_rank_scan, selective_scan
+from polyattn_cpu.scans import (
+    bonus_scan,
+    delta_scan,
+    first_order,
+    gated_scan,
+    low_rank_scan,
+    selective_scan,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -299,6 +306,13 @@ def _phi_linear_sequence(
     out.copy_(_normalised(read))
 
 
+def _rwkv6_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    r, w, k, v = (x[name].to(state.dtype).transpose(0, 1) for name in "rwkv")
+    out.copy_(bonus_scan(r * spec.scale, k, v, w, params["u"], state).transpose(0, 1))
+
+
 def _rwkv7_sequence(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
 ) -> None:
@@ -394,6 +408,14 @@ def _gdn_token(
     return (q[:, :, None] @ state)[:, :, 0], state
 
 
+def _rwkv6_token(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    r, fresh = x["r"][:, :, None], x["k"][..., None] * x["v"][:, :, None]
+    read = r @ (state + params["u"][..., None] * fresh)
+    return spec.scale * read[:, :, 0], x["w"].exp()[..., None] * state + fresh
+
+
 def _rwkv7_token(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -429,6 +451,7 @@ SEQUENCES: dict[AttentionKind, Callable[..., None]] = {
     KINDS.LINEAR: _linear_sequence,
     KINDS.GDN: _gdn_sequence,
     KINDS.KDA: _kda_sequence,
+    KINDS.RWKV6: _rwkv6_sequence,
     KINDS.RWKV7: _rwkv7_sequence,
     KINDS.RG_LRU: _rg_lru_sequence,
     KINDS.PHI_LINEAR: _phi_linear_sequence,
@@ -440,6 +463,7 @@ TOKENS: dict[AttentionKind, Callable[..., tuple[Tensor, Tensor]]] = {
     KINDS.LINEAR: _linear_token,
     KINDS.GDN: _gdn_token,
     KINDS.KDA: _gdn_token,
+    KINDS.RWKV6: _rwkv6_token,
     KINDS.RWKV7: _rwkv7_token,
     KINDS.RG_LRU: _rg_lru_token,
     KINDS.PHI_LINEAR: _phi_linear_token,

@@ -142,6 +142,27 @@ def low_rank_scan(
     return out
 
 
+def bonus_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """Return o = q (state + diag(u) k v') of the state before; then state = diag(exp(g)) state + k v'.
+
+    Shapes as `low_rank_scan`'s, and `u` (heads, K): RWKV-6.
+    """
+    out = torch.empty_like(v)
+    for start in range(0, v.shape[1], CHANNEL_CHUNK):
+        rows = slice(start, min(start + CHANNEL_CHUNK, v.shape[1]))
+        qc, kc, vc, gc = (t[:, rows] for t in (q, k, v, g))
+        total = gc.double().cumsum(1)
+        before = total - gc
+        earlier = _channel_decay(before, total, -1).to(v.dtype)
+        weights = torch.einsum("hik,hjk,hijk->hij", qc, kc, earlier)
+        weights.diagonal(dim1=1, dim2=2).add_((qc * u[:, None] * kc).sum(-1))
+        out[:, rows] = weights @ vc + (qc * before.exp().to(v.dtype)) @ state
+        last = total[:, -1:]
+        left = (last - total).exp().to(v.dtype)
+        state.mul_(last.exp().to(v.dtype).transpose(1, 2)).baddbmm_((kc * left).transpose(1, 2), vc)
+    return out
+
+
 def _channel_decay(left: Tensor, right: Tensor, diagonal: int) -> Tensor:
     """Return exp(left_i - right_j) where j <= i + diagonal, else 0; (heads, tokens, tokens, K)."""
     count = left.shape[1]

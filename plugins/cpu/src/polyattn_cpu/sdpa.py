@@ -93,7 +93,8 @@ class TorchSDPA(AttentionBackend):
         if plan.packed is not None:
             tensors = plan.packed.read(key, value, cache, query.dtype)
             scale = spec.scale * scales[0]
-            state = plan.packed.attend(query, *tensors, scale)
+            summed = lse is not None or params.sinks is not None
+            state = plan.packed.attend(query, *tensors, scale, summed)
             self._store(state, params, scales[1], frame.out, lse)
             return
         for index, length in enumerate(batch.lens):

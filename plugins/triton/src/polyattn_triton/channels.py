@@ -26,6 +26,7 @@ PAIR_OPTIONS = {"num_warps": 1, "num_stages": 1}
 TOKEN_OPTIONS = {"num_warps": 4, "num_stages": 1}
 INPUTS = {
     AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
+    AttentionKind.RWKV6: ("r", "k", "v", "w", "", "u", ""),
     AttentionKind.RWKV7: ("r", "k", "v", "w", "", "a", "b"),
     AttentionKind.PHI_LINEAR: ("q", "k", "v", "", "", "", ""),
 }
@@ -53,7 +54,7 @@ def channel_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
     block = power(values) if phi is not None else min(most, power(values))
     return (
         spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
-        spec.kind is AttentionKind.KDA, phi, form.qk_norm, drafts,
+        spec.kind is AttentionKind.KDA, phi, form.qk_norm, drafts, spec.kind is AttentionKind.RWKV6,
     )  # fmt: skip
 
 

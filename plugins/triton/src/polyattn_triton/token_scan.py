@@ -1,7 +1,7 @@
-"""TRITON_TOKEN_SCAN: RG-LRU, and linear attention with a normaliser.
+"""TRITON_TOKEN_SCAN: RG-LRU, RWKV-6, and linear attention with a normaliser.
 
-Prompts go by tiles of tokens, in pieces side by side where sequences are few. Decodes, drafts and what
-must have a decode's bits go by the token.
+Prompts go by tiles of tokens, in pieces side by side where sequences are few. Decodes, drafts, RWKV-6 and
+what must have a decode's bits go by the token.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class TritonTokenScan(RecurrentBackend):
         units = spec.kind is AttentionKind.RG_LRU
         # A layer whose bits may not depend on the step has them by the token.
         wide = not units and max(spec.head_size, spec.v_head_size) > WIDEST
-        self._tiles = not (spec.batch_invariant or wide)
+        serial = wide or spec.kind is AttentionKind.RWKV6
+        self._tiles = not (spec.batch_invariant or serial)
         self._programs = triton.cdiv(spec.num_heads, PIECE_UNITS) if units else spec.num_heads
         self._places = multiprocessors(self.torch_device) * (SCHEDULERS if units else 1)
         self._side = self._places * (UNIT_PROGRAMS if units else PROGRAMS)
@@ -131,7 +132,10 @@ class TritonTokenScan(RecurrentBackend):
         elif units:
             self._units(plan, frame.inputs, frame.params, frame.states, frame.out)
         else:
-            tensors = given_inputs(self.spec, frame.inputs, self._none)
+            inputs = {**frame.inputs}
+            if (bonus := frame.params.get("u")) is not None:
+                inputs["u"] = bonus.expand(len(frame.out), -1, -1)
+            tensors = given_inputs(self.spec, inputs, self._none)
             by_token(self.spec, tensors, frame.out, frame.states, meta, self._options, plan.targets)
 
     def _by_tiles(

@@ -69,6 +69,10 @@ struct Scan {
               {is.heads, k}});
         break;
       }
+      case PA_RWKV6:
+        take({{is.heads, is.rows}, {is.heads, is.rows}, {is.heads, is.rows}, {is.heads, is.columns}});
+        number({is.heads * is.rows});
+        break;
       default:
         take({{is.groups, is.rows}, {is.groups, is.rows}, {is.heads, is.columns},
               {is.heads, is.kind == PA_KDA ? is.rows : 1}, {is.heads, 1}});
@@ -83,6 +87,7 @@ struct Scan {
     }
     if (is.kind == PA_GDN || is.kind == PA_KDA) calm(3, -0.3), calm(4, 0.2), calm(1, 0.1);
     if (is.kind == PA_RWKV7) calm(1, -0.5), calm(4, 0.1), calm(5, 0.1);
+    if (is.kind == PA_RWKV6) calm(1, -0.5);
   }
 
   double error(const char *isa) {
@@ -179,6 +184,7 @@ struct Scan {
     double *y = &out[((size_t)t * is.heads + h) * wide];
     if (is.kind == PA_SHORT_CONV) convolve(t, h, mine, y);
     else if (is.kind <= PA_MAMBA2) mamba(t, h, mine, y);
+    else if (is.kind == PA_RWKV6) bonus(t, h, mine, y);
     else keys(t, h, mine, y);
   }
   void convolve(int t, int h, double *mine, double *y) {
@@ -214,6 +220,17 @@ struct Scan {
     double sum = 1e-6;
     for (int k = 0; k < is.rows; k++) sum += in[input](t, group, k) * in[input](t, group, k);
     return is.option && is.kind != PA_LINEAR && is.kind != PA_RWKV7 ? std::sqrt(sum) : 1;
+  }
+  void bonus(int t, int h, double *mine, double *y) {
+    for (int c = 0; c < is.columns; c++) {
+      y[c] = 0;
+      for (int k = 0; k < is.rows; k++) {
+        double &s = mine[k * is.columns + c];
+        const double fresh = in[2](t, h, k) * in[3](t, h, c);
+        y[c] += scale * in[0](t, h, k) * (s + params[0][h * is.rows + k] * fresh);
+        s = std::exp(in[1](t, h, k)) * s + fresh;
+      }
+    }
   }
   void keys(int t, int h, double *mine, double *y) {
     const bool low_rank = is.kind == PA_RWKV7;
@@ -262,6 +279,8 @@ static void check_scan(Tally &tally) {
                             {"gated delta rule", PA_GDN, 4, 2, 48, 64, true},
                             {"gated delta rule", PA_GDN, 2, 2, 21, 21, false},
                             {"delta rule by channels", PA_KDA, 3, 3, 48, 48, true},
+                            {"RWKV-6", PA_RWKV6, 3, 3, 64, 64, false},
+                            {"RWKV-6, targets", PA_RWKV6, 2, 2, 21, 21, false, 0, true},
                             {"RWKV-7", PA_RWKV7, 3, 3, 64, 64, false}};
   for (const Recurrence &is : all) {
     for (int dtype = PA_F32; dtype <= PA_F16; dtype++) {

@@ -52,6 +52,7 @@ PUBLISHED: dict[AttentionKind, dict[str, dict[str, Any]]] = {
         "v twice as wide": _sized(3, 64, 3, 128, state_size=64, qk_norm=True),
     },
     AttentionKind.KDA: {"Kimi": _sized(3, 128, 3, 128, state_size=128, qk_norm=True)},
+    AttentionKind.RWKV6: {"World 1.6B": _sized(32, 64, 32, 64, state_size=64)},
     AttentionKind.RWKV7: {"65 heads": _sized(65, 16, 65, 16, state_size=16)},
     AttentionKind.RG_LRU: {"2560 channels": {"num_heads": 2560, "num_kv_heads": 2560}},
     AttentionKind.SHORT_CONV: {
@@ -200,7 +201,7 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
             ("64", spec(4, 64, state_size=64)),
             ("odd", spec(3, 24, 3, 40, state_size=24)),
         ]
-    if kind is AttentionKind.RWKV7:
+    if kind in (AttentionKind.RWKV6, AttentionKind.RWKV7):
         return [
             ("64", spec(4, 64, scale=1.0, state_size=64)),
             ("odd", spec(3, 24, 3, 40, state_size=24)),

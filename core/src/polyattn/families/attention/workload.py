@@ -79,7 +79,8 @@ class AttentionWorkload(AttendingWorkload):
         - `skipped`: of every other new token the cache has the key already; it isn't stored again.
         - `like`: another layer's step, whose batch this one has too.
         - `full`: a cache of random numbers, anywhere in which the step lies; there is no `keys`.
-        - `spare`: columns of the block table beyond the longest sequence's.
+        - `spare`: columns of the block table beyond the longest sequence's; 0: nor are there gaps between
+          keys that are given whole.
         - `first_block`: the first of a cache's blocks that a sequence may have.
         """
         self.layer, self.lengths, self.dice, self.packed = layer, lengths, dice, packed
@@ -178,7 +179,8 @@ class AttentionWorkload(AttendingWorkload):
     def _lay_given(self, like: AttentionWorkload | None) -> None:
         queries, lens = lens_of(self.lengths)
         starts, total = [], 0
-        for gap, length in zip(self.dice.integers(0, 4, len(lens)), lens, strict=True):
+        gaps = self.dice.integers(0, 4 if self.spare else 1, len(lens))
+        for gap, length in zip(gaps, lens, strict=True):
             starts.append(total + gap)
             total += gap + length
         if like is not None:

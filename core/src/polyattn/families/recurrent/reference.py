@@ -148,6 +148,13 @@ def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[T
     return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
 
 
+def _rwkv6(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    fresh = x["k"][:, :, None] * x["v"][:, None]
+    seen = state + params["u"][:, :, None] * fresh
+    state = torch.exp(x["w"])[:, :, None] * state + fresh
+    return spec.scale * torch.einsum("hk,hkv->hv", x["r"], seen), state
+
+
 def _rwkv7(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
     read = torch.einsum("hk,hkv->hv", x["a"], state)
     state = torch.exp(x["w"])[:, :, None] * state
@@ -190,6 +197,7 @@ STEPS = {
     AttentionKind.LINEAR: _linear,
     AttentionKind.GDN: _gdn,
     AttentionKind.KDA: _gdn,
+    AttentionKind.RWKV6: _rwkv6,
     AttentionKind.RWKV7: _rwkv7,
     AttentionKind.RG_LRU: _rg_lru,
     AttentionKind.PHI_LINEAR: _phi_linear,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -120,17 +121,15 @@ class StepPlan:
         `by`: an instruction set; default: the one that runs.
         """
         lib = kernels()
-        starts = struct.pack(f"@{len(query_starts)}i", *query_starts)
-        lengths = struct.pack(f"@{len(lens)}i", *lens)
-        keys = None if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
+        numbers = [
+            array("i", struct.pack(f"@{len(each)}i", *each))
+            for each in (query_starts, lens, key_starts or ())
+        ]
         batch = _BATCH.pack(
             len(lens),
             block_size,
             torch.get_num_threads() if threads is None else threads,
-            *(
-                ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-                for data in (starts, lengths, keys)
-            ),
+            *(each.buffer_info()[0] for each in numbers),  # of none: NULL
         )
         self._free = lib.pa_plan_free
         self.handle = lib.pa_plan_new((by or isa()).encode(), layer, batch)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 11
+ABI = 12
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"

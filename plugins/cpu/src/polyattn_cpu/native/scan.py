@@ -30,6 +30,7 @@ KINDS = {
     AttentionKind.GDN: 4,
     AttentionKind.KDA: 5,
     AttentionKind.RWKV7: 6,
+    AttentionKind.RWKV6: 7,
 }
 """`pa_scan_kind` of each."""
 
@@ -38,6 +39,7 @@ PARAMS = {
     AttentionKind.MAMBA1: ("A", "D", "dt_bias"),
     AttentionKind.MAMBA2: ("A", "D", "dt_bias"),
     AttentionKind.LINEAR: ("decay",),
+    AttentionKind.RWKV6: ("u",),
 }
 """Parameters in the order in which `pa_scan` takes them."""
 

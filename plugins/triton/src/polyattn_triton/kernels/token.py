@@ -1,4 +1,5 @@
-"""Recurrences a token at a time: linear attention with a normaliser, RG-LRU, decodes of KDA and RWKV-7.
+"""Recurrences a token at a time: RWKV-6, linear attention with a normaliser, RG-LRU, and decodes of KDA
+and RWKV-7.
 
 A program keeps its part of a sequence's state in registers from the first token of the step to the
 last.
@@ -26,9 +27,10 @@ def channel_kernel(
     q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, o_t, o_h, st_s, st_h, targets_t,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    DRAFTS: tl.constexpr, BONUS: tl.constexpr,
 ):  # fmt: skip
-    """KDA where `DELTA`, linear attention with a normaliser where it has a `PHI`, else RWKV-7.
+    """KDA where `DELTA`, linear attention with a normaliser where it has a `PHI`, RWKV-6 where `BONUS`
+    (A is its u), else RWKV-7.
 
     Grid: (sequences, heads, value blocks). `VS` counts a normaliser's column, which is one block with
     the values. `DRAFTS`: the state after each token goes to its own slot of TARGETS.
@@ -67,13 +69,18 @@ def channel_kernel(
                 h = h * tl.exp(g)[:, None]
                 beta = tl.load(BETA + row * beta_t + head).to(tl.float32)
                 v = beta * (v - tl.sum(h * k[:, None], 0))
+            elif BONUS:
+                u = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
+                y = tl.sum(h * q[:, None], 0) + tl.sum(q * u * k, 0) * v
+                h = h * tl.exp(g)[:, None]
             else:
                 a = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
                 b = tl.load(B + row * b_t + head * b_h + kk, mask=k_ok, other=0.0).to(tl.float32)
                 read = tl.sum(h * a[:, None], 0)
                 h = h * tl.exp(g)[:, None] + b[:, None] * read[None, :]
         h += k[:, None] * v[None, :]
-        y = tl.sum(h * q[:, None], 0)
+        if not BONUS:
+            y = tl.sum(h * q[:, None], 0)
         if PHI is not None:
             y = y / (tl.sum(tl.where(vv == VS - 1, y, 0.0), 0) + 1e-6)
         else:

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 11  // library.py refuses a library of another number
+#define PA_ABI 12  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -140,7 +140,7 @@ PA_EXPORT int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t cou
                            int32_t threads);
 
 enum pa_scan_kind {
-  PA_SHORT_CONV, PA_MAMBA1, PA_MAMBA2, PA_LINEAR, PA_GDN, PA_KDA, PA_RWKV7
+  PA_SHORT_CONV, PA_MAMBA1, PA_MAMBA2, PA_LINEAR, PA_GDN, PA_KDA, PA_RWKV7, PA_RWKV6
 };
 
 // (num_tokens, heads, size), or (num_tokens, heads): strides in elements, the last one 1.
@@ -155,7 +155,7 @@ typedef struct {
 // last inputs, in `state_dtype`: of `rows` that a token reads, the oldest first, or, where columns are
 // more, position p's in column p modulo their number. Inputs as the layer's form orders them, Mamba's
 // gate last (NULL: none), parameters float32: Mamba A, D or NULL, dt_bias or NULL; linear attention
-// decay; a convolution weight, bias or NULL.
+// decay; RWKV-6 u (num_heads, rows); a convolution weight, bias or NULL.
 typedef struct {
   int64_t kind, dtype, state_dtype;
   int64_t num_seqs, num_heads, num_groups, rows, columns;

@@ -1,22 +1,22 @@
 // Linear attention and delta rules: states of (key, value). Included by scan.h.
 
 // What a token does to a state (K, V): with u = v, or beta (v - a state), or a state,
-//   state = diag(w) state + b u' (+ c v');  output = r state.
+//   state = diag(w) state + b u' (+ c v');  output = r state, or, of the state before, r state + beta v.
 struct KeyTerms {
   float *w, *a, *b, *c, *r;  // K each
   float beta;
 };
-enum ScanForm { ADDS, DELTA, LOW_RANK };
+enum ScanForm { ADDS, DELTA, LOW_RANK, BONUS };
 
 template <int NV, ScanForm FORM>
 PA_NOINLINE void advance(const StatePart &state, int rows, const KeyTerms &is, const float *v, float *out,
                          int64_t ahead) {
   vf u[NV], o[NV];
   for (int i = 0; i < NV; i++) {
-    u[i] = FORM == ADDS ? loadf(v + i * W) : vf{};
-    o[i] = vf{};
+    u[i] = FORM == ADDS || FORM == BONUS ? loadf(v + i * W) : vf{};
+    o[i] = FORM == BONUS ? splat(is.beta) * u[i] : vf{};
   }
-  if constexpr (FORM != ADDS) {
+  if constexpr (FORM == DELTA || FORM == LOW_RANK) {
     for (int k = 0; k < rows; k++) {
       const float *at = state.at + k * state.ld;
       vf a = splat(is.a[k]);
@@ -30,10 +30,11 @@ PA_NOINLINE void advance(const StatePart &state, int rows, const KeyTerms &is, c
     float *at = state.at + k * state.ld;
     vf w = splat(is.w[k]), b = splat(is.b[k]), r = splat(is.r[k]);
     for (int i = 0; i < NV; i++) {
-      vf x = loadf(at + i * W) * w + b * u[i];
+      const vf before = loadf(at + i * W);
+      vf x = before * w + b * u[i];
       if constexpr (FORM == LOW_RANK) x += splat(is.c[k]) * loadf(v + i * W);
       write(at + i * W, x);
-      o[i] += r * x;
+      o[i] += r * (FORM == BONUS ? before : x);
       prefetch_l2(at + ahead + i * W);
     }
   }
@@ -61,6 +62,7 @@ static void advance_any(const pa_scan &scan, const StatePart &state, int vectors
   const int rows = (int)scan.rows;
   if (scan.kind == PA_LINEAR) advance_some<ADDS>(state, rows, vectors, is, v, out, ahead);
   else if (scan.kind == PA_RWKV7) advance_some<LOW_RANK>(state, rows, vectors, is, v, out, ahead);
+  else if (scan.kind == PA_RWKV6) advance_some<BONUS>(state, rows, vectors, is, v, out, ahead);
   else advance_some<DELTA>(state, rows, vectors, is, v, out, ahead);
 }
 
@@ -82,6 +84,17 @@ static void key_terms(const pa_scan &scan, int64_t token, int64_t head, KeyTerms
     take_row(in[5], token, head, is.b, size);
     exp_row(is.w, size);
     scale_row(is.r, size, scan.scale);
+    return;
+  }
+  if (scan.kind == PA_RWKV6) {  // r, w, k, v
+    const float *u = scan.params[0] + head * size;
+    take_row(in[0], token, head, is.r, size);
+    take_row(in[1], token, head, is.w, size);
+    take_row(in[2], token, head, is.b, size);
+    exp_row(is.w, size);
+    scale_row(is.r, size, scan.scale);
+    is.beta = 0;
+    for (int i = 0; i < size; i++) is.beta += is.r[i] * u[i] * is.b[i];
     return;
   }
   take_row(in[0], token, group, is.r, size);  // q, k, v, g, beta
@@ -108,7 +121,7 @@ static void scan_keys(const pa_scan &scan, const Stretch &seq, int64_t head, Are
   const int rows = (int)scan.rows, columns = (int)scan.columns, wide = pa_round_up(columns, W);
   const int64_t first = seq.first, last = seq.last;
   const bool fresh = !seq.before, whole = last - first == 1 && columns % W == 0;
-  const pa_rows &values = scan.inputs[scan.kind == PA_RWKV7 ? 3 : 2];
+  const pa_rows &values = scan.inputs[scan.kind == PA_RWKV7 || scan.kind == PA_RWKV6 ? 3 : 2];
   float *state = (float *)scan.states + seq.slot * scan.state_slot + head * rows * columns;
   KeyTerms terms[SCAN_TOKENS];
   for (KeyTerms &is : terms) {
