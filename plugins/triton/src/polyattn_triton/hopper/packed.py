@@ -92,12 +92,7 @@ def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     (nvfp4) `which` says which is meant; what is returned is then the 2^14th part.
     """
     MADE: gl.constexpr = instructions(FORM, BELOW_ONE)
-    if FORM >= E4M3:
-        read = (units,)
-    elif FORM == NVFP4:
-        read = (units, by, which)
-    else:
-        read = (units, by)
+    read = (units,) if FORM >= E4M3 else (units, by, which) if FORM == NVFP4 else (units, by)
     return gl.inline_asm_elementwise(MADE[0], MADE[1], read, MADE[2], is_pure=True, pack=2)
 
 
