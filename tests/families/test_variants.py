@@ -107,23 +107,34 @@ def assert_right(out: Tensor, expected: Tensor) -> None:
     assert output_error(out, expected) < 2e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_functions_over_pages(backend: str) -> None:
+def functions_of_each_kind() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return variants with a softmax, and what a layer or a step gives them."""
     generator = torch.Generator().manual_seed(3)
     document = torch.randint(0, 3, (5, 40), generator=generator).int()
     temperature = torch.rand(4, generator=generator) + 0.5
-    plain = run(BASE, backend)[0]
-    for name, layer, step in (
+    return [
         ("capped", {}, {}),
         ("tempered", {"temperature": temperature}, {}),
-        ("tempered", {}, {"temperature": temperature}),
         ("documents", {}, {"document": document}),
-        ("documents", {"document": document}, {}),
         ("striped", {}, {}),
         ("relative_bias", {"bias": torch.randn(32, 4, generator=generator),
                            "bucket_of_distance": t5_buckets(bidirectional=False)}, {}),
         ("vision_local", {"grid_width": 5, "radius": 1}, {}),
-    ):  # fmt: skip
+    ]  # fmt: skip
+
+
+def assert_functions_right(backend: str, lens: tuple[list[int], list[int]]) -> None:
+    sigmoid = ("flash_sigmoid", {"sigmoid_bias": -2.0}, {})
+    for name, layer, step in (*functions_of_each_kind(), sigmoid):
+        assert_right(*run(BASE.replace(variant=name), backend, lens, inputs=layer, step=step))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_over_pages(backend: str) -> None:
+    plain = run(BASE, backend)[0]
+    functions = functions_of_each_kind()
+    by_both = [(name, step, layer) for name, layer, step in functions[1:3]]
+    for name, layer, step in (*functions, *by_both):
         out, expected = run(BASE.replace(variant=name), backend, inputs=layer, step=step)
         assert_right(out, expected)
         assert not torch.allclose(out, plain, atol=1e-3), f"{name} changes nothing"

@@ -15,7 +15,7 @@ from polyattn.runtime.step.cost import Cost
 from polyattn.tools.cli import weights
 from polyattn.tools.cli.benching import Bench, _of_this_kind, measure_limits
 from polyattn.tools.cli.main import app
-from polyattn.tools.cli.models import Reading
+from polyattn.tools.cli.options import TuneOptions
 from polyattn.tools.cli.output import table
 from polyattn.tools.cli.plots import plot_values
 from polyattn.tools.cli.tuning import _layers
@@ -109,7 +109,7 @@ def test_explain_reads_the_cache_as_the_engines_options_say() -> None:
 def test_tune_measures_the_cache_that_is_named() -> None:
     cpu = resolve_device("cpu")
     for models in ([], ["llama-3.1-8b"]):
-        specs = _layers(models, cpu, True, Reading(kv_cache_dtype="int8", block_size=32))
+        specs = _layers(TuneOptions(model=models, kv_cache_dtype="int8", block_size=32), cpu)
         assert {(s.kv_cache_dtype, s.block_size) for s in specs} == {("int8", 32)}
 
 

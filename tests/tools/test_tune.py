@@ -19,6 +19,7 @@ from polyattn.selection.prediction import Predictor, StepShape, shape_of_step
 from polyattn.settings import Settings
 from polyattn.spec.timing import TERMS, TimingModel
 from polyattn.tools.cli.models import bundled
+from polyattn.tools.cli.options import TuneOptions
 from polyattn.tools.cli.tuning import show
 from polyattn.tools.lengths import DISTRIBUTIONS, lengths_named, of_trace, redrawn
 from polyattn.tools.replay.trace import read_trace
@@ -334,8 +335,11 @@ def test_tune_writes_a_table_that_a_group_chooses_by(
     path, names = tmp_path / "t.json", ["TORCH_SDPA", "HPU_ATTN", "NATIVE_ATTN"]
 
     def tune(seconds: float) -> dict[str, Any]:
-        asked = {"as_json": True, "batch_invariant": "steps"}
-        assert show([str(tmp_path)], "cpu", names, None, path, seconds, **asked) == 0
+        options = TuneOptions(
+            model=[str(tmp_path)], device="cpu", backend=names, out=path, seconds=seconds,
+            json=True, batch_invariant="steps",
+        )  # fmt: skip
+        assert show(options) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 

@@ -16,7 +16,8 @@ from polyattn import LayerSpec, select_layers
 from polyattn.errors import ConfigError, SettingsError, TraceError, WeightsError
 from polyattn.tools.cli import running
 from polyattn.tools.cli.models import bundled, find_config
-from polyattn.tools.cli.running import RunOptions, show
+from polyattn.tools.cli.options import RunOptions
+from polyattn.tools.cli.running import show
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine
 from polyattn.tools.replay.model import mixers, weights
@@ -73,10 +74,8 @@ def with_fields(source: Path, target: Path, **fields: Any) -> Path:
 
 def options(**given: Any) -> RunOptions:
     plain: dict[str, Any] = {
-        "model": None, "trace": None, "requests": 3, "layers": None, "max_tokens": 3,
-        "scale": 0.1, "token_budget": 64, "max_seqs": 8, "cache_gb": 0.01, "block_size": None,
-        "kv_cache_dtype": "auto", "fp8_compute": False, "check": 1, "seed": 0, "device": "cpu",
-        "backend": None, "json": True, "plot": None,
+        "requests": 3, "max_tokens": 3, "scale": 0.1, "token_budget": 64, "max_seqs": 8,
+        "cache_gb": 0.01, "check": 1, "device": "cpu", "json": True,
     }  # fmt: skip
     return RunOptions(**(plain | given))
 

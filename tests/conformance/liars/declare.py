@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +34,7 @@ from polyattn.plugin import (
     Priority,
     Role,
     hookimpl,
+    names,
 )
 from polyattn.registry.builtin import TORCH_INDEX, TORCH_MERGE, TORCH_STORE
 from polyattn.runtime.merge import TorchMerge
@@ -47,53 +47,33 @@ ATTENTION = Capabilities(
     platforms={"cpu": ()},
     roles=frozenset(Role),
     cached=frozenset({True, False}),
-    dtypes=frozenset({"float32", "bfloat16"}),
-    kv_cache_dtypes=frozenset({"auto", "int8"}),
+    dtypes=names("float32 bfloat16"),
+    kv_cache_dtypes=names("auto int8"),
     layouts=("NHD", "HND"),
-    features=frozenset(
-        {
-            "causal",
-            "non_causal",
-            "gqa",
-            "sliding_window",
-            "chunked",
-            "sink_tokens",
-            "alibi",
-            "v_head_size",
-            "logit_soft_cap",
-            "learned_sinks",
-            "tensor_scales",
-            "head_scales",
-            "fp8_output",
-            "lse",
-            "deterministic",
-            "batch_invariant",
-        }
+    features=names(
+        "causal non_causal gqa sliding_window chunked sink_tokens alibi v_head_size logit_soft_cap "
+        "learned_sinks tensor_scales head_scales fp8_output lse deterministic batch_invariant"
     ),
     padding_rows=True,
 )
-GRAPHS = replace(
-    ATTENTION, roles=frozenset({Role.DECODER}), cached=frozenset({True}),
+GRAPHS = ATTENTION.but(
+    roles=frozenset({Role.DECODER}), cached=frozenset({True}),
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )  # fmt: skip
-BOUNDS = replace(
-    GRAPHS, graph_capture=GraphCapture.NONE, features=ATTENTION.features | {"length_bounds"}
+BOUNDS = GRAPHS.but(graph_capture=GraphCapture.NONE, adds="length_bounds")
+FUNCTIONS = TORCH_SDPA.capabilities.but(
+    roles=frozenset({Role.DECODER}), dtypes=names("float32"), kv_cache_dtypes=names("auto"),
+    platforms={"cpu": ()},
+)  # fmt: skip
+SAME = ATTENTION.but(
+    roles=frozenset({Role.DECODER}), dtypes=names("bfloat16"), kv_cache_dtypes=names("auto"),
+    features=names("causal gqa lse batch_invariant step_invariant call_invariant"),
+)  # fmt: skip
+SCANS = TORCH_SCAN.capabilities.but(
+    kinds=frozenset({AttentionKind.GDN, AttentionKind.MAMBA2}), dtypes=names("float32")
 )
-FUNCTIONS = replace(
-    TORCH_SDPA.capabilities, roles=frozenset({Role.DECODER}), dtypes=frozenset({"float32"}),
-    kv_cache_dtypes=frozenset({"auto"}), platforms={"cpu": ()},
-)  # fmt: skip
-LEVELS = frozenset({"batch_invariant", "step_invariant", "call_invariant"})
-SAME = replace(
-    ATTENTION, roles=frozenset({Role.DECODER}), dtypes=frozenset({"bfloat16"}),
-    kv_cache_dtypes=frozenset({"auto"}), features=frozenset({"causal", "gqa", "lse", *LEVELS}),
-)  # fmt: skip
-SCANS = replace(
-    TORCH_SCAN.capabilities, kinds=frozenset({AttentionKind.GDN, AttentionKind.MAMBA2}),
-    dtypes=frozenset({"float32"}),
-)  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
-    (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
+    (shapes.LastOfShortRows, ATTENTION.but(decode_query_lens=8)),
     (HonestBounds, BOUNDS),
     (
         variances.MasksListedByTheStep,
@@ -101,30 +81,27 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     ),
     (variances.Same, SAME),
     (variances.OneSequenceAtATime, SAME),
-    (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
-    (variances.SplitsOfTheLongest, replace(GRAPHS, features=SAME.features)),
-    (variances.ScoresByTheBatch, TORCH_INDEX.capabilities.but(dtypes=frozenset({"float32"}))),
+    (variances.PlansForGraphs, GRAPHS.but(features=SAME.features)),
+    (variances.SplitsOfTheLongest, GRAPHS.but(features=SAME.features)),
+    (variances.ScoresByTheBatch, TORCH_INDEX.capabilities.but(dtypes=names("float32"))),
     (variances.ChunksFromTheStep, SCANS),
     (variances.RoundsBetweenSteps, SCANS),
     (variances.ScansByTheBatch, SCANS),
     (variances.StatesByTheBatch, SCANS),
-    (captures.HonestMixedScan, replace(SCANS, graph_capture=GraphCapture.ANY)),
-    (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
+    (captures.HonestMixedScan, SCANS.but(graph_capture=GraphCapture.ANY)),
+    (captures.HonestMixed, GRAPHS.but(graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
-    (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
+    (prefixes.Forest, GRAPHS.but(shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
-    (
-        captures.HonestLatentGraph,
-        replace(TORCH_MLA.capabilities, graph_capture=GraphCapture.ANY),
-    ),
+    (captures.HonestLatentGraph, TORCH_MLA.capabilities.but(graph_capture=GraphCapture.ANY)),
     (TorchMLA, TORCH_MLA.capabilities),
     (TorchSparseMLA, TORCH_MLA_SPARSE.capabilities),
-    (captures.HonestDrafts, replace(TORCH_SCAN.capabilities, state_targets=True)),
+    (captures.HonestDrafts, TORCH_SCAN.capabilities.but(state_targets=True)),
     (TorchScan, TORCH_SCAN.capabilities),
     (TorchStore, TORCH_STORE.capabilities),
     (TorchMerge, TORCH_MERGE.capabilities),
-    (TorchIndex, TORCH_INDEX.capabilities.but(dtypes=frozenset({"float32"}))),
+    (TorchIndex, TORCH_INDEX.capabilities.but(dtypes=names("float32"))),
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,

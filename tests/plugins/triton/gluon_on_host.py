@@ -253,6 +253,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __getitem__(self, by: Any) -> Pointer:
+        return Pointer(self.storage, self.places[by], self.kind)
+
     def to(self, kind: Any) -> Pointer:
         return Pointer(self.storage, self.places, kind.kind)
 

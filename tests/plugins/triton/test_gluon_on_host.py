@@ -25,7 +25,7 @@ from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import mla, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.functions.rows import table_asm
-from polyattn_triton.hopper import packed
+from polyattn_triton.hopper import unpacking
 from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
 
@@ -330,21 +330,21 @@ def test_every_unit_of_four_bits() -> None:
             asm: Any, numbers: list[Any], scales: Any, *others: Any, turn: int = turn
         ) -> None:
             registers = registers_of(pair, *(np.broadcast_to(x, pair.shape) for x in others))  # noqa: B023
-            for bits, wanted in zip(run_ptx(asm.value, 4, registers), numbers, strict=True):
+            for bits, wanted in zip(run_ptx(asm, 4, registers), numbers, strict=True):
                 found = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
                 assert (found[:, 0] == wanted * scales[0]).all()
                 assert (found[:, 1] == np.roll(wanted, turn) * scales[1]).all()
 
         for scales in ((1.0, 1.0), (-3.0, 0.25)):
-            right(packed.INTEGERS, integers, scales, np.array(scales, np.float16))
+            right(unpacking.INTEGERS, integers, scales, np.array(scales, np.float16))
         for (low, first), (high, second) in pairwise(some.items()):
             groups = np.uint16(low | high << 8)
             # A row's two units are of one group; of two rows each has its own.
             for scale, which in ((first, 0x1010), (second, 0x3232)):
-                right(packed.E2M1_BESIDE, floats, (scale, scale), groups, np.uint16(which))
+                right(unpacking.E2M1_BESIDE, floats, (scale, scale), groups, np.uint16(which))
             each = np.array([groups, 0x3830], np.uint16)
-            right(packed.E2M1_BELOW, floats, (first, 0.5), each, np.uint16(0x5410))
-            right(packed.E2M1_BELOW, floats, (second, 1.0), each, np.uint16(0x7632))
+            right(unpacking.E2M1_BELOW, floats, (first, 0.5), each, np.uint16(0x5410))
+            right(unpacking.E2M1_BELOW, floats, (second, 1.0), each, np.uint16(0x7632))
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -353,8 +353,8 @@ def test_every_unit_of_steps(bits: int) -> None:
     pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
     ends = np.array([[0.25, -3.0], [1.7, 0.1]], np.float16)
     scales = [np.full(len(pair), x, np.uint32) for x in ends.view(np.uint32)[:, 0]]
-    asm = packed.STEPS if bits == 4 else packed.QUARTERS
-    parts = run_ptx(asm.value, 16 // bits, [*registers_of(pair), *scales])
+    asm = unpacking.STEPS if bits == 4 else unpacking.QUARTERS
+    parts = run_ptx(asm, 16 // bits, [*registers_of(pair), *scales])
     for at, numbers in enumerate(parts):
         codes = (pair >> bits * at & (1 << bits) - 1).astype(np.float64)
         wanted = codes * ends[:, 0].astype(np.float64) + ends[:, 1].astype(np.float64)
@@ -368,7 +368,7 @@ def test_every_unit_of_powers() -> None:
     for powers in ((1.0, 2.0**-120), (2.0**124, 2.0**-3)):
         by = torch.tensor(powers).bfloat16()
         scales = np.broadcast_to(by.view(torch.int16).numpy(), pair.shape)
-        for at, bits in enumerate(run_ptx(packed.POWERS.value, 4, registers_of(pair, scales))):
+        for at, bits in enumerate(run_ptx(unpacking.POWERS, 4, registers_of(pair, scales))):
             codes = torch.from_numpy((pair >> 4 * at & 15).astype(np.int64))
             wanted = torch.where(codes >= 8, -1, 1) * e2m1[codes & 7] * by.float()
             numbers = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
@@ -380,10 +380,10 @@ def test_every_byte() -> None:
     pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
     numbers = pair.view(np.int8).astype(np.float16)
     for asm, places in (
-        (packed.BYTES_BESIDE, ((0, 1), (2, 3))),
-        (packed.BYTES_BELOW, ((0, 2), (1, 3))),
+        (unpacking.BYTES_BESIDE, ((0, 1), (2, 3))),
+        (unpacking.BYTES_BELOW, ((0, 2), (1, 3))),
     ):
-        for bits, mine in zip(run_ptx(asm.value, 2, registers_of(pair)), places, strict=True):
+        for bits, mine in zip(run_ptx(asm, 2, registers_of(pair)), places, strict=True):
             assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
 
 
@@ -400,9 +400,9 @@ def test_every_unit_of_e4m3() -> None:
     pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
     numbers = torch.from_numpy(pair.view(np.uint8)).view(torch.float8_e4m3fn).half().numpy()
     for asm, places in (
-        (packed.BESIDE, ((0, 1), (2, 3))),
-        (packed.BELOW, ((0, 2), (1, 3))),
+        (unpacking.BESIDE, ((0, 1), (2, 3))),
+        (unpacking.BELOW, ((0, 2), (1, 3))),
     ):
-        for bits, mine in zip(run_ptx(asm.value, 2, registers_of(pair)), places, strict=True):
+        for bits, mine in zip(run_ptx(asm, 2, registers_of(pair)), places, strict=True):
             found = bits.view(np.float16).reshape(-1, 2)
             assert np.array_equal(found, numbers[:, list(mine)], equal_nan=True)

@@ -12,7 +12,7 @@ from polyattn_triton.channels import (
     chunk_constants,
     pair_constants,
 )
-from polyattn_triton.configs import pick_scan
+from polyattn_triton.configs import SCANS
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
@@ -98,9 +98,9 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
         return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
     if phase == "pairs":
         return compile_kernel(pair_kernel, pointers, pair_constants(spec), arch, PAIR_OPTIONS)
-    config = pick_scan(arch, spec.kind, "prefill")
+    config = SCANS[spec.kind, "prefill"]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
+    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec), arch, options)
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
@@ -121,7 +121,7 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
         first = selective_configs(spec.recurrent.state_size)[0]
         constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
     else:
-        constants = scan_constants(spec, phase, arch, given)
+        constants = scan_constants(spec, phase, given)
     pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z"), element)
     pointers |= dict.fromkeys(
         ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START", "PIECE_SEQ", "PIECE_START"), "i32"
@@ -132,6 +132,6 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     if kernel is selective_kernel:
         options = OPTIONS
     elif kind is not AttentionKind.SHORT_CONV:
-        config = pick_scan(arch, kind, "decode" if phase in ("decode", "drafts") else "prefill")
+        config = SCANS[kind, "decode" if phase in ("decode", "drafts") else "prefill"]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)

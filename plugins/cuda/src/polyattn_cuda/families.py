@@ -29,24 +29,34 @@ FLASHINFER_LIBRARY: dict[str, Any] = {
     "install": "pip install flashinfer-python",
 }
 FLASH_MLA = ("flash_mla", "flash_mla_ready", "build FlashMLA", "vllm_flashmla_ready")
+FLASH_ATTN_2 = (
+    "flash-attn",
+    "flash_attn_ready",
+    "pip install flash-attn (built for your torch)",
+    "vllm_fa2_ready",
+)
 FLASH_ATTN_3 = ("flash-attn-3", "fa3_ready", "build flash-attn's hopper folder", "vllm_fa3_ready")
 """An upstream's name, its probe and how to install it, and the probe of vLLM's build."""
 
 
 def builds(
-    module: str, kind: str, claims: Capabilities, upstream: tuple[str, str, str, str]
+    module: str,
+    kind: str,
+    upstream: tuple[str, str, str, str],
+    claims: Capabilities,
+    of_vllm: Capabilities | None = None,
 ) -> tuple[Variant, Variant]:
-    """Return upstream's build and vLLM's, of a class each, with the same claims."""
-    name, probe, install, of_vllm = upstream
+    """Return upstream's build and vLLM's, of a class each, with the same claims unless it has its own."""
+    name, probe, install, probe_of_vllm = upstream
 
-    def variant(name: str, cls: str, probe: str, install: str) -> Variant:
+    def variant(name: str, cls: str, probe: str, install: str, own: Capabilities) -> Variant:
         path = f"polyattn_cuda.{module}:{cls}{kind}"
         probe = f"polyattn_cuda.providers:{probe}"
-        return Variant(name=name, path=path, probe=probe, install=install, capabilities=claims)
+        return Variant(name=name, path=path, probe=probe, install=install, capabilities=own)
 
     return (
-        variant(name, "Upstream", probe, install),
-        variant("vllm", "Vllm", of_vllm, "pip install vllm"),
+        variant(name, "Upstream", probe, install, claims),
+        variant("vllm", "Vllm", probe_of_vllm, "pip install vllm", of_vllm or claims),
     )
 
 
@@ -123,7 +133,7 @@ FLASHMLA_CLAIMS = ABSORBED.but(
     block_sizes=one_of(64), preferred_block_size=64, remedies={"fp8_e4m3": FLASHMLA_FP8}
 )
 FLASHMLA = BackendInfo.of_variants(
-    *builds("flashmla", "FlashMLA", FLASHMLA_CLAIMS, FLASH_MLA),
+    *builds("flashmla", "FlashMLA", FLASH_MLA, FLASHMLA_CLAIMS),
     name="FLASHMLA",
     summary="FlashMLA's dense decode: the flash_mla package, or vLLM's build of it",
     priorities=(Priority(score=85, why="DeepSeek's own kernel for Hopper: 145 us there"),),
@@ -139,7 +149,7 @@ FLASHMLA_SPARSE_CLAIMS = CHOSEN.but(
     },
 )
 FLASHMLA_SPARSE = BackendInfo.of_variants(
-    *builds("flashmla", "FlashSparseMLA", FLASHMLA_SPARSE_CLAIMS, FLASH_MLA),
+    *builds("flashmla", "FlashSparseMLA", FLASH_MLA, FLASHMLA_SPARSE_CLAIMS),
     name="FLASHMLA_SPARSE",
     summary="FlashMLA over chosen rows of a bf16 cache",
     priorities=(Priority(score=85, why="DeepSeek's own kernel"),),
@@ -170,7 +180,7 @@ FLASH_ATTN_MLA_CLAIMS = ABSORBED.but(
     remedies={"fp8_e4m3": "FlashAttention-3 takes a second query only for latents in 16 bits"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
-    *builds("flash_attn_mla", "FlashAttentionMLA", FLASH_ATTN_MLA_CLAIMS, FLASH_ATTN_3),
+    *builds("flash_attn_mla", "FlashAttentionMLA", FLASH_ATTN_3, FLASH_ATTN_MLA_CLAIMS),
     name="FLASH_ATTN_MLA",
     summary="FlashAttention-3 with a second query for the latent part",
     priorities=(Priority(score=80, why="141 us there; pages of 32 at most"),),

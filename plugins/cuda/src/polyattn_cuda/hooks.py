@@ -20,11 +20,17 @@ from polyattn.plugin import (
     one_of,
 )
 
-from polyattn_cuda.families import FAMILIES, FLASHINFER_LIBRARY, MEASURED
+from polyattn_cuda.families import (
+    FAMILIES,
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    FLASHINFER_LIBRARY,
+    MEASURED,
+    builds,
+)
 from polyattn_cuda.profiles import PROFILES
 
 MASKS = names("causal non_causal gqa sliding_window")
-ALL_ROLES = frozenset(Role)
 DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
 EITHER = frozenset({True, False})
 """Over a cache, and to keys and values that are given whole."""
@@ -34,31 +40,25 @@ FA2_ALIBI = (
     (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
     (names("alibi lse"), "its causal ALiBi leaves the row's part out of the LSE"),
 )
-FA2 = Capabilities(
-    platforms={"cuda": ("sm_80+",)},
-    roles=ALL_ROLES,
-    cached=EITHER,
+PLAIN = Capabilities(
+    platforms={"cuda": ("sm_80+",)}, roles=frozenset(Role), cached=EITHER, features=MASKS
+)
+"""What nearly all attention here claims."""
+FA2 = PLAIN.but(
+    adds="logit_soft_cap alibi lse",
     head_sizes=multiples(8, low=32, high=256),
     block_sizes=multiples(256),
     preferred_block_size=256,
     decode_query_lens=16,
-    features=MASKS | names("logit_soft_cap alibi lse"),
     excludes=FA2_ALIBI,
 )
 FLASH_ATTN = BackendInfo.of_variants(
-    Variant(
-        name="flash-attn",
-        path="polyattn_cuda.flash_attn:UpstreamFlashAttention2",
-        probe="polyattn_cuda.providers:flash_attn_ready",
-        install="pip install flash-attn (built for your torch)",
-        capabilities=FA2,
-    ),
-    Variant(
-        name="vllm",
-        path="polyattn_cuda.flash_attn:VllmFlashAttention2",
-        probe="polyattn_cuda.providers:vllm_fa2_ready",
-        install="pip install vllm",
-        capabilities=FA2.but(
+    *builds(
+        "flash_attn",
+        "FlashAttention2",
+        FLASH_ATTN_2,
+        FA2,
+        of_vllm=FA2.but(
             block_sizes=multiples(16),
             preferred_block_size=Capabilities.preferred_block_size,
             graph_capture=GraphCapture.UNIFORM,
@@ -111,10 +111,8 @@ FA3_EIGHT = names("tensor_scales head_scales fp8_inputs fp8_output")
 WHOLE_STEPS = names("prefill decode mixed")
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
-FA3 = Capabilities(
+FA3 = PLAIN.but(
     platforms={"cuda": ("sm_90",)},
-    roles=ALL_ROLES,
-    cached=EITHER,
     phases=WHOLE_STEPS,
     decode_query_lens=16,
     head_sizes=one_of(64, 96, 128, 192, 256),
@@ -127,21 +125,12 @@ FA3 = Capabilities(
     excludes=FA3_FP8,
 )
 FLASH_ATTN_V3 = BackendInfo.of_variants(
-    Variant(
-        name="flash-attn-3",
-        path="polyattn_cuda.flash_attn_v3:UpstreamFlashAttention3",
-        probe="polyattn_cuda.providers:fa3_ready",
-        install="build flash-attn's hopper folder",
-        capabilities=FA3.but(
-            remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"}
-        ),
-    ),
-    Variant(
-        name="vllm",
-        path="polyattn_cuda.flash_attn_v3:VllmFlashAttention3",
-        probe="polyattn_cuda.providers:vllm_fa3_ready",
-        install="pip install vllm",
-        capabilities=FA3.but(
+    *builds(
+        "flash_attn_v3",
+        "FlashAttention3",
+        FLASH_ATTN_3,
+        FA3.but(remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"}),
+        of_vllm=FA3.but(
             adds="learned_sinks batch_invariant",
             excludes=(
                 *FA3_FP8,
@@ -173,13 +162,11 @@ FLASH_ATTN_V4 = BackendInfo(
     probe="polyattn_cuda.providers:fa4_ready",
     requires=("flash-attn-4>=4.0.0b20",),
     install="pip install flash-attn-4 --pre",
-    capabilities=Capabilities(
+    capabilities=PLAIN.but(
+        adds="logit_soft_cap lse",
+        lacks="decode",
         platforms={"cuda": ("sm_90", "sm_100", "sm_103")},
-        roles=ALL_ROLES,
-        cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
-        phases=names("prefill"),
-        features=MASKS | names("logit_soft_cap lse"),
     ),
     priorities=(
         Priority(score=95, archs=("sm_100+",), phase="prefill", why="the fastest on Blackwell"),
@@ -196,19 +183,15 @@ FLASHINFER = BackendInfo(
     path="polyattn_cuda.flashinfer:FlashInferAttention",
     variant_check="polyattn_cuda.flashinfer_variants:variant_problem",
     **FLASHINFER_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_80+",)},
-        roles=ALL_ROLES,
-        cached=EITHER,
+    capabilities=PLAIN.but(
+        adds="v_head_size logit_soft_cap lse variant custom_mask block_sparse fp8_output "
+        "fp8_e4m3 fp8_e5m2",
         decode_query_lens=16,
-        kv_cache_dtypes=names("auto fp8_e4m3 fp8_e5m2"),
         head_sizes=one_of(
             64, 128, 192, 256, why="FA2 loads rows by 64 elements, checks nothing: flashinfer#4299"
         ),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS
-        | names("v_head_size logit_soft_cap lse variant custom_mask block_sparse fp8_output"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             *(
@@ -273,13 +256,8 @@ CUDNN_ATTENTION = BackendInfo(
     summary="torch's cuDNN attention, one sequence at a time",
     path="polyattn_cuda.cudnn:CudnnAttention",
     probe="polyattn_cuda.providers:cudnn_ready",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_80+",)},
-        roles=ALL_ROLES,
-        cached=EITHER,
-        head_sizes=multiples(8, low=32, high=128),
-        phases=names("prefill"),
-        features=names("causal non_causal gqa lse"),
+    capabilities=PLAIN.but(
+        adds="lse", lacks="decode sliding_window", head_sizes=multiples(8, low=32, high=128)
     ),
     priorities=(
         # 256 sentences on an H200: 22 ms, TRITON_ATTN 0.14; 64 images of 577 tokens: 333 us and 307.
@@ -295,14 +273,11 @@ XFORMERS = BackendInfo(
     probe="polyattn_cuda.providers:xformers_ready",
     requires=("xformers>=0.0.35",),
     install="pip install xformers",
-    capabilities=Capabilities(
+    capabilities=PLAIN.but(
+        adds="float32 v_head_size lse",
         platforms={"cuda": ("sm_75-sm_90",)},
-        roles=ALL_ROLES,
-        cached=EITHER,
-        dtypes=names("bfloat16 float16 float32"),
         head_sizes=multiples(8, high=256),
         v_head_sizes=multiples(8, high=256),
-        features=MASKS | names("v_head_size lse"),
         excludes=(
             (names("bfloat16 sm_75"), "bf16 products begin with sm_80"),
             (names("sliding_window non_causal"), "its local masks are causal"),

@@ -21,9 +21,14 @@ from polyattn_rocm.profiles import PROFILES
 
 ATTENTION = AttentionKind.ATTENTION
 PROOF = {"rocm": Proof.SIGNATURE}
-ALL_ROLES = frozenset(Role)
-EITHER = frozenset({True, False})
-"""Over a cache, and to keys and values that are given whole."""
+SYMMETRIC_ALIBI = (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed")
+CK = Capabilities(
+    platforms={"rocm": ("gfx90a", "gfx942", "gfx950")},
+    roles=frozenset(Role),
+    cached=frozenset({True, False}),
+    features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
+)
+"""What Composable Kernel computes, whoever wraps it."""
 
 ROCM_ATTN = BackendInfo(
     name="ROCM_ATTN",
@@ -33,20 +38,17 @@ ROCM_ATTN = BackendInfo(
     probe="polyattn_rocm.providers:aiter_ready",
     requires=("amd-aiter>=0.1.5",),
     install="pip install amd-aiter",
-    capabilities=Capabilities(
+    capabilities=CK.but(
+        adds="fp8_e4m3",
         platforms={"rocm": ("gfx942", "gfx950")},
-        roles=ALL_ROLES,
-        cached=EITHER,
-        kv_cache_dtypes=names("auto fp8_e4m3"),
         fp8_formats=names("fnuz ocp"),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=multiples(1, high=16),
         block_sizes=one_of(16, 32),
-        features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             (names("lse decode"), "its paged decode returns no LSE"),
-            (names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),
+            SYMMETRIC_ALIBI,
             (
                 names("fp8_e4m3 prefill"),
                 "its paged prefill reads only caches of the query's dtype",
@@ -67,16 +69,12 @@ ROCM_FLASH_ATTN = BackendInfo(
     probe="polyattn_rocm.providers:flash_attn_ready",
     requires=("flash-attn>=2.6",),
     install="build github.com/ROCm/flash-attention for your ROCm release",
-    capabilities=Capabilities(
-        platforms={"rocm": ("gfx90a", "gfx942", "gfx950")},
-        roles=ALL_ROLES,
-        cached=EITHER,
+    capabilities=CK.but(
         decode_query_lens=16,
         head_sizes=multiples(8, low=32, high=256),
         block_sizes=multiples(256),
         preferred_block_size=256,
-        features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
-        excludes=((names("alibi non_causal"), "its ALiBi is symmetric; ours is signed"),),
+        excludes=(SYMMETRIC_ALIBI,),
     ),
     priorities=(
         Priority(score=75, phase="prefill", why="Composable Kernel, for machines without AITER"),

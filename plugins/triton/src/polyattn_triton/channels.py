@@ -10,7 +10,7 @@ import triton
 from polyattn.kernel import STORAGE_DTYPES, AttentionKind, LayerSpec, at_least
 from torch import Tensor
 
-from polyattn_triton.configs import pick_scan
+from polyattn_triton.configs import SCANS
 from polyattn_triton.functions.pointwise import features
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
@@ -71,9 +71,9 @@ def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
     )
 
 
-def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
+def chunk_constants(spec: LayerSpec) -> tuple[Any, ...]:
     """Return `chunk_kernel`'s constants, in its order."""
-    block = min(pick_scan(arch, spec.kind, "prefill").block_v, power(spec.v_head_size))
+    block = min(SCANS[spec.kind, "prefill"].block_v, power(spec.v_head_size))
     return (
         spec.head_size,
         spec.v_head_size,
@@ -121,10 +121,10 @@ def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 class Channels:
     """Launches a prefill; holds the chunks' matrices. One stream uses it at a time."""
 
-    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+    def __init__(self, spec: LayerSpec, device: torch.device):
         self.spec = spec
-        self.config = pick_scan(arch, spec.kind, "prefill")
-        self.constants = chunk_constants(spec, arch)
+        self.config = SCANS[spec.kind, "prefill"]
+        self.constants = chunk_constants(spec)
         small, wide = (2, 3) if spec.kind is AttentionKind.KDA else (4, 4)
         self.row = small * CHUNK + wide * spec.head_size
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)

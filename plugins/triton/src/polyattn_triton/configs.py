@@ -262,42 +262,18 @@ class ScanConfig:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class ScanRow:
-    """A configuration and the kind and phase that it is for."""
-
-    arch: str
-    kind: AttentionKind
-    phase: str
-    config: ScanConfig
-    measured: str = ""
-
-
-SCAN_TABLE: tuple[ScanRow, ...] = (
-    ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
-    ScanRow(
-        "any",
-        AttentionKind.MAMBA2,
-        "prefill",
-        ScanConfig(64, 64, 4, 2),
-        "H200: 1087 us at 8 x 4,096",
-    ),
-    ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
-    ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
-    ScanRow(
-        "any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 3), "H100: 2,726 us at 8 x 4,096"
-    ),
-    ScanRow(
-        "any",
-        AttentionKind.RWKV7,
-        "prefill",
-        ScanConfig(64, 16, 4, 3),
-        "H100: 2,050 us at 8 x 4,096",
-    ),
-    ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
-    ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
-    ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
-)
+SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
+    (AttentionKind.MAMBA1, "decode"): ScanConfig(64, 1, 2, 1),
+    (AttentionKind.MAMBA2, "prefill"): ScanConfig(64, 64, 4, 2),  # H200: 1087 us at 8 x 4,096
+    (AttentionKind.LINEAR, "prefill"): ScanConfig(64, 64, 4, 2),
+    (AttentionKind.GDN, "prefill"): ScanConfig(64, 16, 4, 1),
+    (AttentionKind.KDA, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,726 us at 8 x 4,096
+    (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,050 us at 8 x 4,096
+    (AttentionKind.MAMBA2, "decode"): ScanConfig(64, 1, 4, 1),
+    (AttentionKind.LINEAR, "decode"): ScanConfig(64, 1, 4, 1),
+    (AttentionKind.GDN, "decode"): ScanConfig(64, 1, 4, 1),
+}
+"""By kind and phase, whatever the chip."""
 
 
 @dataclass(frozen=True)
@@ -320,12 +296,3 @@ SELECTIVE: tuple[SelectiveConfig, ...] = (
     SelectiveConfig(32, 4, 0.47, 0.285),
 )
 """Of 16 states a channel, most channels first; H200: 0.55 us a token, the first alone."""
-
-
-def pick_scan(arch: str, kind: AttentionKind, phase: str) -> ScanConfig:
-    """Return the first row's configuration that applies."""
-    for row in SCAN_TABLE:
-        fits = row.arch == "any" or arch_matches(row.arch, arch)
-        if fits and row.kind is kind and row.phase == phase:
-            return row.config
-    raise LookupError(f"no configuration for {kind.value} {phase} on {arch}")

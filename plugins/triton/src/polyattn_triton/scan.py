@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, given_inputs
-from polyattn_triton.configs import SelectiveConfig, pick_scan
+from polyattn_triton.configs import SCANS, SelectiveConfig
 from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.launch import Launcher, power
@@ -34,7 +33,6 @@ from polyattn_triton.selective import (
     widest_words,
 )
 
-Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64
 CHANNELS = (AttentionKind.KDA, AttentionKind.RWKV7)
 TILES = {AttentionKind.SHORT_CONV: CONV_TOKENS} | dict.fromkeys(CHANNELS, CHUNK)
@@ -53,9 +51,7 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
     return spec.head_size, spec.v_head_size
 
 
-def scan_constants(
-    spec: LayerSpec, phase: str, arch: str, params: frozenset[str]
-) -> tuple[Any, ...]:
+def scan_constants(spec: LayerSpec, phase: str, params: frozenset[str]) -> tuple[Any, ...]:
     """Return the constants of `spec`'s kernel for `phase`, in its order.
 
     A phase may be "drafts" too, or "tokens": a prefill that has a decode's bits.
@@ -86,14 +82,14 @@ def scan_constants(
         if not decode:
             first = selective_configs(form.state_size)[0]
             return selective_constants(spec, first, widest_words(spec), has, "whole")
-        config = pick_scan(arch, kind, phase)
+        config = SCANS[kind, phase]
         n = triton.next_power_of_2(form.state_size)
         each = spec.num_heads // form.channel_groups
         return (
             spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus, form.gated,
             each, drafts,
         )  # fmt: skip
-    config = pick_scan(arch, kind, phase)
+    config = SCANS[kind, phase]
     keys, values = key_value_sizes(spec)
     sizes = (
         spec.num_heads // spec.num_kv_heads,
@@ -149,6 +145,11 @@ class ScanPlan(Plan):
         return True
 
     @property
+    def meta(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sequences' first tokens, lengths and slots."""
+        return self.starts, self.seq_lens, self.slots
+
+    @property
     def goal(self) -> tuple[Tensor, int]:
         """The targets and their stride by sequence; something in their place where there are none."""
         return (self.slots, 0) if self.targets is None else (self.targets, self.targets.stride(0))
@@ -172,7 +173,7 @@ class TritonScan(RecurrentBackend):
         )
         self._channels: Channels | None = None
         if spec.kind in CHANNELS:
-            self._channels = Channels(spec, device.arch, self.torch_device)
+            self._channels = Channels(spec, self.torch_device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
@@ -188,46 +189,40 @@ class TritonScan(RecurrentBackend):
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
         if self._channels is not None:
-            self._by_channel(plan, inputs, states, out)
+            self._by_channel(plan, frame)
             return
-        names, phase = frozenset(params), plan.phase
+        names, phase = frozenset(frame.params), plan.phase
         constants = self._constants.get((phase, names))
         if constants is None:
-            constants = scan_constants(self.spec, phase, self.device.arch, names)
+            constants = scan_constants(self.spec, phase, names)
             self._constants[phase, names] = constants
         kind = self.spec.kind
         if kind is AttentionKind.SHORT_CONV:
-            self._convolve(plan, inputs["x"], params, states, out, constants)
+            self._convolve(plan, frame, constants)
         elif kind is AttentionKind.MAMBA1:
-            self._mamba1(plan, inputs, params, states, out, constants)
+            self._mamba1(plan, frame, constants)
         else:
-            self._matrix(plan, inputs, params, states, out, constants)
+            self._matrix(plan, frame, constants)
 
-    def _by_channel(self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor) -> None:
+    def _by_channel(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         assert self._channels is not None
-        meta = (plan.starts, plan.seq_lens, plan.slots)
-        tensors = given_inputs(self.spec, inputs, self._none)
+        out, states = frame.out, frame.states
+        tensors = given_inputs(self.spec, frame.inputs, self._none)
         if plan.phase != "prefill":
-            by_token(self.spec, tensors, out, states, meta, TOKEN_OPTIONS, plan.targets)
+            by_token(self.spec, tensors, out, states, plan.meta, TOKEN_OPTIONS, plan.targets)
         elif plan.pieces is not None and plan.pieces.count:
-            self._channels(tensors, out, states, meta, plan.pieces)
+            self._channels(tensors, out, states, plan.meta, plan.pieces)
 
-    def _convolve(
-        self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
-        constants: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        x, bias = dense(x), params.get("bias", self._none)
+    def _convolve(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
+        x, out, states = dense(frame.inputs["x"]), frame.out, frame.states
+        tensors = (x, out, states, frame.params["weight"], frame.params.get("bias", self._none))
+        strides = (x.stride(0), out.stride(0), states.stride(0))
         if plan.targets is not None:
             _conv_drafts(
                 (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, DRAFT_CHANNELS), 1),
-                (
-                    x, out, states, params["weight"], bias, plan.starts, plan.seq_lens, plan.slots,
-                    plan.targets,
-                ),
-                (), (x.stride(0), out.stride(0), states.stride(0), plan.goal[1]), (), constants,
-                {"num_warps": 4},
+                (*tensors, *plan.meta, plan.targets),
+                (), (*strides, plan.goal[1]), (), constants, {"num_warps": 4},
             )  # fmt: skip
             return
         tiles, cells = plan.batch.num_seqs, (plan.slots, plan.slots)
@@ -237,41 +232,32 @@ class TritonScan(RecurrentBackend):
             return
         _conv(
             (tiles, triton.cdiv(self.spec.num_heads, CONV_CHANNELS), 1),
-            (
-                x, out, states, params["weight"], bias, plan.starts, plan.seq_lens, plan.slots,
-                *cells,
-            ),
-            (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
+            (*tensors, *plan.meta, *cells), (), strides, (), constants, {"num_warps": 4},
         )  # fmt: skip
 
-    def _mamba1(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
-        constants: tuple[Any, ...],
-    ) -> None:  # fmt: skip
+    def _mamba1(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
+        inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
         tensors = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
         tensors.append(dense(inputs["z"]) if "z" in inputs else tensors[0])
-        meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
             assert self._selective is not None and plan.config is not None
-            self._selective(tensors, params, out, states, meta, plan.config, plan.pieces)
+            self._selective(tensors, params, out, states, plan.meta, plan.config, plan.pieces)
             return
         x, dt, B, C, z = tensors
-        config = pick_scan(self.device.arch, self.spec.kind, "decode")
+        config = SCANS[self.spec.kind, "decode"]
         to, each = plan.goal
         _mamba1(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
             (
                 x, dt, params["A"], B, C, params.get("D", self._none),
-                params.get("dt_bias", self._none), z, out, states, *meta, to,
+                params.get("dt_bias", self._none), z, out, states, *plan.meta, to,
             ),
             (), (*mamba1_strides(x, dt, B, C, z, out, states), each), (), constants,
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
 
-    def _matrix(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
-        constants: tuple[Any, ...],
-    ) -> None:  # fmt: skip
+    def _matrix(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
+        inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
         spec, none = self.spec, self._none
         mamba, delta = spec.kind is AttentionKind.MAMBA2, spec.kind is AttentionKind.GDN
         names = ("C", "B", "x") if mamba else ("q", "k", "v")
@@ -284,7 +270,7 @@ class TritonScan(RecurrentBackend):
         s = states.stride()
         along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
         phase = "prefill" if plan.phase == "prefill" else "decode"
-        config = pick_scan(self.device.arch, spec.kind, phase)
+        config = SCANS[spec.kind, phase]
         z = dense(inputs["z"]) if "z" in inputs else v
         of_z = z.stride()[:2]
         to, each = plan.goal
@@ -296,32 +282,21 @@ class TritonScan(RecurrentBackend):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         o = (out.stride(0), out.stride(1))
         scale = (1.0 if mamba else spec.scale,)
-        meta = (plan.starts, plan.seq_lens, plan.slots)
         if phase == "decode":
             _step(
-                grid, (q, k, v, dt, g, beta, rate, *optional, z, out, states, *meta, to), scale,
+                grid, (q, k, v, dt, g, beta, rate, *optional, z, out, states, *plan.meta, to), scale,
                 (*strides, *rows, *of_z, *o, s[0], s[1], each, *along), (), constants, options,
             )  # fmt: skip
         elif delta:
             _delta(
-                grid,
-                (q, k, v, g, beta, out, states, *meta),
-                scale,
-                (*strides, *rows[1:], *o, s[0], s[1]),
-                (),
-                constants,
-                options,
-            )
+                grid, (q, k, v, g, beta, out, states, *plan.meta), scale,
+                (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
+            )  # fmt: skip
         else:
             _gated(
-                grid,
-                (q, k, v, dt, g, rate, *optional, z, out, states, *meta),
-                scale,
-                (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along),
-                (),
-                constants,
-                options,
-            )
+                grid, (q, k, v, dt, g, rate, *optional, z, out, states, *plan.meta), scale,
+                (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (), constants, options,
+            )  # fmt: skip
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ what must have a decode's bits go by the token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +30,6 @@ from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.scan import ScanPlan, dense
 from polyattn_triton.selective import LEAST_PIECE, SCHEDULERS, Pieces
 
-Tensors = Mapping[str, Tensor]
 UNITS = 64
 """Channels of RG-LRU that a program holds by the token."""
 PIECE_UNITS, AHEAD = 128, 8
@@ -125,22 +123,18 @@ class TritonTokenScan(RecurrentBackend):
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
-        meta = (plan.starts, plan.seq_lens, plan.slots)
-        units = self.spec.kind is AttentionKind.RG_LRU
         if self._tiles and plan.phase == "prefill":
-            self._by_tiles(plan, frame, meta)
-        elif units:
-            self._units(plan, frame.inputs, frame.params, frame.states, frame.out)
+            self._by_tiles(plan, frame)
+        elif self.spec.kind is AttentionKind.RG_LRU:
+            self._units(plan, frame)
         else:
-            inputs = {**frame.inputs}
+            out, states, inputs = frame.out, frame.states, {**frame.inputs}
             if (bonus := frame.params.get("u")) is not None:
-                inputs["u"] = bonus.expand(len(frame.out), -1, -1)
+                inputs["u"] = bonus.expand(len(out), -1, -1)
             tensors = given_inputs(self.spec, inputs, self._none)
-            by_token(self.spec, tensors, frame.out, frame.states, meta, self._options, plan.targets)
+            by_token(self.spec, tensors, out, states, plan.meta, self._options, plan.targets)
 
-    def _by_tiles(
-        self, plan: ScanPlan, frame: RecurrentFrame, meta: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def _by_tiles(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         spec, out, states, pieces = self.spec, frame.out, frame.states, plan.pieces
         parts: tuple[str, ...] = ("whole",)
         cells, programs, size = (self._whole, self._whole), plan.batch.num_seqs, 0
@@ -161,7 +155,7 @@ class TritonTokenScan(RecurrentBackend):
         for part in parts:
             kernel(
                 (programs, self._programs, 1),
-                (*tensors, out, states, self._left, *meta, *cells),
+                (*tensors, out, states, self._left, *plan.meta, *cells),
                 (),
                 strides,
                 (size,),
@@ -169,15 +163,14 @@ class TritonTokenScan(RecurrentBackend):
                 piece_options(spec),
             )
 
-    def _units(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        tensors = [dense(inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
+    def _units(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
+        out, states = frame.out, frame.states
+        tensors = [dense(frame.inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
         to, each = plan.goal
         strides = (*[tensor.stride(0) for tensor in (*tensors, out, states)], each)
         _unit(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
-            (*tensors, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots, to),
+            (*tensors, frame.params["Lambda"], out, states, *plan.meta, to),
             (),
             strides,
             (),

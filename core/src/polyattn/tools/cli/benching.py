@@ -31,7 +31,8 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import AS_IT_IS, Reading, bundled_models, read_specs
+from polyattn.tools.cli.models import bundled_models, read_specs
+from polyattn.tools.cli.options import BenchOptions
 from polyattn.tools.cli.output import add_row, console, print_json, progress, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
@@ -45,67 +46,63 @@ SMALLEST_COPY = 1 << 18
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
 
 
-def show(
-    texts: Sequence[str],
-    model: str | None,
-    spec_json: str | None,
-    device: str | None,
-    backends: Sequence[str],
-    seconds: float,
-    lengths: str | None,
-    seed: int,
-    shared_prefix: int,
-    as_json: bool,
-    plot: Path | None,
-    reading: Reading = AS_IT_IS,
-    reference: bool = False,
-    total: float = 120.0,
-) -> int:
+def show(options: BenchOptions) -> int:
     """Measure and print; backends that can't serve are listed with the reason.
 
     Return 1 when not one backend could be measured.
     """
-    for name, value in (("seconds", seconds), ("total-seconds", total)):
+    for name, value in (
+        ("seconds", options.seconds),
+        ("total-seconds", options.total_seconds),
+    ):
         if not 0 < value <= LONGEST:
             raise SettingsError(f"--{name}={value} must be positive, {LONGEST} at most")
-    if plot:
-        check_plot(plot)
+    if options.plot:
+        check_plot(options.plot)
+    texts = options.batches or DEFAULT_BATCHES
     for text in texts:
         if text in bundled_models() or Path(text).exists():
             raise SettingsError(f"batch {text!r} is a model's name; pass --model {text}")
-    batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
-    if lengths is not None:
+    batches = {text: parse_batch(text) for text in texts}
+    if options.lengths is not None:
         batches = {
-            f"{text} {lengths}": redrawn(rows, lengths, seed) for text, rows in batches.items()
+            f"{text} {options.lengths}": redrawn(rows, options.lengths, options.seed)
+            for text, rows in batches.items()
         }
     for text, rows_of in batches.items():
-        _check_shared(text, rows_of, shared_prefix)
-    spec = _spec(model, spec_json, reading)
-    resolved = resolve_device(device)
-    named = [discover().backend(name).name for name in backends]
+        _check_shared(text, rows_of, options.shared_prefix)
+    spec = _spec(options)
+    resolved = resolve_device(options.device)
+    named = [discover().backend(name).name for name in options.backend or []]
     for text, rows_of in batches.items():
         check_room(_bytes(spec, rows_of, resolved), f"batch {text}", resolved)
-    bench = Bench(spec, resolved, seconds, shared_prefix, total / len(batches))
+    bench = Bench(
+        spec,
+        resolved,
+        options.seconds,
+        options.shared_prefix,
+        options.total_seconds / len(batches),
+    )
     rows: list[dict[str, Any]] = []
-    with said_plainly("name a smaller batch"), progress("measuring", as_json) as tell:
+    with said_plainly("name a smaller batch"), progress("measuring", options.json) as tell:
         for text, rows_of in batches.items():
             prompts = any(query > 1 for query, _ in rows_of)
-            names = named or _of_this_kind(spec, resolved, reference, prompts)
+            names = named or _of_this_kind(spec, resolved, options.reference, prompts)
             rows += bench.measure(text, rows_of, names, tell)
-    if as_json:
+    if options.json:
         print_json(
             {"spec": spec.to_dict(), "device": str(resolved), "limits": bench.limits, "rows": rows}
         )
     else:
         _print(spec, resolved, bench.limits, rows)
     measured = [row for row in rows if "ms" in row]
-    if plot and measured:
-        plot_bench(measured, plot, f"{spec}\n{resolved}")
+    if options.plot and measured:
+        plot_bench(measured, options.plot, f"{spec}\n{resolved}")
     return int(not measured)
 
 
-def _spec(model: str | None, spec_json: str | None, reading: Reading) -> LayerSpec:
-    source, specs = read_specs(model, spec_json, reading)
+def _spec(options: BenchOptions) -> LayerSpec:
+    source, specs = read_specs(options.model, options.spec, options)
     for spec in specs:
         if spec.kind.is_latent or (spec.kind is AttentionKind.ATTENTION and spec.cached):
             return unrotated(spec)  # random queries and keys stand for rotated ones

@@ -21,30 +21,21 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
-from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
+from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.options import ExplainOptions
 from polyattn.tools.cli.output import console, print_json
 from polyattn.tools.cli.plots import check_plot, plot_values
 
 
-def show(
-    model: str | None,
-    spec_json: str | None,
-    device: str | None,
-    backend: str | None,
-    batches: Sequence[str],
-    as_json: bool,
-    reading: Reading = AS_IT_IS,
-    plot: Path | None = None,
-    formats: bool = False,
-) -> int:
+def show(options: ExplainOptions) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
-    if plot:
-        check_plot(plot)
-    steps = {text: parse_batch(text) for text in batches}
-    settings = current_settings().with_backend(backend, "flag --backend")
-    specs = read_specs(model, spec_json, reading)[1]
+    if options.plot:
+        check_plot(options.plot)
+    steps = {text: parse_batch(text) for text in options.batch or []}
+    settings = current_settings().with_backend(options.backend, "flag --backend")
+    specs = read_specs(options.model, options.spec, options)[1]
     groups = group_layers(specs)
-    resolved = resolve_device(device)
+    resolved = resolve_device(options.device)
     selected: list[_Group] = []
     for spec, layers in groups.items():
         read = tuple(sources(specs, layers) for sources in SOURCES.values())
@@ -57,11 +48,11 @@ def show(
     compared = steps or {text: parse_batch(text) for text in DEFAULT_STEPS}
     costs = [
         formats_of(spec, len(layers), resolved, settings, compared)
-        if formats and spec.cached and not spec.kind.is_recurrent
+        if options.formats and spec.cached and not spec.kind.is_recurrent
         else []
         for spec, layers, *_ in selected
     ]
-    if as_json:
+    if options.json:
         rows = [
             _json(*g, times) | ({"formats": cost} if cost else {})
             for g, times, cost in zip(selected, predicted, costs, strict=True)
@@ -79,8 +70,8 @@ def show(
                 print_formats(cost, compared)
         for note in notes:
             console.print(f"note: {note}", markup=False)
-    if plot:
-        _plot(selected, predicted, plot, str(resolved))
+    if options.plot:
+        _plot(selected, predicted, options.plot, str(resolved))
     return int(any(isinstance(result, SelectionError) for *_, result in selected))
 
 

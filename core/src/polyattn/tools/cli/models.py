@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyattn.errors import ConfigError, PolyattnError, SettingsError, describe, nearest, shown
 from polyattn.spec.layer import LayerSpec
+
+if TYPE_CHECKING:
+    from polyattn.tools.cli.options import Reading
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_TRACE = "azure_conversation.csv"
@@ -44,21 +47,8 @@ def find_config(name: str | None) -> Path:
     )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a command reads a model: options of `LayerSpec.from_hf_config`, and its block size."""
-
-    assume: str | None = None
-    ignore: tuple[str, ...] = ()
-    kv_cache_dtype: str | None = None
-    block_size: int | None = None
-
-
-AS_IT_IS = Reading()
-
-
 def read_specs(
-    model: str | None, spec_json: str | None, reading: Reading = AS_IT_IS
+    model: str | None, spec_json: str | None, reading: Reading
 ) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
@@ -75,7 +65,7 @@ def read_specs(
             specs = LayerSpec.from_hf_config(
                 path,
                 assume=reading.assume,
-                ignore=reading.ignore,
+                ignore=tuple(reading.ignore or ()),
                 kv_cache_dtype=reading.kv_cache_dtype,
             )
             return str(path), [_in_blocks(spec, reading.block_size) for spec in specs]

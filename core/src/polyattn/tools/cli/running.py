@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import DEFAULT_TRACE, Reading, bundled, read_specs
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.options import RunOptions
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.cli.weights import Whole, model_of, whole_model
@@ -36,48 +37,6 @@ from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
 PRETENDED = "interpreted on this machine's CPU: results are checked, times aren't the device's"
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The command line's values."""
-
-    model: str | None
-    trace: Path | None
-    requests: int
-    layers: int | None
-    max_tokens: int
-    scale: float
-    token_budget: int
-    max_seqs: int
-    cache_gb: float
-    block_size: int | None
-    kv_cache_dtype: str | None
-    fp8_compute: bool
-    check: int
-    seed: int
-    device: str | None
-    backend: str | None
-    json: bool
-    plot: Path | None
-    weights: str | None = None
-    arrivals: str = "all"
-    samples: int | None = None
-    sliding_window: int | None = None
-    sink_tokens: int | None = None
-    context_parallel: int = 1
-    snapshots: int = 16
-    assume: str | None = None
-    ignore: tuple[str, ...] = ()
-    yes: bool = False
-
-    @property
-    def running(self) -> int:
-        """Layers of each group that run: a whole model's all do."""
-        return (self.layers or 1) if self.weights is None else LAYERS_OF_A_WHOLE_MODEL
-
-
-LAYERS_OF_A_WHOLE_MODEL = 10**9
 
 
 def show(options: RunOptions) -> int:
@@ -92,8 +51,7 @@ def show(options: RunOptions) -> int:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
     model = model_of(options.model, options.weights)
-    reading = Reading(options.assume, options.ignore, options.kv_cache_dtype)
-    path, specs = read_specs(model, None, reading)
+    path, specs = read_specs(model, None, options)
     served = _served(specs, options)
     whole = None
     if options.weights is not None:
@@ -181,8 +139,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     for spec in specs:
         changes: dict[str, Any] = {}
         if spec.cached and not spec.kind.is_recurrent:
-            changes = {name: getattr(options, name) for name in ("block_size", "fp8_compute")}
-            changes |= _streaming(spec, options)
+            changes = {"fp8_compute": options.fp8_compute, **_streaming(spec, options)}
         if (
             options.context_parallel > 1
             and not spec.kind.is_recurrent

@@ -19,7 +19,8 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
-from polyattn.tools.cli.models import AS_IT_IS, DEFAULT_TRACE, Reading, bundled, read_specs
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.options import TuneOptions
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
@@ -32,56 +33,44 @@ LONGEST = 7 * 24 * 3600
 MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 
 
-def show(
-    models: Sequence[str],
-    device: str | None,
-    backends: Sequence[str],
-    trace: Path | None,
-    out: Path | None,
-    seconds: float,
-    as_json: bool,
-    plot: Path | None = None,
-    quantized: bool = True,
-    reading: Reading = AS_IT_IS,
-    batch_invariant: str | None = None,
-) -> int:
+def show(options: TuneOptions) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
-    if not 0 <= seconds <= LONGEST:
-        raise SettingsError(f"--seconds={seconds} must be 0 or positive, {LONGEST} at most")
+    if not 0 <= options.seconds <= LONGEST:
+        raise SettingsError(f"--seconds={options.seconds} must be 0 or positive, {LONGEST} at most")
     _check_scipy()
-    if plot:
-        check_plot(plot)
-    resolved = resolve_device(device)
+    if options.plot:
+        check_plot(options.plot)
+    resolved = resolve_device(options.device)
     if not resolved.is_real:
         raise SettingsError(f"--device: {resolved} is a profile; tune needs a device to run on")
-    path = out or default_path()
+    path = options.out or default_path()
     if path is None:
         raise SettingsError("there is no home directory to write to; name a file: --out FILE")
-    if out is None:
+    if options.out is None:
         path.parent.mkdir(parents=True, exist_ok=True)
     for target in (path, points_path(path)):
         check_target("--out", target)
     registry = discover()
-    named = [registry.backend(name).name for name in backends]
-    trace = trace or bundled(DEFAULT_TRACE)
+    named = [registry.backend(name).name for name in options.backend or []]
+    trace = options.trace or bundled(DEFAULT_TRACE)
     traces = {"trace": of_trace(trace)}
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
-    specs = _layers(models, resolved, quantized, reading)
-    if batch_invariant is not None:
-        specs += [spec.replace(batch_invariant=batch_invariant) for spec in specs]
-    _measure(tuning, specs, seconds, quiet=as_json)
+    specs = _layers(options, resolved)
+    if options.batch_invariant is not None:
+        specs += [spec.replace(batch_invariant=options.batch_invariant) for spec in specs]
+    _measure(tuning, specs, options.seconds, quiet=options.json)
     fits = tables.fits(points.measured())
     data = tables.table(fits, resolved, registry)
     written = path if fits else None  # an older table isn't given up for an empty one
     if written:
         tables.write(data, written)
     report = _report(fits, tuning, points)
-    if as_json:
+    if options.json:
         print_json({"table": written and str(written), "device": str(resolved), **report})
     else:
         _print(written, resolved, report)
-    if plot and report["choice"]:
+    if options.plot and report["choice"]:
         panels = {
             f"{kind}, {row['steps']} steps": {
                 what: row[field]
@@ -89,7 +78,7 @@ def show(
             }
             for kind, row in report["choice"].items()
         }
-        plot_values(panels, plot, f"tuned on {resolved}", "chosen backend's time / best")
+        plot_values(panels, options.plot, f"tuned on {resolved}", "chosen backend's time / best")
     return int(not fits)
 
 
@@ -101,17 +90,15 @@ def _check_scipy() -> None:
         raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
 
 
-def _layers(
-    models: Sequence[str], device: Device, quantized: bool, reading: Reading
-) -> list[LayerSpec]:
-    cache = {"kv_cache_dtype": reading.kv_cache_dtype, "block_size": reading.block_size}
-    if not models:
+def _layers(options: TuneOptions, device: Device) -> list[LayerSpec]:
+    cache = {"kv_cache_dtype": options.kv_cache_dtype, "block_size": options.block_size}
+    if not options.model:
         changes = {name: value for name, value in cache.items() if value is not None}
-        usual = layers(device.is_accelerator, quantized)
+        usual = layers(device.is_accelerator, options.quantized)
         return list(dict.fromkeys(spec.replace(**changes) for spec in usual))
     measured: dict[LayerSpec, None] = {}
-    for model in models:
-        source, specs = read_specs(model, None, reading)
+    for model in options.model:
+        source, specs = read_specs(model, None, options)
         mine = [
             unrotated(spec)
             for spec in specs

@@ -55,32 +55,25 @@ class Checker:
         out: Tensor,
     ) -> None:
         """Raise `WrongResultError` if a sampled token is off by more than the tolerance."""
-        indices = [i for i, n in enumerate(batch.query_lens) if n]
-        for index in self._random.sample(indices, min(self.per_step, len(indices))):
-            self._check_one(layer, query, keys, cache, batch, out, index)
+        spec = layer.spec
+        for index in self._sampled(batch):
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            last = batch.query_lens[index] - 1
+            at = self._random.randrange(last + 1)
+            if not spec.causal and (spec.sliding_window or spec.chunk_size or spec.alibi):
+                at = last  # its position must be the last
+            key, value = (None if tensor is None else tensor[rows] for tensor in keys)
+            after = last - at if spec.causal else 0
+            row = rows.start + at
+            error = token_error(
+                layer, query[row], (key, value), cache, batch, index, out[row], after
+            )
+            self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
 
-    def _check_one(
-        self,
-        layer: Attention,
-        query: Tensor,
-        keys: tuple[Tensor | None, Tensor | None],
-        cache: KVCache | None,
-        batch: Batch,
-        out: Tensor,
-        index: int,
-    ) -> None:
-        spec, last = layer.spec, batch.query_lens[index] - 1
-        rows = slice(batch.starts[index], batch.starts[index + 1])
-        at = self._random.randrange(last + 1)
-        if not spec.causal and (spec.sliding_window or spec.chunk_size or spec.alibi):
-            at = last  # its position must be the last
-        own = [None if tensor is None else tensor[rows] for tensor in keys]
-        after = last - at if spec.causal else 0
-        row = rows.start + at
-        error = token_error(
-            layer, query[row], (own[0], own[1]), cache, batch, index, out[row], after
-        )
-        self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
+    def _sampled(self, batch: Batch) -> list[int]:
+        """Draw up to `per_step` of the sequences that have a query."""
+        indices = [i for i, n in enumerate(batch.query_lens) if n]
+        return self._random.sample(indices, min(self.per_step, len(indices)))
 
     def _judge(
         self,
@@ -117,8 +110,7 @@ class Checker:
         )
         assert layer.weights is not None
         w_uk, w_uv = layer.weights
-        indices = [i for i, n in enumerate(batch.query_lens) if n]
-        for index in self._random.sample(indices, min(self.per_step, len(indices))):
+        for index in self._sampled(batch):
             rows, _ = reference.read_cache(cache, batch, index, layer.params)
             at = self._random.randrange(batch.query_lens[index])
             token = batch.starts[index] + at
@@ -145,8 +137,7 @@ class Checker:
         out: Tensor,
     ) -> None:
         """As `check`, for a layer over chosen keys; None: the newest."""
-        indices = [i for i, n in enumerate(batch.query_lens) if n]
-        for index in self._random.sample(indices, min(self.per_step, len(indices))):
+        for index in self._sampled(batch):
             at = self._random.randrange(batch.query_lens[index])
             error = sparse.token_error(layer, query, cache, batch, choice, out, index, at)
             self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
@@ -154,9 +145,8 @@ class Checker:
     def sample_states(self, batch: Batch, states: StateCache) -> dict[int, Tensor]:
         """Return the states of a few sequences before a step, for `check_recurrent` after it."""
         assert batch.state_slots is not None
-        indices = [i for i, n in enumerate(batch.query_lens) if n]
-        chosen = self._random.sample(indices, min(self.per_step, len(indices)))
-        return {i: states.data[batch.state_slots[i]].clone() for i in chosen}
+        slots = batch.state_slots
+        return {i: states.data[slots[i]].clone() for i in self._sampled(batch)}
 
     def check_recurrent(
         self,

@@ -63,6 +63,27 @@ def scale_words(form):
     return 2 if form in (KIVI4, KIVI2) else 1
 
 
+UNPACKING = (
+    (INTEGERS, INTEGERS, 1),
+    (E2M1_BESIDE, E2M1_BELOW, 2),
+    (POWERS, POWERS, 1),
+    (STEPS, STEPS, 2),
+    (QUARTERS, QUARTERS, 2),
+    (BESIDE, BELOW, 0),
+    (BESIDE, BELOW, 0),
+    (BYTES_BESIDE, BYTES_BELOW, 0),
+)
+"""By form: what makes numbers of two units of one row, and of two rows; registers of their scales."""
+
+
+@gluon.constexpr_function
+def instructions(form, below):
+    """What makes numbers of two units, of which registers and which types; `below`: of two rows."""
+    registers = ["=r"] * numbers_of(form) + ["r"] * (1 + UNPACKING[form][2])
+    kind = gl.bfloat16 if form == MXFP4 else gl.float16
+    return UNPACKING[form][below], ",".join(registers), (kind,) * numbers_of(form)
+
+
 @gluon.jit
 def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     """Return operands, a unit's first numbers, its second and so on, of units int16.
@@ -70,79 +91,9 @@ def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales
     (nvfp4) `which` says which is meant; what is returned is then the 2^14th part.
     """
-    if FORM == INT8_ROWS:
-        numbers = gl.inline_asm_elementwise(
-            BYTES_BELOW if BELOW_ONE else BYTES_BESIDE,
-            "=r,=r,r",
-            [units],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif FORM >= E4M3:
-        numbers = gl.inline_asm_elementwise(
-            BELOW if BELOW_ONE else BESIDE,
-            "=r,=r,r",
-            [units],
-            dtype=(gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif FORM == NVFP4:
-        numbers = gl.inline_asm_elementwise(
-            E2M1_BELOW if BELOW_ONE else E2M1_BESIDE,
-            "=r,=r,=r,=r,r,r,r",
-            [units, by, which],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif FORM == KIVI2:
-        numbers = gl.inline_asm_elementwise(
-            QUARTERS,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
-            [units, by],
-            dtype=(
-                gl.float16,
-                gl.float16,
-                gl.float16,
-                gl.float16,
-                gl.float16,
-                gl.float16,
-                gl.float16,
-                gl.float16,
-            ),
-            is_pure=True,
-            pack=2,
-        )
-    elif FORM == KIVI4:
-        numbers = gl.inline_asm_elementwise(
-            STEPS,
-            "=r,=r,=r,=r,r,r,r",
-            [units, by],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif FORM == MXFP4:
-        numbers = gl.inline_asm_elementwise(
-            POWERS,
-            "=r,=r,=r,=r,r,r",
-            [units, by],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        numbers = gl.inline_asm_elementwise(
-            INTEGERS,
-            "=r,=r,=r,=r,r,r",
-            [units, by],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return numbers
+    MADE: gl.constexpr = instructions(FORM, BELOW_ONE)
+    read = (units,) if FORM >= E4M3 else (units, by, which) if FORM == NVFP4 else (units, by)
+    return gl.inline_asm_elementwise(MADE[0], MADE[1], read, MADE[2], is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -161,26 +112,30 @@ def _which(LAYOUT: gl.constexpr, one: gl.constexpr, other: gl.constexpr):
 
 
 @gluon.jit
-def _block(BT, tile, part: gl.constexpr, length, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The block that holds a tile's 16 keys from 16 x `part` on; past the length block 0."""
-    at = tile * BLOCK_N + part * 16
-    return gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
+def _blocks(BT, tile, length, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The blocks that hold a tile's keys, 16 each; past the length block 0."""
+    at = tile * BLOCK_N
+    first = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
+    at += 16
+    return first, gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
 
 
 @gluon.jit
 def _copy(
-    codes, scales, ROWS, first, second, tile, slot, length, of_row, b, t,
-    WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_N: gl.constexpr,
+    rows, blocks, tile, slot, length, WORDS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile's rows into shared memory, 16 of each of two blocks.
 
-    Past the length scales are zero, or 8-bit numbers.
+    `rows`: their places in shared memory and their scales', where they lie, the words of 16, and the
+    strides of blocks and rows. Past the length scales are zero, or 8-bit numbers.
     """
+    codes, scales, ROWS, of_row, b, t = rows
+    WIDE: gl.constexpr = wide_layout(FORM)
+    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
     for part in gl.static_range(2):
         at = tile * BLOCK_N + part * 16
-        block = first if part == 0 else second
-        FROM = ROWS + block.to(gl.int64) * b + (at % BLOCK_SIZE) * t
+        FROM = ROWS + blocks[part].to(gl.int64) * b + (at % BLOCK_SIZE) * t
         to = codes.index(slot).slice(part * 16, 16)
         if FORM >= E4M3:
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
@@ -196,53 +151,6 @@ def _copy(
                 FROM + WORDS + (line * t)[:, None] + each[None, :],
                 mask=(line < length - at)[:, None],
             )
-
-
-@gluon.jit
-def _copy_both(
-    k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, slot, length, of_k, of_v,
-    k_b, k_t, v_b, v_t, WORDS: gl.constexpr, WIDE: gl.constexpr, LINE: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile's keys and values, which lie in these two blocks."""
-    _copy(
-        k_codes,
-        k_scales,
-        K,
-        first,
-        second,
-        tile,
-        slot,
-        length,
-        of_k,
-        k_b,
-        k_t,
-        WORDS,
-        WIDE,
-        LINE,
-        BLOCK_N,
-        BLOCK_SIZE,
-        FORM,
-    )
-    _copy(
-        v_codes,
-        v_scales,
-        V,
-        first,
-        second,
-        tile,
-        slot,
-        length,
-        of_v,
-        v_b,
-        v_t,
-        WORDS,
-        WIDE,
-        LINE,
-        BLOCK_N,
-        BLOCK_SIZE,
-        FORM,
-    )
 
 
 @gluon.jit
@@ -297,30 +205,25 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 2 if FORM == E4M3 else 1], [4, 8], [1, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
+    WIDE: gl.constexpr = wide_layout(FORM)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     RAISED_BY: gl.constexpr = 16384.0 if FORM == NVFP4 else 1.0
 
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, WIDE))
-    of_k = row[:, None] * k_t + word[None, :]
-    of_v = row[:, None] * v_t + word[None, :]
+    keys = (k_codes, k_scales, K, row[:, None] * k_t + word[None, :], k_b, k_t)
+    values = (v_codes, v_scales, V, row[:, None] * v_t + word[None, :], v_b, v_t)
     last = gl.minimum(gl.cdiv(length, BLOCK_N), end)
     # A tile's blocks are known before its turn: its copies don't wait for the table.
-    first = _block(BT, begin, 0, length, BLOCK_N, BLOCK_SIZE)
-    second = _block(BT, begin, 1, length, BLOCK_N, BLOCK_SIZE)
+    blocks = _blocks(BT, begin, length, BLOCK_N, BLOCK_SIZE)
     for i in gl.static_range(STAGES - 1):
         tile = begin + i * step
         if tile < last:
-            _copy_both(
-                k_codes, k_scales, v_codes, v_scales, K, V, first, second, tile, i, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
-            )  # fmt: skip
+            _copy(keys, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            _copy(values, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        first = _block(BT, tile + step, 0, length, BLOCK_N, BLOCK_SIZE)
-        second = _block(BT, tile + step, 1, length, BLOCK_N, BLOCK_SIZE)
+        blocks = _blocks(BT, tile + step, length, BLOCK_N, BLOCK_SIZE)
 
     # Powers of two keep queries inside of float16's range.
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
@@ -360,13 +263,10 @@ def _attend(
         if to < 0:
             to = STAGES - 1
         if ahead < last:
-            _copy_both(
-                k_codes, k_scales, v_codes, v_scales, K, V, first, second, ahead, to, length,
-                of_k, of_v, k_b, k_t, v_b, v_t, WORDS, WIDE, LINE, BLOCK_N, BLOCK_SIZE, FORM,
-            )  # fmt: skip
+            _copy(keys, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            _copy(values, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        first = _block(BT, ahead + step, 0, length, BLOCK_N, BLOCK_SIZE)
-        second = _block(BT, ahead + step, 1, length, BLOCK_N, BLOCK_SIZE)
+        blocks = _blocks(BT, ahead + step, length, BLOCK_N, BLOCK_SIZE)
 
         k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
         if FORM >= E4M3:
@@ -432,6 +332,12 @@ def _attend(
     for i in gl.static_range(COUNT):
         acc = _with(acc, so_far[i] * norm)
     return acc, lse
+
+
+@gluon.constexpr_function
+def wide_layout(form):
+    """How a warp's threads copy 16 rows: four rows of eight words, or of eight pairs."""
+    return gl.BlockedLayout([1, 2 if form == E4M3 else 1], [4, 8], [1, 1], [1, 0])
 
 
 @gluon.constexpr_function

@@ -6,11 +6,9 @@ so on are one operand each.
 
 from __future__ import annotations
 
-from triton.experimental.gluon import language as gl
-
 # Four bits, of two units, are the low bits of 1024's mantissa, or of its next four: that minus 1032 is
 # exact, as is a 16th of it minus 72.
-INTEGERS = gl.constexpr("""
+INTEGERS = """
 {
     .reg .b32 t, a, b, c, magic, less, part, by;
     mov.b32 magic, 0x64006400;
@@ -31,7 +29,7 @@ INTEGERS = gl.constexpr("""
     mul.rn.f16x2 $2, c, $5;
     mul.rn.f16x2 $3, t, $5;
 }
-""")
+"""
 # e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds
 # two pairs of scales, of which $6 says which is meant.
 E2M1 = """
@@ -60,23 +58,23 @@ HALVES = """
     cvt.rn.f16x2.e4m3x2 s, first;
 """
 # Of two units in a row, which are of one group.
-E2M1_BESIDE = gl.constexpr(
+E2M1_BESIDE = (
     "{" + HALVES + E2M1.replace("mov.b32 none", "prmt.b32 by, s, s, $6;\n    mov.b32 none") + "}"
 )
 # Of two rows, each of which has its own.
 SECOND = "cvt.rn.f16x2.e4m3x2 t, second;\n    prmt.b32 by, s, t, $6;\n    mov.b32 none"
-E2M1_BELOW = gl.constexpr("{" + HALVES + E2M1.replace("mov.b32 none", SECOND) + "}")
+E2M1_BELOW = "{" + HALVES + E2M1.replace("mov.b32 none", SECOND) + "}"
 # Two units of e4m3, beside one another in a row: each one's two numbers are neighbours of an operand.
-BESIDE = gl.constexpr("""
+BESIDE = """
 {
     .reg .b16 low, high;
     mov.b32 {low, high}, $2;
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }
-""")
+"""
 # And of two rows: their first numbers are neighbours, and their second ones.
-BELOW = gl.constexpr("""
+BELOW = """
 {
     .reg .b32 t;
     .reg .b16 low, high;
@@ -85,7 +83,7 @@ BELOW = gl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }
-""")
+"""
 
 
 def _steps(bits: int) -> str:
@@ -134,9 +132,9 @@ def _powers() -> str:
     return "{" + "\n".join(text) + "}"
 
 
-STEPS = gl.constexpr(_steps(4))
-QUARTERS = gl.constexpr(_steps(2))
-POWERS = gl.constexpr(_powers())
+STEPS = _steps(4)
+QUARTERS = _steps(2)
+POWERS = _powers()
 # Bytes of two's complement, 128 more, are the low bits of 1024's mantissa.
 _BYTES = """
 {
@@ -150,5 +148,5 @@ _BYTES = """
     add.rn.f16x2 $1, $1, less;
 }
 """
-BYTES_BESIDE = gl.constexpr(_BYTES.replace("FIRST", "0x4140").replace("SECOND", "0x4342"))
-BYTES_BELOW = gl.constexpr(_BYTES.replace("FIRST", "0x4240").replace("SECOND", "0x4341"))
+BYTES_BESIDE = _BYTES.replace("FIRST", "0x4140").replace("SECOND", "0x4342")
+BYTES_BELOW = _BYTES.replace("FIRST", "0x4240").replace("SECOND", "0x4341")

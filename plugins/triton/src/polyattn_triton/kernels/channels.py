@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.scan import sequence_of
+from polyattn_triton.kernels.tiles import load_tile
 
 
 @triton.jit
@@ -174,13 +175,7 @@ def chunk_kernel(
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
-        v = tl.trans(
-            tl.load(
-                V + row[:, None] * v_t + head * v_h + vv[None, :],
-                mask=ok[:, None] & (vv < VS)[None, :],
-                other=0.0,
-            )
-        )
+        v = tl.trans(load_tile(V + row * v_t + head * v_h, vv, ok, VS))
         work = WORK + row[:, None] * w_t + rows[None, :]
         wide = WORK + row[:, None] * w_t + WIDE + kk[None, :]
         ok = ok[:, None]

@@ -28,6 +28,7 @@ from polyattn_triton.kernels.tiles import (
     keys_seen,
     load_cached_rows,
     load_held_rows,
+    load_tile,
     my_stretch,
     next_tile,
     part_at,
@@ -102,11 +103,7 @@ def _attend(
         row_pos = seq_len - 1 + rows * 0
         first_pos = seq_len - 1
         last_pos = first_pos
-    q = tl.load(
-        Q + q_row[:, None] + offs_d[None, :],
-        mask=row_ok[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    q = load_tile(Q + q_row, offs_d, row_ok, D)
     # A float of 8 or 4 bits becomes float16 in one instruction and bfloat16 in several. Powers of two
     # keep queries and weights inside of float16's range: the weights' is not undone, since it is in
     # their sum too (without a softmax there is none).

@@ -17,6 +17,7 @@ from polyattn_triton.kernels.tiles import (
     blocks_of,
     load_held_rows,
     load_rows,
+    load_tile,
     my_stretch,
     next_tile,
     piece_of,
@@ -133,16 +134,8 @@ def _attend(
     row_ok = row < query_len * HEADS
     row_pos = length - query_len + row // HEADS
     q_row = (token0 + row // HEADS).to(tl.int64) * q_t + row % HEADS * q_h
-    q = tl.load(
-        Q + q_row[:, None] + offs_r[None, :],
-        mask=row_ok[:, None] & (offs_r < RANK)[None, :],
-        other=0.0,
-    )
-    q_rope = tl.load(
-        Q + RANK + q_row[:, None] + offs_p[None, :],
-        mask=row_ok[:, None] & (offs_p < ROPE)[None, :],
-        other=0.0,
-    )
+    q = load_tile(Q + q_row, offs_r, row_ok, RANK)
+    q_rope = load_tile(Q + RANK + q_row, offs_p, row_ok, ROPE)
     if SPARSE:
         SLOTS += token0.to(tl.int64) * table_s
     else:

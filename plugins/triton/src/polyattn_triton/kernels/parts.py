@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.softmax import finish, value_scale
-from polyattn_triton.kernels.tiles import my_stretch, part_at, tile_of
+from polyattn_triton.kernels.tiles import my_stretch, part_at, store_tile, tile_of
 
 
 @triton.jit
@@ -105,11 +105,7 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     """Store rows of one part, normalised, with their LSE in base 2."""
     offs_dv = tl.arange(0, BLOCK_DV)
     safe = tl.where(l == 0.0, 1.0, l)
-    tl.store(
-        PARTS + at[:, None] * DV + offs_dv[None, :],
-        acc / safe[:, None],
-        mask=row_ok[:, None] & (offs_dv < DV)[None, :],
-    )
+    store_tile(PARTS + at * DV, acc / safe[:, None], offs_dv, row_ok, DV)
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 

@@ -30,6 +30,7 @@ from polyattn_triton.kernels.tiles import (
     keys_seen,
     load_cached_rows,
     load_rows,
+    load_tile,
     my_stretch,
     next_tile,
     part_at,
@@ -219,11 +220,7 @@ def _attend(
 
     offs_d = tl.arange(0, BLOCK_D)
     q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
-    q = tl.load(
-        Q + q_row[:, None] + offs_d[None, :],
-        mask=row_ok[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    q = load_tile(Q + q_row, offs_d, row_ok, D)
     # A query that was rotated before is no longer of 8 bits.
     PRODUCTS: tl.constexpr = EIGHT and Q.dtype.element_ty.is_fp8()
     if Q.dtype.element_ty.is_fp8() and not EIGHT:

@@ -13,7 +13,7 @@ import triton.language as tl
 from polyattn_triton.kernels.decode import power_below
 from polyattn_triton.kernels.parts import store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
-from polyattn_triton.kernels.tiles import blocks_in_table, load_cached_rows, load_rows
+from polyattn_triton.kernels.tiles import blocks_in_table, load_cached_rows, load_rows, load_tile
 from polyattn_triton.prefix_schedule import PIECE
 
 FIELDS = tl.constexpr(PIECE)
@@ -88,11 +88,7 @@ def _attend(
     row_ok = rows < count * G
     token = tl.load(ROWS_AT + rows // G, mask=row_ok, other=0).to(tl.int64)
     q_row = token * q_t + (kv_head * G + rows % G) * q_h
-    q = tl.load(
-        Q + q_row[:, None] + offs_d[None, :],
-        mask=row_ok[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    q = load_tile(Q + q_row, offs_d, row_ok, D)
     row_pos = rows
     slope = 0.0
     if CAUSAL or WINDOW > 0 or ALIBI:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.kernels.tiles import load_tile, store_tile
+
 
 @triton.jit
 def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
@@ -108,11 +110,7 @@ def conv_kernel(
         acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc))
-    tl.store(
-        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :],
-        acc.to(OUT.dtype.element_ty),
-        mask=(t < count)[:, None] & c_ok[None, :],
-    )
+    store_tile(OUT + (start + t).to(tl.int64) * o_t, acc, c, t < count, CHANNELS)
     if RING:
         if first == 0:
             tl.debug_barrier()  # every thread has read what another may overwrite
@@ -180,21 +178,9 @@ def gated_kernel(
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
-        q = tl.load(
-            Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :],
-            other=0.0,
-        )
-        k = tl.load(
-            K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :],
-            other=0.0,
-        )
-        x = tl.load(
-            V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :],
-            other=0.0,
-        )
+        q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
+        k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
+        x = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
         v = x
         if MAMBA:
             dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
@@ -221,11 +207,7 @@ def gated_kernel(
         if GATED:
             at_z = row[:, None] * z_t + head * z_h + vv[None, :]
             y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
-        tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
-            y.to(OUT.dtype.element_ty),
-            mask=ok[:, None] & v_ok[None, :],
-        )
+        store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
 
 
@@ -262,21 +244,9 @@ def delta_kernel(
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
-        q = tl.load(
-            Q + row[:, None] * q_t + group * q_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :],
-            other=0.0,
-        )
-        k = tl.load(
-            K + row[:, None] * k_t + group * k_g + kk[None, :],
-            mask=ok[:, None] & k_ok[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            V + row[:, None] * v_t + head * v_h + vv[None, :],
-            mask=ok[:, None] & v_ok[None, :],
-            other=0.0,
-        )
+        q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
+        k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
+        v = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
         kind = v.dtype
         g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
         beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
@@ -305,9 +275,5 @@ def delta_kernel(
         y = tl.dot(s.to(kind), fresh, y, input_precision="ieee") * scale
         kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
         h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
-        tl.store(
-            OUT + row[:, None] * o_t + head * o_h + vv[None, :],
-            y.to(OUT.dtype.element_ty),
-            mask=ok[:, None] & v_ok[None, :],
-        )
+        store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.tiles import floored
+from polyattn_triton.kernels.tiles import floored, store_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -99,12 +99,7 @@ def finish(
     out = acc * (v_scale / safe)[:, None]
     if OUT.dtype.element_ty.is_fp8():
         out = tl.where(out > 448.0, 448.0, tl.where(out < -448.0, -448.0, out))  # NaN stays NaN
-    o_row = token * o_t + head * o_h
-    tl.store(
-        OUT + o_row[:, None] + offs_dv[None, :],
-        out.to(OUT.dtype.element_ty),
-        mask=row_ok[:, None] & (offs_dv < DV)[None, :],
-    )
+    store_tile(OUT + (token * o_t + head * o_h), out, offs_dv, row_ok, DV)
     if HAS_LSE:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe)) * LN2)
         tl.store(LSE + token * lse_t + head, lse, mask=row_ok)

@@ -47,6 +47,21 @@ def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def load_tile(ROWS, columns, held, SIZE: tl.constexpr):
+    """Load rows that begin at `ROWS`; those that aren't `held`, and columns beyond `SIZE`, are zero."""
+    at = ROWS[:, None] + columns[None, :]
+    return tl.load(at, mask=held[:, None] & (columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(ROWS, x, columns, held, SIZE: tl.constexpr):
+    """Store rows that begin at `ROWS` in their type: those `held`, and columns below `SIZE`."""
+    at = ROWS[:, None] + columns[None, :]
+    x = x.to(ROWS.dtype.element_ty)
+    tl.store(at, x, mask=held[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
 def _four_bits(codes):
     """What e2m1's codes stand for, over 2^14, float16: its exponent and mantissa in float16's places."""
     codes = codes.to(tl.uint16)
