@@ -51,8 +51,9 @@ CacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-dtype",
-        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or a format of rows: "
-        f"{', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may add others.",
+        help="auto (the checkpoint's, else the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or "
+        f"a format of rows: {', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may "
+        "add others.",
     ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
@@ -217,6 +218,12 @@ def run(
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: CacheDtypeOption = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: the weights' projections in e4m3. The cache's format is --kv-cache-dtype."
+        ),
+    ] = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in fp8_e4m3 over such a cache."),
@@ -252,7 +259,7 @@ def run(
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
         context_parallel=context_parallel, snapshots=snapshots, assume=assume,
-        ignore=tuple(ignore or ()), yes=yes,
+        ignore=tuple(ignore or ()), yes=yes, quantization=quantization,
     )  # fmt: skip
     _finish(lambda: show(options))
 
