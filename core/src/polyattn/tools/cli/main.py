@@ -56,6 +56,12 @@ CacheDtypeOption = Annotated[
         "add others.",
     ),
 ]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        help="fp8: the weights' projections in e4m3. The cache's format is --kv-cache-dtype."
+    ),
+]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
 SamplesOption = Annotated[
     int | None,
@@ -218,12 +224,7 @@ def run(
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: CacheDtypeOption = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="fp8: the weights' projections in e4m3. The cache's format is --kv-cache-dtype."
-        ),
-    ] = None,
+    quantization: QuantizationOption = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in fp8_e4m3 over such a cache."),
