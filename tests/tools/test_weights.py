@@ -18,6 +18,7 @@ from polyattn.tools.cli import running
 from polyattn.tools.cli.models import bundled, find_config
 from polyattn.tools.cli.options import RunOptions
 from polyattn.tools.cli.running import show
+from polyattn.tools.cli.weights import whole_model
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine
 from polyattn.tools.replay.model import mixers, weights
@@ -346,6 +347,8 @@ def test_e4m3_weights_are_read_with_their_scales_and_the_caches(
     assert all(torch.equal(wanted[n], found[n]) for n in shapes_of(models[0]))
     stored = {spec.kv_cache_dtype for spec in LayerSpec.from_hf_config(folder)}
     assert stored == ({"auto"} if scheme == "blocks" else {"fp8_e4m3"})
+    whole = whole_model(str(folder), str(folder), LayerSpec.from_hf_config(folder), 0, None, "fp8")
+    assert not whole.in_e4m3, "they are as they are"
     assert show(options(weights=str(folder))) == 0
     code, out, _ = here("explain", str(folder), "--device", "cpu", "--json")
     groups = json.loads(out)["groups"]
@@ -393,7 +396,12 @@ def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:
     [
         ({"weights": "/nowhere"}, "--weights='/nowhere' is no folder"),
         ({"weights": "random", "layers": 2}, "--layers=2 and --weights"),
-        ({"weights": "random", "kv_cache_dtype": "int8"}, "--kv-cache-dtype=int8 needs scales"),
+        (
+            {"weights": "random", "kv_cache_dtype": "int8"},
+            "--weights=random doesn't bring; use int8_rows",
+        ),
+        ({"weights": "random", "quantization": "awq"}, "--quantization='awq' must be fp8"),
+        ({"quantization": "fp8"}, "--quantization=fp8 is of --weights, and none are named"),
         ({"arrivals": "poisson"}, "--arrivals='poisson' must be trace, all, or poisson:RATE"),
         ({"arrivals": "poisson:-1"}, "--arrivals='poisson:-1'"),
         ({"arrivals": "poisson:nan"}, "--arrivals='poisson:nan'"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from polyattn import LayerSpec
 from polyattn.errors import SettingsError
 from polyattn.tools.cli import main, running
 from polyattn.tools.replay import engine as engine_module
 from polyattn.tools.replay.trace import Request, sampled
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.llama import modeling_llama
 from typer.testing import CliRunner
 from whole_models import MODELS, Recorded, disagreement, engine, saved
 
@@ -104,12 +109,85 @@ def test_a_sequence_that_would_change_its_frequencies_is_refused(
         engine(tmp_path, [Request(4, 4), Request(limit - 8, 9)], **options)
 
 
+def int8_by_row(x: Tensor) -> Tensor:
+    """Return what int8 times a scale for each token and head holds of (..., head_size)."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+def int8_by_layer(x: Tensor) -> Tensor:
+    """Return what int8 times the tests' scale holds."""
+    return (x / INT8_SCALE).round().clamp(-127, 127) * INT8_SCALE
+
+
+def e4m3(weight: Tensor) -> Tensor:
+    """Return what e4m3 times a scale for the matrix holds."""
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+INT8_SCALE = 0.25
+INT8_SCHEME = {
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {"type": "int", "num_bits": 8},
+}
+QUANTISED = {
+    "--kv-cache-dtype=int8_per_token_head": (int8_by_row, None),
+    "--kv-cache-dtype=auto": (int8_by_layer, None),
+    "--quantization=fp8": (None, e4m3),
+}
+"""Of each option what is left of cached keys and values, and of projections' weights."""
+
+
+@pytest.mark.parametrize("option", QUANTISED)
+def test_what_is_quantised_is_the_model_that_transformers_runs_over_the_same_numbers(
+    option: str, tmp_path: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user asks for it: of a checkpoint whose cache is in int8, where the option says "auto"."""
+    model: Any = saved("llama", tmp_path)
+    cached, projected = QUANTISED[option]
+    attend, rounded = modeling_llama.eager_attention_forward, []
+    if cached is int8_by_layer:
+        (tmp_path / "config.json").write_text(
+            json.dumps(model.config.to_dict() | {"quantization_config": INT8_SCHEME})
+        )
+        scales = {f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(INT8_SCALE)
+                  for i in range(model.config.num_hidden_layers) for x in "kv"}  # fmt: skip
+        weights = tmp_path / "model.safetensors"
+        save_file(load_file(weights) | scales, weights)
+
+    def over_cached(
+        layer: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        assert cached is not None
+        rounded.append(layer)
+        return attend(layer, query, cached(key), cached(value), *rest, **more)
+
+    if cached:
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", over_cached)
+    for name, weight in model.named_parameters() if projected else ():
+        if "_proj." in name:
+            weight.copy_(projected(weight))
+    found = served_by_command(tmp_path, monkeypatch, option)
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE
+    assert bool(rounded) == bool(cached)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
 def test_the_command_serves_the_same_model(
     name: str, tmp_path: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a checkpoint's folder to tokens, as a user does it."""
-    model, engines = saved(name, tmp_path), []
+    model = saved(name, tmp_path)
+    found = served_by_command(tmp_path, monkeypatch)
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE
+
+
+def served_by_command(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Recorded:
+    """Return the model after `polyattn run --weights FOLDER`."""
+    engines = []
 
     def kept(*args: Any) -> engine_module.Engine:
         engines.append(engine_module.Engine(*args))
@@ -117,11 +195,10 @@ def test_the_command_serves_the_same_model(
 
     monkeypatch.setattr(running, "Engine", kept)
     app = CliRunner().invoke(
-        main.app, ["run", "--weights", str(tmp_path), "--requests", "2", "--scale", "0.1",
-                   "--max-tokens", "6", "--cache-gb", "0.01", "--device", "cpu", "--json"],
+        main.app, ["run", "--weights", str(folder), "--requests", "2", "--scale", "0.1",
+                   "--max-tokens", "6", "--cache-gb", "0.01", "--device", "cpu", "--json", *options],
     )  # fmt: skip
     assert app.exit_code == 0, app.output
     found = engines[0].model
     assert isinstance(found, Recorded)
-    for sequence in found.tokens:
-        assert disagreement(found, sequence, model) < TOLERANCE
+    return found

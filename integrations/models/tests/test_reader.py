@@ -375,8 +375,8 @@ E4M3_SCHEMES: list[dict[str, Any]] = [
 OTHER_SCHEMES: list[tuple[dict[str, Any], str]] = [
     *(
         ({"quantization_config": {"kv_cache_scheme": COMPRESSED | change}}, "kv_cache_scheme={")
-        for change in ({"type": "int"}, {"num_bits": 4}, {"dynamic": True}, {"strategy": "channel"},
-                       {"symmetric": False})
+        for change in ({"type": "uint"}, {"type": "int", "num_bits": 4}, {"num_bits": 4},
+                       {"dynamic": True}, {"strategy": "channel"}, {"symmetric": False})
     ),
     ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "INT8"}}},
      "quantization_config.quantization.kv_cache_quant_algo='INT8'"),
@@ -405,11 +405,17 @@ def test_a_checkpoints_e4m3_cache_is_read(scheme: dict[str, Any]) -> None:
     assert layer_specs(LLAMA | scheme, kv_cache_dtype=own[0].dtype) == own
 
 
-def test_modelopts_nvfp4_is_read() -> None:
-    scheme = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}}
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"kv_cache_scheme": COMPRESSED | {"type": "int"}}, "int8"),
+    ],
+)
+def test_modelopts_nvfp4_and_a_cache_in_int8_are_read(scheme: dict[str, Any], dtype: str) -> None:
     model = LLAMA | {"head_dim": 32}
-    wanted = [spec.replace(kv_cache_dtype="nvfp4") for spec in layer_specs(model)]
-    assert layer_specs(model | scheme) == wanted
+    wanted = [spec.replace(kv_cache_dtype=dtype) for spec in layer_specs(model)]
+    assert layer_specs(model | {"quantization_config": scheme}) == wanted
 
 
 def test_a_scheme_of_the_cache_alone_quantises_no_weights() -> None:

@@ -13,6 +13,7 @@ QUANTISED_DTYPES = ("auto", "fp8_e4m3")
 DTYPE_ALIASES = {
     "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bf16": "bfloat16",
     "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "double": "float64",
+    "int8_per_token_head": "int8_rows", "fp8_per_token_head": "e4m3_rows",
 }  # fmt: skip
 """What engines and torch call a dtype, and its name here."""
 SCALES = ("number", "tensor", "head")

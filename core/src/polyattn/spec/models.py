@@ -60,6 +60,9 @@ class ModelReader(Protocol):
     def weights_quantized(self, config: ModelConfig) -> bool:
         """Return whether a checkpoint's scheme is of more than cached keys and values."""
 
+    def cache_dtype_of(self, config: ModelConfig) -> str:
+        """Return the `kv_cache_dtype` that a checkpoint asks for, else `"auto"`. Raises `ConfigError`."""
+
     def is_cache_scale(self, name: str) -> bool:
         """Return whether a checkpoint's tensor is a scale of cached keys or values."""
 

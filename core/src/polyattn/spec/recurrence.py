@@ -80,15 +80,10 @@ FORMS: dict[AttentionKind, Form] = {
     AttentionKind.RWKV6: Form(
         recurrence="o = scale (h + diag(u) k v')' r; h = diag(exp(w)) h + k v'   (Peng et al., 2024); "
         "RWKV-5 has one w for all tokens",
-        inputs={
-            "r": ("T", "H", "K"),
-            "w": ("T", "H", "K"),
-            "k": ("T", "H", "K"),
-            "v": ("T", "H", "V"),
-        },
-        output=("T", "H", "V"),
-        state=("H", "K", "V"),
-        params={"u": ("H", "K")},
+        inputs={"r": "THK", "w": "THK", "k": "THK", "v": "THV"},
+        output="THV",
+        state="HKV",
+        params={"u": "HK"},
     ),
     AttentionKind.RWKV7: Form(
         recurrence="h = diag(exp(w)) h + b (h' a)' + k v'; o = scale h' r   (Peng et al., 2025)",

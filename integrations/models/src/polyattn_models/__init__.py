@@ -29,6 +29,7 @@ __all__ = [
     "ModelLayers",
     "Reader",
     "Towers",
+    "cache_dtype_of",
     "cache_scales",
     "is_cache_scale",
     "layer_specs",

@@ -15,14 +15,14 @@ from polyattn_models.config import Config
 WHERE = ("quantization_config", "compression_config")
 PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values that leave the cache as it is."""
-STATIC_E4M3: dict[str, tuple[Any, ...]] = {
-    "type": ("float",),
+STATIC: dict[str, tuple[Any, ...]] = {
+    "type": ("float", "int"),
     "num_bits": (8,),
     "dynamic": (None, False),
     "symmetric": (None, True),
     "strategy": (None, "tensor", "attn_head"),
 }
-"""Fields of compressed-tensors' `QuantizationArgs` that say e4m3, with scales in the checkpoint."""
+"""Fields of compressed-tensors' `QuantizationArgs` that say e4m3 or int8, by stored scales."""
 QUARK_E4M3: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp8_e4m3",),
     "qscheme": ("per_tensor",),
@@ -46,7 +46,7 @@ def cache_dtype_of(cfg: Config) -> str:
 
     `"auto"` is the model's own dtype. compressed-tensors and fp8 call the field `kv_cache_scheme`,
     ModelOpt `kv_cache_quant_algo`, Quark `kv_cache_group`. Raises `ConfigError` for a scheme that is
-    neither e4m3 with stored scales nor ModelOpt's nvfp4, and for parts that differ.
+    neither e4m3 or int8 with stored scales nor ModelOpt's nvfp4, and for parts that differ.
     """
     dtypes = {cache_dtype_of(part) for part in cfg.parts}
     for place in WHERE:
@@ -69,8 +69,8 @@ def _dtype_of(path: str, value: Any) -> str | None:
         return ALGORITHMS.get(str(value).upper())
     if not path.endswith(".kv_cache_scheme") or not isinstance(value, Mapping):
         return None
-    static = all(value.get(name) in valid for name, valid in STATIC_E4M3.items())
-    return "fp8_e4m3" if static else None
+    static = all(value.get(name) in valid for name, valid in STATIC.items())
+    return {"float": "fp8_e4m3", "int": "int8"}[value["type"]] if static else None
 
 
 def _is_quark_e4m3(path: str, value: Any, scheme: Any) -> bool:

@@ -86,7 +86,8 @@ def _run(
             f"query has {query.shape[0]} tokens, the planned batch {step.batch.num_tokens}; pass the "
             "plan of this step's batch"
         )
-    form, cache = module.group.cache_format, None
+    form = module.group.cache_format
+    cache: KVCache | StateCache | None = None
     if held is not None and module.spec.kind.is_recurrent:
         cache = StateCache(held)
     elif held is not None:

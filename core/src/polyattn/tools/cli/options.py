@@ -43,8 +43,9 @@ class Reading:
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
-            help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or a format of rows: "
-            f"{', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may add others."
+            help="auto (the checkpoint's, else the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, or "
+            f"a format of rows: {', '.join(sorted(form.name for form in ROW_FORMATS))}; plugins may "
+            "add others."
         ),
     ] = None
     block_size: Annotated[
@@ -121,6 +122,12 @@ class RunOptions(Where, Reading, Output):
     weights: Annotated[
         str | None,
         typer.Option(help="Run the whole model: a checkpoint's folder (safetensors), or random."),
+    ] = None
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: the weights' projections in e4m3. The cache's format is --kv-cache-dtype."
+        ),
     ] = None
     arrivals: Annotated[
         str, typer.Option(help="When requests come: trace, poisson:RATE (per second), or all.")

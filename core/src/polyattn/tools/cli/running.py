@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from polyattn.api import select_layers
 from polyattn.device import Device
-from polyattn.errors import SettingsError
+from polyattn.errors import SettingsError, shown
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import interpreted
@@ -49,6 +49,7 @@ def show(options: RunOptions) -> int:
             )
     if options.plot:
         check_plot(options.plot)
+    _check_quantization(options)
     arrivals = Arrivals.parse(options.arrivals)
     model = model_of(options.model, options.weights)
     path, specs = read_specs(model, None, options)
@@ -65,7 +66,9 @@ def show(options: RunOptions) -> int:
                 f"--context-parallel={options.context_parallel} and --weights: ranks share the layers' "
                 "keys, not a whole model; drop one of them"
             )
-        whole = whole_model(options.weights, path, served, options.seed, options.assume)
+        whole = whole_model(
+            options.weights, path, served, options.seed, options.assume, options.quantization
+        )
         if not options.yes:
             whole.confirm()
     trace = options.trace or bundled(DEFAULT_TRACE)
@@ -75,6 +78,18 @@ def show(options: RunOptions) -> int:
     device, context = interpreted(discover(), profile)
     with context, joined(options.context_parallel, device) as ranks:
         return _serve(options, path, served, whole, requests, arrivals, device, profile, ranks)
+
+
+def _check_quantization(options: RunOptions) -> None:
+    if options.quantization not in (None, "fp8"):
+        raise SettingsError(
+            f"--quantization={shown(options.quantization)} must be fp8; a checkpoint's own scheme "
+            "needs no option, and the cache's is --kv-cache-dtype"
+        )
+    if options.quantization is not None and options.weights is None:
+        raise SettingsError(
+            "--quantization=fp8 is of --weights, and none are named; --kv-cache-dtype=fp8 is of the cache"
+        )
 
 
 def _serve(

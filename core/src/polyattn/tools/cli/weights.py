@@ -13,6 +13,7 @@ import typer
 from polyattn.device import Device
 from polyattn.errors import SettingsError, shown
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.models import model_reader
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.weights import (
@@ -35,6 +36,7 @@ class Whole:
     model: Decoder
     source: Weights
     name: str
+    in_e4m3: bool = False
 
     @property
     def bytes(self) -> int:
@@ -44,7 +46,8 @@ class Whole:
     def describe(self) -> str:
         """Return a line about the weights."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"weights: {self.name}, {self.bytes / 2**30:.3g} GiB, {dtype}"
+        rounded = ", projections rounded to e4m3" * self.in_e4m3
+        return f"weights: {self.name}, {self.bytes / 2**30:.3g} GiB, {dtype}{rounded}"
 
     def confirm(self) -> None:
         """Ask before many random weights are drawn. Raises `SettingsError` where the answer isn't yes."""
@@ -69,7 +72,7 @@ class Whole:
     def load(self, device: Device) -> Decoder:
         """Return the model with its weights on the device. Raises `WeightsError`."""
         self.announce()
-        load(self.model, self.source, torch.device(str(device.torch_device)))
+        load(self.model, self.source, torch.device(str(device.torch_device)), self.in_e4m3)
         return self.model
 
 
@@ -92,18 +95,31 @@ def model_of(model: str | None, weights: str | None) -> str | None:
 
 
 def whole_model(
-    weights: str, path: str, specs: Sequence[LayerSpec], seed: int, assume: str | None = None
+    weights: str,
+    path: str,
+    specs: Sequence[LayerSpec],
+    seed: int,
+    assume: str | None = None,
+    quantization: str | None = None,
 ) -> Whole:
     """Return the model of a config, its weights checked against it; `assume`: read as this type.
 
+    `quantization` "fp8": of projections, unless the checkpoint's are in e4m3 as they are.
+
     Raises `ConfigError` where the type isn't run whole, `WeightsError`, `SettingsError`.
     """
-    if any(spec.kv_cache_dtype == "int8" for spec in specs):
-        raise SettingsError(
-            "--kv-cache-dtype=int8 needs scales that --weights doesn't bring; use fp8_e4m3 or auto"
-        )
     model = Decoder(Fields(path, assume), specs)
     source = RandomWeights(seed) if weights == RANDOM else Checkpoint(Path(weights))
     source.check(model)
+    reader, config = model_reader(), model.fields.cfg
+    int8 = [index for index, spec in enumerate(specs) if spec.kv_cache_dtype == "int8"]
+    if int8 and not (
+        reader.cache_dtype_of(config) == "int8" and source.scales().keys() >= set(int8)
+    ):
+        raise SettingsError(
+            f"--kv-cache-dtype=int8 needs scales of int8, which --weights={weights} doesn't bring; use "
+            "int8_rows, whose rows bring theirs"
+        )
+    is_e4m3 = weights != RANDOM and reader.weights_quantized(config)
     named = f"{RANDOM}, seed {seed}" if weights == RANDOM else weights
-    return Whole(model, source, named)
+    return Whole(model, source, named, quantization == "fp8" and not is_e4m3)

@@ -188,6 +188,11 @@ class Decoder(nn.Module):
         self.layers_name = f"{made_as.root}.layers"
 
     @property
+    def head(self) -> nn.Module:
+        """What makes logits: the embedding itself where they share a weight."""
+        return self.get_submodule(self.embedding_name) if self.tied else self.lm_head
+
+    @property
     def layers(self) -> list[Layer]:
         """The layers, in order."""
         return list(self.get_submodule(self.layers_name))  # type: ignore[call-overload, no-any-return]
@@ -210,6 +215,5 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 (tokens, vocabulary)."""
-        head = self.get_submodule(self.embedding_name) if self.tied else self.lm_head
-        out = nn.functional.linear(hidden, head.weight).float()  # type: ignore[arg-type]
+        out = nn.functional.linear(hidden, self.head.weight).float()  # type: ignore[arg-type]
         return out if self.cap is None else torch.tanh(out / self.cap) * self.cap

@@ -33,7 +33,7 @@ class Mixer(nn.Module):
 
 def _used(scales: Scales, spec: LayerSpec) -> Scales:
     """Return the scales of a layer whose cache holds what they are of."""
-    return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4") else {}
+    return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4", "int8") else {}
 
 
 class SelfAttention(Mixer):

@@ -18,6 +18,7 @@ from polyattn.errors import SettingsError, WeightsError, describe, shown
 from polyattn.registry.distributions import find_spec
 from polyattn.spec.models import model_reader
 from polyattn.tools.replay.model.decoder import Decoder
+from polyattn.tools.replay.model.feed_forward import Linear, StackedExperts
 
 Shape = tuple[int, ...]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,6 +39,7 @@ RENAMED = (
 )
 """What names stand for the same: a text tower within a larger model, Mamba's first files."""
 MOST_NAMED = 4
+PROJECTIONS = (Linear, StackedExperts)
 
 
 class Weights(ABC):
@@ -72,13 +74,28 @@ def bytes_of(model: Decoder) -> int:
     return sum(math.prod(shape) * dtype_of(model, name).itemsize for name, shape in shapes)
 
 
-def load(model: Decoder, source: Weights, device: torch.device) -> None:
-    """Bring the weights into the model, on the device. Raises `WeightsError`."""
+def load(model: Decoder, source: Weights, device: torch.device, in_e4m3: bool = False) -> None:
+    """Bring the weights into the model, on the device. Raises `WeightsError`.
+
+    `in_e4m3`: projections, the head's apart, are rounded to e4m3 times a scale for each matrix.
+    """
     for name, shape in shapes_of(model).items():
-        tensor = source.tensor(name, shape).to(device, dtype_of(model, name))
+        tensor = source.tensor(name, shape)
+        part = model.get_submodule(name.rpartition(".")[0])
+        if in_e4m3 and len(shape) > 1 and isinstance(part, PROJECTIONS) and part is not model.head:
+            tensor = rounded(tensor)
+        tensor = tensor.to(device, dtype_of(model, name))
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
     model.cache_scales = source.scales()
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return float32 numbers (..., rows, columns) that e4m3 holds, times a scale for each matrix."""
+    weight = weight.float()
+    scale = weight.abs().amax((-2, -1), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class RandomWeights(Weights):

@@ -145,6 +145,10 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 #if defined(PA_PAIR_DOTS)
 #include "row_pairs.h"
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define PA_INT_DOTS
+#include "row_ints.h"
+#endif
 
 // Elements [W words][code][word], from or to their order.
 PA_ONCE void by_code(float *x, int size, bool back) {
@@ -167,7 +171,7 @@ PA_ONCE int64_t row_scratch(const pa_layer &layer) {
   const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
   const int64_t widest = pa_max(row_width(k), row_width(v));
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
-                         (int64_t)DOT_ROWS * layer.num_kv_heads * code_width(k) + row_registers(k) +
+                         (int64_t)DOT_ROWS * layer.num_kv_heads * (code_width(k) + W) + row_registers(k) +
                          row_registers(v);
   return 4 * floats + 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 13 * 64;
 }
@@ -186,8 +190,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
 
   const pa_row_format &key, &value;
   const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds what is stored
+  const bool key_ints, value_ints;
   uint32_t *weights;
-  float *by, *least, *row_scales, *floats, *q_sums, *units;
+  float *by, *least, *row_scales, *floats, *q_sums, *units, *key_units;
   int32_t *registers, *more;
   const char **unpacked;
   int sum_width;
@@ -199,7 +204,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
   RowDecode(Run *run, const Item &item, Turn *turn)
       : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
         in_keys(source.value == source.key), key_pairs(in_pairs(key)), value_pairs(in_pairs(value)),
-        sum_width(code_width(key)),
+        key_ints(in_ints(key)), value_ints(in_ints(value)), sum_width(code_width(key)),
         walk(run, item, turn, arena, ROW_TILE, ROW_TILE + W, false) {
     const int codes = pa_max(code_width(key), code_width(value));
     by = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
@@ -212,6 +217,19 @@ struct RowDecode : Decode<float, ROWS, 1> {
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
     weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
+    key_units = arena.template take<float>((int64_t)used / ROWS * W);
+  }
+  bool in_ints(const pa_row_format &f) const {
+#if defined(PA_INT_DOTS)
+    if (layer.dtype == PA_F32) return false;  // which holds more than 16 bits
+    if (f.form == PA_ROWS_INT8) return true;
+    if (f.form != PA_CODES || (f.scale != PA_HALVES && f.scale != PA_STEPS)) return false;
+    const float first = first_step((const float *)f.table);
+    return f.scale == PA_STEPS ? first == 0 : first == first;
+#else
+    (void)f;
+    return false;
+#endif
   }
   static bool in_pairs(const pa_row_format &f) {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
@@ -224,7 +242,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width,
                 offset + f.size / 2, f.size / f.group};
     if (f.form == PA_CODES) {
-      if (in_pairs(f)) return of;
+      if (in_pairs(f) || (&f == &key ? key_ints : value_ints)) return of;
       switch (f.scale) {
         case PA_HALVES: scales<PA_HALVES>(f, of, count); break;
         case PA_STEPS: scales<PA_STEPS>(f, of, count); break;
@@ -271,6 +289,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void turn_rows() {
+#if defined(PA_INT_DOTS)
+    if (key_ints) return turn_to_ints();
+#endif
     const int each = key_pairs ? key.group : WORD_CODES;
     __builtin_memset(q_sums, 0, sizeof(float) * used * sum_width);  // products read whole vectors of them
     for (int lane = 0; lane < used; lane++) {
@@ -306,6 +327,74 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
 #endif
   }
+
+#if defined(PA_INT_DOTS)
+  void turn_to_ints() {
+    const bool codes = key.form == PA_CODES;
+    const float *table = (const float *)key.table;
+    const float first = codes ? first_step(table) : 0, step = codes ? table[1] - table[0] : 1;
+    __builtin_memset(q_sums, 0, sizeof(float) * used * sum_width);
+    for (int lane = 0; lane < used; lane++) {
+      float *sums = q_sums + (int64_t)lane * sum_width;
+      const float unit = step * query_ints(q + (int64_t)lane * ldq, pa_round_up(size, W), codes, sums);
+      for (int i = lane % ROWS; i < W; i += ROWS) key_units[lane / ROWS * W + i] = unit;
+      if (key.scale == PA_STEPS) {
+        for (int i = 0; codes && i < sum_width; i++) sums[i] *= 1 / step;
+      } else {
+        for (int i = 0; codes && i < sum_width; i++) sums[i] *= first;
+      }
+    }
+  }
+  void int_scores(int h, const char *const *k, int64_t offset, const Codes &of, int count) {
+    each_visit(h, count, [&](int t, int lane) {
+      const float *row = q + (int64_t)lane * ldq, *sums = q_sums + (int64_t)lane * sum_width;
+      const vf found = key.form == PA_ROWS_INT8 ? byte_int_dots<ROWS>(k + t, offset, row, ldq, size)
+                       : key.scale == PA_STEPS
+                           ? code_int_dots<ROWS, PA_STEPS>(key, of, t, row, ldq, sums, sum_width)
+                           : code_int_dots<ROWS, PA_HALVES>(key, of, t, row, ldq, sums, sum_width);
+      return found * loadf(key_units + lane / ROWS * W);
+    });
+    if (key.form == PA_ROWS_INT8) scale_rows(h, count);
+  }
+  static constexpr int SOME = ROWS < 4 ? ROWS : 4;  // rows whose weights are integers at once
+  template <class Add>
+  void add_some_rows(int h, Add add) {
+    for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += SOME) {
+      add(s + lane, o + (int64_t)lane * is.ldo);
+    }
+  }
+  template <int SCALE>
+  void add_int_words(int h, const Codes &of, int count) {
+    const float *table = (const float *)value.table;
+    const int first = (int)first_step(table);
+    add_some_rows(h, [&](const float *p, float *to) {
+      for (int word = 0; word < of.words; word += W) {
+        IntWeights by_ints(p, is.lanes, count, floats, weights, [&](int t) __attribute__((always_inline)) {
+          return group_scales<SCALE>(value, of.groups, of.rows[t] + of.offset, word);
+        });
+        by_ints.unit *= splat(table[1] - table[0]);
+        for (int j = 0; j < WORD_CODES; j += 2) {
+          add_int_codes<SOME>(of, count, by_ints, weights, first, to, is.ldo, word, j);
+          walk.ahead(count * SOME / ROWS * 2 * W / v_size);
+        }
+      }
+    });
+  }
+  void add_int_values(int h, const char *const *v, int64_t offset, const Codes &of, int count) {
+    if (value.form == PA_CODES) {
+      return value.scale == PA_STEPS ? add_int_words<PA_STEPS>(h, of, count) : add_int_words<PA_HALVES>(h, of, count);
+    }
+    add_some_rows(h, [&](const float *p, float *to) {
+      const IntWeights by_ints(p, is.lanes, count, floats, weights, [&](int t) __attribute__((always_inline)) {
+        return GroupScales{splat(row_scales[t]), vf{}};
+      });
+      for (int c = 0; c < v_size; c += 16) {
+        add_int_bytes<SOME>(v, offset + c, count, by_ints, weights, to + c, is.ldo, pa_min(16, v_size - c));
+        walk.ahead(count * SOME / ROWS * 16 / v_size);
+      }
+    });
+  }
+#endif
 
   // A tile's scores times its rows' scales; its weights likewise.
   void scale_rows(int h, int count) {
@@ -412,6 +501,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = key_base + h * source.key_head;
       const Codes of = look_at(key, k, offset, pa_round_up(count, SCORED), size);
+#if defined(PA_INT_DOTS)
+      if (key_ints) {
+        int_scores(h, k, offset, of, count);
+        continue;
+      }
+#endif
       auto row = [&](int lane) { return q + (int64_t)lane * ldq; };
 #if defined(PA_PAIR_DOTS)
       if (key_pairs) {
@@ -552,6 +647,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = value_base + h * source.value_head;
       const Codes of = look_at(value, v, offset, count, v_size);
+#if defined(PA_INT_DOTS)
+      if (value_ints) {
+        add_int_values(h, v, offset, of, count);
+        continue;
+      }
+#endif
 #if defined(PA_PAIR_DOTS)
       if (value_pairs) {
         by_scale(value, [&](auto scale) { add_head_pairs<scale()>(h, of, count); });

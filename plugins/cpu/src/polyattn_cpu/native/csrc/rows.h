@@ -190,6 +190,11 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const cha
     const __m512i at = _mm512_set_epi32(6, 6, 6, 6, 4, 4, 4, 4, 2, 2, 2, 2, 0, 0, 0, 0);
     return {(vf)_mm512_permutexvar_ps(at, both),
             (vf)_mm512_permutexvar_ps(_mm512_add_epi32(at, _mm512_set1_epi32(1)), both)};
+#elif defined(__AVX2__)
+    const __m256 both = (__m256)some_halves(some_bytes(scales + 4 * first, 4 * count));
+    const __m256i at = _mm256_set_epi32(2, 2, 2, 2, 0, 0, 0, 0);
+    return {(vf)_mm256_permutevar8x32_ps(both, at),
+            (vf)_mm256_permutevar8x32_ps(both, _mm256_add_epi32(at, _mm256_set1_epi32(1)))};
 #else
     float each[2][W] = {};
     for (int i = 0; i < count; i += 2) {
