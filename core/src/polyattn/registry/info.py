@@ -61,8 +61,14 @@ class Record:
 
 @cache
 def _all() -> dict[str, tuple[Record, ...]]:
+    """Return each backend's records, the strongest first."""
     text = files("polyattn.data").joinpath("proofs.json").read_text(encoding="utf-8")
-    return {name: tuple(Record(**row) for row in rows) for name, rows in json.loads(text).items()}
+    return {
+        name: tuple(
+            sorted((Record(**row) for row in rows), key=lambda r: (not r.whole, -r.cases, r.path))
+        )
+        for name, rows in json.loads(text).items()
+    }
 
 
 API_VERSION = 1
@@ -385,14 +391,13 @@ class BackendInfo:
         build = self.build or (self.variants[0].name if self.variants else "")
         if self.path.partition(".")[0].partition("_")[0] != OWN:
             return ()
-        records = [
+        return tuple(
             record
             for record in _all().get(self.name, ())
             if record.where == (HOST if where == "cpu" else where)
             and build in ("", record.build)
             and (not runs or record.runs == runs)
-        ]
-        return tuple(sorted(records, key=lambda r: (not r.whole, -r.cases, r.path)))
+        )
 
     def proven(self, arch: str, platform: str, runs: str = "") -> tuple[Proof, Record | None]:
         """Return the degree of proof and its record; a declared degree has None.
