@@ -10,7 +10,7 @@ from pathlib import Path
 from forks import python
 
 DRAWS = ("--polyattn-seed", "1", "--polyattn-budget", "0")
-"""The same eight draws in each search, however fast the machine is; a user's kit draws anew for 5 seconds."""
+"""The same eight draws in each search, on any machine; a user's kit draws anew for five seconds."""
 
 
 def kit(

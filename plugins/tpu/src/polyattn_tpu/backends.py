@@ -68,7 +68,7 @@ STATIC = ("spec", "functions", "lse", "interpret", "rows")
 attend = jax.jit(functions.attend, static_argnames=STATIC)
 attend_bounded = jax.jit(functions.attend_bounded, static_argnames=STATIC)
 attend_given = jax.jit(functions.attend_given, static_argnames=STATIC)
-attend_pages = jax.jit(latent.attend_pages, static_argnames=("spec", "alike"))
+attend_pages = jax.jit(latent.attend_pages, static_argnames=("spec",))
 attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank", "alike"))
 merge = jax.jit(functions.merge)
 recur = {
@@ -244,7 +244,6 @@ class XlaPages(AttentionBackend):
             pages(frame.cache),
             spec=self.spec,
             scales=Scales(frame.params.k_scale, frame.params.v_scale),
-            alike=bool(self.spec.batch_invariant),
         )
         assign(frame.out, result[:count])
         if frame.lse is not None:

@@ -172,7 +172,6 @@ XLA_PAGES = declared(
         excludes=EXCLUDES,
     ),
     Priority(score=30, why="each token gathers its keys, through HBM once more"),
-    levels="batch_invariant step_invariant",
     summary="attention over pages of any size, gathered by XLA: single tokens that are chosen",
 )
 

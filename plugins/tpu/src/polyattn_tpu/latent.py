@@ -129,7 +129,6 @@ def attend_pages(
     cache: Cache,
     spec: LayerSpec,
     scales: Scales,
-    alike: bool = False,
 ) -> tuple[Array, Array]:
     """Attend each token to its sequence's pages, of any size, in XLA: all keys but the `after` last ones.
 
@@ -156,7 +155,7 @@ def attend_pages(
         out, lse = attended(q.reshape(heads, -1, size), key, value, seen, spec.scale, v_size)
         return out.reshape(-1, v_size), lse.reshape(-1)
 
-    each = 1 if alike else tokens_at_once((len(query), heads * len(places)), 2 * size)
+    each = tokens_at_once((len(query), heads * len(places)), 2 * size)
     out, lse = lax.map(one, (query, row, after), batch_size=each)
     return out, lse
 
