@@ -302,6 +302,7 @@ def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
 
     class Wrong:
         plan, params, group, spec = layer.plan, layer.params, layer.group, layer.spec
+        output_shape = layer.output_shape
 
         def __call__(self, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
             return layer(query * 1.1, *rest, **named)

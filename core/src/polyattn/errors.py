@@ -89,7 +89,7 @@ def nearest(value: object, valid: Iterable[str]) -> str:
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
     text = (value if isinstance(value, str) else shown(value))[:LONGEST_TEXT].casefold()
-    close = [name for name in folded if text and name.startswith(text)]
+    close = [text] if text in folded else [x for x in folded if text and x.startswith(text)]
     close = close or difflib.get_close_matches(text, folded, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(repr(folded[name]) for name in close)}?"

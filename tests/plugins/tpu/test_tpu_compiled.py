@@ -230,9 +230,9 @@ def test_no_tpu_multiplies_fp16() -> None:
 
 def test_rejections_speak_the_chip_s_language() -> None:
     with pytest.raises(SelectionError, match="sublanes.*VMEM"):
-        select(BASE.replace(block_size=12), "tpu-v5e")
+        select(BASE.replace(block_size=12), "tpu-v5e", backend="PALLAS_ATTN")
     with pytest.raises(SelectionError, match="8 to 320"):
-        select(BASE.replace(head_size=384), "tpu-v5e")
+        select(BASE.replace(head_size=384), "tpu-v5e", backend="PALLAS_ATTN")
     decision = select(BASE, "tpu-v6e").decision
     assert decision.cache is not None
     assert (decision.prefill, decision.decode, decision.cache.layout) == ("PALLAS_ATTN",) * 2 + (

@@ -32,7 +32,7 @@ def test_compiles_to_machine_code(phase: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "nvfp4", "kivi4", "kivi2"])
-def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_path: Path) -> None:
+def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> None:
     from polyattn_triton.hopper.packing import PLACES
     from polyattn_triton.variants import FEW_ON_ONE
     from test_triton import programs_on_one
@@ -40,18 +40,18 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str, tmp_pa
 
     for way, layout in product(("decode", "many", "listed"), ("NHD", "HND")):
         kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way, layout=layout)
-        assert programs_on_one(kernel, tmp_path, 160) == FEW_ON_ONE * PLACES
+        assert programs_on_one(kernel, 160) == FEW_ON_ONE * PLACES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows"])
-def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str, tmp_path: Path) -> None:
+def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str) -> None:
     from polyattn_triton.variants import MANY_ON_ONE
     from test_triton import programs_on_one
     from triton_ahead import compile_packed
 
     kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), "decode")
-    assert programs_on_one(kernel, tmp_path, 160) >= MANY_ON_ONE
+    assert programs_on_one(kernel, 160) >= MANY_ON_ONE
     assert kernel.metadata.shared * MANY_ON_ONE <= 227 << 10
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 
 from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.layer import Recurrent, input_dtype
+from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
@@ -165,6 +166,12 @@ class RecurrentWorkload(Workload):
 
     def call(self) -> Any:
         return self.layer(*self.tokens, states=self.states, plan=self.plan, out=self.out)
+
+    @cached_property
+    def out(self) -> Tensor:
+        """Where the output goes; NaN at first. A captured step has more rows than its batch."""
+        shape = self.layer.output_shape(len(self.tokens[0]))
+        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
 
     def run(self, plan: StepPlan | None = None) -> Tensor:
         self.__dict__.pop("out", None)
