@@ -107,16 +107,31 @@ class Layer(nn.Module, ABC):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Make what the caller doesn't bring, and run. `name`: the first input's, which must be there."""
-        step, first, lse = self.group.plan_for(plan), inputs[0], None
+        step, first = self.group.plan_for(plan), inputs[0]
         check_tensor(name, first, self.group.torch_device)
         assert first is not None
-        shape = self.output_shape(step.batch.num_tokens)
-        if out is None:
-            out = first.new_empty(shape, dtype=output_dtype(self.spec))
-        if self.spec.needs_lse:
-            lse = first.new_empty(shape[:2], dtype=torch.float32)
+        out, lse = self.outputs(first, step.batch.num_tokens, out)
         self.run(step, inputs, cache, out, lse)
         return out if lse is None else (out, lse)
+
+    def outputs(
+        self, first: Tensor, tokens: int, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a step's output, the caller's or a new one, and room for its LSE, if the layer has one.
+
+        Args:
+            first: the first input, of whose device they are.
+            tokens: the step's tokens.
+            out: the caller's output, or None.
+
+        """
+        shape = self.output_shape(tokens)
+        if out is None:
+            out = first.new_empty(shape, dtype=output_dtype(self.spec))
+        lse = None
+        if self.spec.needs_lse:
+            lse = first.new_empty(shape[:2], dtype=torch.float32)
+        return out, lse
 
     def _check_values(self, batch: Batch, cache: KVCache, choice: Tensor | None) -> None:
         """Check, where the layer does so, what costs a copy to the host. Raises `BatchError`."""

@@ -173,10 +173,8 @@ def _refuse_model(runner: Any) -> None:
     if config is not None and not kind:
         try:
             specs = LayerSpec.from_hf_config(config.to_dict())
-        except (
-            PolyattnError
-        ):  # a model that polyattn doesn't read; its layers are refused one by one
-            return
+        except PolyattnError:
+            return  # polyattn doesn't read the model: its layers are refused one by one
         count = sum(spec.sparse is not None for spec in specs)
         kind = f"sparse ({count} of {len(specs)})" if count else ""
     if kind:

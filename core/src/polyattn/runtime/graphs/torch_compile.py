@@ -17,7 +17,6 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.group import StepPlan, plan_of
 from polyattn.runtime.inputs import refuse_gradients
@@ -44,13 +43,9 @@ def traced(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return what a layer's `forward` becomes while it is traced: `Layer.run` when the graph runs."""
     refuse_gradients(**{f"input {i}": tensor for i, tensor in enumerate(inputs)})
-    query, spec, lse = inputs[0], layer.spec, None
+    query = inputs[0]
     assert query is not None
-    shape = layer.output_shape(query.shape[0])
-    if out is None:
-        out = query.new_empty(shape, dtype=output_dtype(spec))
-    if spec.needs_lse:
-        lse = query.new_empty(shape[:2], dtype=torch.float32)
+    out, lse = layer.outputs(query, query.shape[0], out)
     if not isinstance(plan, StepPlan):
         raise BatchError(
             "inside torch.compile a layer takes a plan that was made before: plan = "
@@ -60,7 +55,7 @@ def traced(
     if isinstance(cache, StateCache):
         held = cache.data
     elif cache is not None:  # of a latent, whose value is a view of its key, one tensor
-        held, values = cache.key, None if spec.kind.is_latent else cache.value
+        held, values = cache.key, None if layer.spec.kind.is_latent else cache.value
     torch.ops.polyattn.layer(list(inputs), held, values, out, lse, plan.handle, layer._handle)
     return out if lse is None else (out, lse)
 
