@@ -338,11 +338,8 @@ struct RowDecode : Decode<float, ROWS, 1> {
       float *sums = q_sums + (int64_t)lane * sum_width;
       const float unit = step * query_ints(q + (int64_t)lane * ldq, pa_round_up(size, W), codes, sums);
       for (int i = lane % ROWS; i < W; i += ROWS) key_units[lane / ROWS * W + i] = unit;
-      if (key.scale == PA_STEPS) {
-        for (int i = 0; codes && i < sum_width; i++) sums[i] *= 1 / step;
-      } else {
-        for (int i = 0; codes && i < sum_width; i++) sums[i] *= first;
-      }
+      const float by_word = key.scale == PA_STEPS ? 1 / step : first;
+      for (int i = 0; codes && i < sum_width; i++) sums[i] *= by_word;
     }
   }
   void int_scores(int h, const char *const *k, int64_t offset, const Codes &of, int count) {
