@@ -7,6 +7,7 @@ from typing import Any
 
 from polyattn.plugin import (
     ANY_ROWS,
+    ANY_SIZE,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -45,6 +46,17 @@ EXCLUDES = (
         "8-bit values are widened to bf16's mantissa on the way to the matrix unit",
     ),
 )
+PAGED = Capabilities(
+    platforms=PLATFORMS,
+    dtypes=DTYPES,
+    remedies=REMEDIES,
+    kv_cache_dtypes=CACHE_DTYPES,
+    block_sizes=PAGES,
+    preferred_block_size=64,
+    layouts=("HND",),
+    excludes=EXCLUDES,
+)
+"""What every backend over pages claims."""
 TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
 
@@ -86,25 +98,17 @@ def declared(
 PALLAS_ATTN = declared(
     "PALLAS_ATTN",
     "PallasAttention",
-    Capabilities(
-        platforms=PLATFORMS,
+    PAGED.but(
         roles=frozenset(Role),
         cached=frozenset({True, False}),
-        dtypes=DTYPES,
-        remedies=REMEDIES,
-        kv_cache_dtypes=CACHE_DTYPES,
         head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
         v_head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
-        block_sizes=PAGES,
-        preferred_block_size=64,
-        layouts=("HND",),
         phases=names("prefill decode mixed"),
         features=names(
             "causal non_causal gqa v_head_size sliding_window window_right "
             "sink_tokens chunked alibi learned_sinks logit_soft_cap lse deterministic "
             "variant custom_mask block_sparse length_bounds"
         ),
-        excludes=EXCLUDES,
     ),
     Priority(score=80, why="pages by DMA, one ragged kernel a step"),
     levels="batch_invariant step_invariant",
@@ -117,20 +121,12 @@ PALLAS_ATTN = declared(
 PALLAS_MLA = declared(
     "PALLAS_MLA",
     "PallasMLA",
-    Capabilities(
-        platforms=PLATFORMS,
+    PAGED.but(
         kinds=frozenset({AttentionKind.MLA}),
-        dtypes=DTYPES,
-        remedies=REMEDIES,
-        kv_cache_dtypes=CACHE_DTYPES,
         latent_ranks=Sizes(low=16, high=512, why="compiled up to this"),
-        block_sizes=PAGES,
-        preferred_block_size=64,
-        layouts=("HND",),
         phases=names("decode"),
         decode_query_lens=4,
         features=names("causal v_head_size lse deterministic"),
-        excludes=EXCLUDES,
     ),
     Priority(score=80, why="the latents by DMA, the value a part of the key"),
     summary="absorbed MLA decode in Pallas: each latent read once for all heads",
@@ -140,17 +136,9 @@ PALLAS_MLA = declared(
 XLA_MLA_SPARSE = declared(
     "XLA_MLA_SPARSE",
     "XlaSparse",
-    Capabilities(
-        platforms=PLATFORMS,
+    PAGED.but(
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
-        dtypes=DTYPES,
-        remedies=REMEDIES,
-        kv_cache_dtypes=CACHE_DTYPES,
-        block_sizes=PAGES,
-        preferred_block_size=64,
-        layouts=("HND",),
         features=names("causal v_head_size lse deterministic"),
-        excludes=EXCLUDES,
     ),
     Priority(score=40, why="what is gathered goes through HBM once more"),
     levels="batch_invariant step_invariant",
@@ -160,16 +148,10 @@ XLA_MLA_SPARSE = declared(
 XLA_PAGES = declared(
     "XLA_PAGES",
     "XlaPages",
-    Capabilities(
-        platforms=PLATFORMS,
-        dtypes=DTYPES,
-        remedies=REMEDIES,
-        kv_cache_dtypes=CACHE_DTYPES,
-        preferred_block_size=64,
-        layouts=("HND",),
+    PAGED.but(
+        block_sizes=ANY_SIZE,
         phases=names("prefill decode mixed"),
         features=names("causal gqa v_head_size lse deterministic length_bounds"),
-        excludes=EXCLUDES,
     ),
     Priority(score=30, why="each token gathers its keys, through HBM once more"),
     summary="attention over pages of any size, gathered by XLA: single tokens that are chosen",
