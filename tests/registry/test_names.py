@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from polyattn import LayerSpec, select
@@ -143,3 +144,17 @@ def test_a_bad_alias_breaks_its_plugin(plugin: list[BackendInfo], aliases: tuple
     registry = discover()
     assert "MINE" not in registry.backends
     assert any("BackendInfo.aliases" in text for text in registry.problems)
+
+
+def test_two_registered_plugins_with_one_name_are_told_how_to_remove_one(
+    plugin: list[BackendInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.append(MINE)
+    monkeypatch.setitem(sys.modules, "another", ModuleType("another"))
+    declare("another", api_versions=(1, 1), backends=[MINE])
+    register(sys.modules["another"], "another")
+    try:
+        said = [text for text in discover().problems if "backend name 'MINE'" in text]
+    finally:
+        unregister("another")
+    assert len(said) == 1 and "polyattn.unregister('another')" in said[0]

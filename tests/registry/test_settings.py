@@ -30,6 +30,11 @@ def test_precedence_argument_then_variable_then_file() -> None:
             {},
             "POLYATTN_BACKND has no effect; did you mean 'POLYATTN_BACKEND'",
         ),
+        (
+            {"POLYATTN_BATCH_INVARIANT": "1"},
+            {},
+            "POLYATTN_BATCH_INVARIANT has no effect; valid: POLYATTN_",
+        ),
         ({"POLYATTN_BACKEND": "prefil=X"}, {}, "scope 'prefil' is unknown; did you mean 'prefill'"),
         ({"POLYATTN_BACKEND": ""}, {}, "is empty"),
         ({"POLYATTN_BACKEND": "decode="}, {}, "names no backend"),

@@ -117,6 +117,7 @@ def pages(
         (whole, {"graph_capture": 1}, "can't claim 'graph_capture'"),
         (whole, {"dtype": "float32"}, "can't claim 'dtype'; did you mean 'dtypes'"),
         (whole, {"kv_cache_dtypes": "int8"}, "no parameters 'k_scale' and 'v_scale'"),
+        (whole, {"head_sizes": "64"}, "head_sizes='64': .* must be frozenset"),
         (pages, {}, "block_sizes= is missing"),
         (3, {}, "3 is no function"),
     ],

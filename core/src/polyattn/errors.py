@@ -84,13 +84,17 @@ class WeightsError(PolyattnError, ValueError):
 def nearest(value: object, valid: Iterable[str]) -> str:
     """Return `"; did you mean 'X'?"`, or the list of all.
 
-    X is what begins as `value` does, each of several, or else the closest valid spelling.
+    X is what begins as `value` does, each of several, or else the closest valid spelling. A first word
+    that all of them have, up to an underscore, makes none of them closer.
     """
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
     text = (value if isinstance(value, str) else shown(value))[:LONGEST_TEXT].casefold()
     close = [text] if text in folded else [x for x in folded if text and x.startswith(text)]
-    close = close or difflib.get_close_matches(text, folded, n=1, cutoff=0.6)
+    head = text[: text.find("_") + 1]
+    start = len(head) if all(name.startswith(head) for name in folded) else 0
+    ends = {name[start:]: name for name in folded}
+    close = close or [ends[x] for x in difflib.get_close_matches(text[start:], ends, n=1)]
     if close:
         return f"; did you mean {' or '.join(repr(folded[name]) for name in close)}?"
     return f"; valid: {', '.join(choices)}" if choices else ""

@@ -61,7 +61,8 @@ def _why(failure: Any) -> str:
     crash = getattr(failure, "reprcrash", None)
     if crash is None:
         return str(failure).splitlines()[0][:160]
-    return f"{crash.message.splitlines()[0][:160]} ({Path(crash.path).name}:{crash.lineno})"
+    message = crash.message.splitlines()[0].split(" (/")[0]  # an ImportError ends with a path
+    return f"{message[:160]} ({Path(crash.path).name}:{crash.lineno})"
 
 
 def cells(python: str, names: list[str]) -> Iterator[Row]:

@@ -162,10 +162,10 @@ with environment:
 """)
 
 
-def test_a_cache_of_another_layout_is_refused() -> None:
+def test_a_cache_of_another_layout_or_without_room_is_refused() -> None:
     run("""
 from polyattn import KVCache
-from polyattn.errors import PolyattnError
+from polyattn.errors import CacheError, PolyattnError
 from polyattn_tpu.bridge import pages
 with environment:
     plain = torch.zeros(4, 8, 2, 64, device="jax")
@@ -175,6 +175,12 @@ with environment:
         assert "allocate it with group.allocate_cache(n)" in str(error)
     else:
         raise AssertionError("a cache that the chip would have to copy was taken")
+    try:
+        LayerGroup(select(spec, "jax")).allocate_cache(10**12)
+    except CacheError as error:
+        assert f"num_blocks={10**12} needs" in str(error) and "lower num_blocks" in str(error)
+    else:
+        raise AssertionError("a cache larger than any memory was made")
 """)
 
 

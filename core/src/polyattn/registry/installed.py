@@ -51,7 +51,7 @@ class PluginRecord:
         if not self.target:
             return f"reinstall or uninstall {self.dist}"
         if self.dist == BY_HAND:
-            return "register a fixed one"
+            return f"polyattn.unregister({self.name!r})"
         if self.shadowed:  # a setting would disable ours
             return f"pip uninstall {self.dist}"
         disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"

@@ -348,7 +348,12 @@ def _capabilities(
                 f"backend {name}: {claim}= is missing; state what the function can do"
             )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
-    claims = {claim: _typed(known[claim], value) for claim, value in said.items()}
+    claims = {}
+    for claim, value in said.items():
+        try:
+            claims[claim] = _typed(known[claim], value)
+        except ValueError as error:
+            raise PluginError(f"backend {name}: {claim}={shown(value)}: {error}") from error
     for feature in sorted(claims["features"] & set(FEATURES)):
         wanted = READ_BY.get(feature)
         if wanted is None:

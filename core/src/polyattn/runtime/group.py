@@ -420,7 +420,8 @@ class LayerGroup:
             num_blocks: blocks of the cache, each of `cache_format.block_size` tokens.
 
         Raises:
-            CacheError: the layers keep no cache, or the number isn't positive.
+            CacheError: the layers keep no cache, the number isn't positive, or the device has too
+                little memory for so many.
 
         """
         if self.cache_format is None:
@@ -435,7 +436,8 @@ class LayerGroup:
             num_slots: states, most often one for each sequence.
 
         Raises:
-            CacheError: the layers keep no state, or the number isn't positive.
+            CacheError: the layers keep no state, the number isn't positive, or the device has too
+                little memory for so many.
 
         """
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
+from polyattn.runtime.cache.room import room
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
 from polyattn.runtime.rotation import rms_norm
 from polyattn.runtime.step.batch import Batch
@@ -99,12 +100,13 @@ class Compressor:
 
         Raises:
             BatchError: there is no such device.
+            CacheError: the number isn't positive, or the device has too little memory.
 
         """
         width = self.spec.channels * (2 if self.spec.reduction == "softmax" else 1)
-        return torch.zeros(
-            num_slots, self.spec.capacity, width, dtype=dtype, device=torch_device(device)
-        )
+        rows, where = self.spec.capacity, torch_device(device)
+        with room("num_slots", num_slots, rows * width * dtype.itemsize, where):
+            return torch.zeros(num_slots, rows, width, dtype=dtype, device=where)
 
     def __call__(self, rows: Tensor, gates: Tensor | None, states: Tensor, batch: Batch) -> Entries:
         """Pool the groups that a step's tokens close, and keep the step's last rows.

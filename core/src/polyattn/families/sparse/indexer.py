@@ -11,6 +11,7 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
 from polyattn.runtime.backend import IndexBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.room import room
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
@@ -69,12 +70,16 @@ class Indexer:
         Returns:
             Zeros; of `cache_dtype="fp8_scaled"` uint8 (num_blocks, block_size, head_size + 4).
 
+        Raises:
+            CacheError: the number isn't positive, or the device has too little memory.
+
         """
         form = self.group.cache_format
         assert form is not None
         size, dtype = index_cache_form(self.group.spec)
-        shape = (num_blocks, block_size or form.block_size, size)
-        return torch.zeros(shape, dtype=dtype, device=self.group.torch_device)
+        shape, device = (block_size or form.block_size, size), self.group.torch_device
+        with room("num_blocks", num_blocks, math.prod(shape) * dtype.itemsize, device):
+            return torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
 
     def store(self, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
         """Write index keys.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import CacheError, flag, nearest, shown
 from polyattn.runtime.cache.huge_pages import on_huge_pages
+from polyattn.runtime.cache.room import room
 from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
@@ -118,16 +119,17 @@ class KVCache:
             device: torch's device.
 
         Raises:
-            CacheError: the number isn't positive.
+            CacheError: the number isn't positive, or the device has too little memory.
 
         """
-        if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
-            raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
         _check_form(form)
         device = torch_device(device, CacheError)
-        special = ALLOCATORS.get(device.type)
-        if special is not None:
+        special = ALLOCATORS.get(device.type, partial(cls._allocate, device=device))
+        with room("num_blocks", num_blocks, form.block_size * form.bytes_per_token, device):
             return special(form, num_blocks)
+
+    @classmethod
+    def _allocate(cls, form: CacheFormat, num_blocks: int, device: torch.device) -> KVCache:
         dtype, n, b, h = storage_dtype(form.dtype), num_blocks, form.block_size, form.num_kv_heads
         of_key, of_value = form.widths
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from polyattn.errors import CacheError, shown
 from polyattn.runtime.cache.huge_pages import on_huge_pages
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.room import room
 from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
@@ -54,7 +55,8 @@ class StateCacheSpec:
     def allocate(self, device: torch.device | str = "cpu") -> StateCache:
         """Return uninitialised states: a sequence that starts fresh reads none."""
         shape, dtype = (self.num_slots, *self.shape), STORAGE_DTYPES[self.dtype]
-        return StateCache(on_huge_pages(torch.empty(shape, dtype=dtype, device=device)))
+        with room("num_slots", self.num_slots, self.bytes_per_slot, torch.device(device)):
+            return StateCache(on_huge_pages(torch.empty(shape, dtype=dtype, device=device)))
 
 
 class StateCache:

@@ -74,8 +74,9 @@ def show(options: BenchOptions) -> int:
     spec = _spec(options)
     resolved = resolve_device(options.device)
     named = [discover().backend(name).name for name in options.backend or []]
+    smaller = "name a smaller batch"
     for text, rows_of in batches.items():
-        check_room(_bytes(spec, rows_of, resolved), f"batch {text}", resolved)
+        check_room(_bytes(spec, rows_of, resolved), f"batch {text}", resolved, smaller)
     bench = Bench(
         spec,
         resolved,
@@ -84,7 +85,7 @@ def show(options: BenchOptions) -> int:
         options.total_seconds / len(batches),
     )
     rows: list[dict[str, Any]] = []
-    with said_plainly("name a smaller batch"), progress("measuring", options.json) as tell:
+    with said_plainly(smaller), progress("measuring", options.json) as tell:
         for text, rows_of in batches.items():
             prompts = any(query > 1 for query, _ in rows_of)
             names = named or _of_this_kind(spec, resolved, options.reference, prompts)

@@ -10,12 +10,12 @@ from polyattn.device import Device
 from polyattn.errors import SettingsError, describe
 
 
-def check_room(needed: float, what: str, device: Device) -> None:
+def check_room(needed: float, what: str, device: Device, remedy: str) -> None:
     """Raise `SettingsError` when `needed` bytes are more than the device has at all."""
     total = _total(device)
     if needed > total:
         raise SettingsError(
-            f"{what} needs {needed / 2**30:.3g} GiB, and {device} has {total / 2**30:.3g}"
+            f"{what} needs {needed / 2**30:,.6g} GiB, and {device} has {total / 2**30:.3g}; {remedy}"
         )
 
 

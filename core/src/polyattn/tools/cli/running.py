@@ -113,7 +113,7 @@ def _serve(
     room, what = options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}"
     if whole is not None:
         room, what = room + whole.bytes, f"{what} and the weights of {path}"
-    check_room(room, what, device)
+    check_room(room, what, device, "lower --cache-gb")
     # On an accelerator the check also compiles kernels, outside the times that are reported.
     verify = True if device.is_accelerator and not pretends else None
     groups = select_layers(served, device, settings=settings, verify=verify)
