@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import polyattn
@@ -106,8 +105,11 @@ DISTRIBUTIONS = sorted(
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
 def test_distributions_say_the_same_of_themselves(folder: Path) -> None:
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    core = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
+    toml = tomllib.loads((folder / "pyproject.toml").read_text())
+    of_core = tomllib.loads((ROOT / "core/pyproject.toml").read_text())
+    # `.ci/run` builds all in one environment, after core in one of its own.
+    assert toml["build-system"] == of_core["build-system"]
+    project, core = toml["project"], of_core["project"]
     for field in (
         "license",
         "license-files",
@@ -152,28 +154,6 @@ def assert_uploadable(folder: Path) -> None:
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert wheels and checked.returncode == 0, checked.stdout
     assert checked.stdout.count("PASSED") == len(wheels), checked.stdout
-
-
-def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    found = subprocess.run(
-        [*command, "-w", str(tmp_path), *map(str, DISTRIBUTIONS)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert len([*tmp_path.glob("*.whl")]) == len(DISTRIBUTIONS) > 20
-    assert_uploadable(tmp_path)
-    names = {n for wheel in tmp_path.glob("*.whl") for n in zipfile.ZipFile(wheel).namelist()}
-    for needed in (
-        "polyattn/py.typed",
-        "polyattn/data/models/llama-3.1-8b.json",
-        "polyattn/data/azure_conversation.csv",
-        "polyattn/conformance/test_conformance.py",
-        "polyattn_cpu/hooks.py",
-        "polyattn_cuda/hooks.py",
-        "polyattn_triton/hooks.py",
-    ):
-        assert needed in names
 
 
 def test_readme_has_its_two_commands() -> None:

@@ -80,7 +80,7 @@ def test_a_setting_that_a_probe_cannot_honour_leaves_its_backend_out(
     lanes[:] = ["6"]  # nothing is remembered of it
     assert machine.availability(info, 5) == "environment variable LANES=6: must be 8"
     assert not isinstance(machine.availability(info, 5), machine.Fault)
-    assert machine.running(info, 5) == "environment variable LANES=6: must be 8"
+    assert machine.running(info.runs, 5) == "environment variable LANES=6: must be 8"
 
 
 def test_an_import_that_exits_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,14 @@ def test_settings_in_turn_are_remembered_side_by_side(computed: list[str]) -> No
     assert computed == ["TORCH_SDPA", "EXAMPLE_ATTN"]
 
 
+def test_what_runs_is_asked_once_a_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its own asks, which costs more than what it asks for."""
+    asked: list[str | None] = []
+    monkeypatch.setattr(polyattn.api, "running", lambda path, timeout: asked.append(path) or "")
+    select(LayerSpec(num_heads=2, head_size=8, scale=0.4321), "cpu")
+    assert asked and len(asked) == len({*asked})
+
+
 def test_threads_with_settings_of_their_own() -> None:
     polyattn.api._remembered.clear()
     wrong: list[Decision] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from defaults import CPU_DEFAULT
+from forks import python
 from polyattn.registry import catalogue
 from polyattn.registry.catalogue import install_advice
 from polyattn.registry.devices import profiles
@@ -349,8 +350,7 @@ def test_run_bounds_a_windows_memory() -> None:
 
 
 def test_the_example_loop_runs() -> None:
-    loop = Path(__file__).parents[2] / "examples" / "serving_loop.py"
-    found = subprocess.run([sys.executable, str(loop)], capture_output=True, text=True, check=True)
+    found = python(Path(__file__).parents[2] / "examples" / "serving_loop.py")
     assert found.stdout.count("new tokens after") == 4
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from polyattn.device import Device
@@ -366,6 +366,6 @@ def _facts(
         rank=partial(rerank, registry, spec, device, seconds=seconds),
         failed=failed,
         problems=lambda: registry.problems,
-        running=partial(running, timeout=seconds),
+        running=cache(partial(running, timeout=seconds)),  # it starts a thread
         refuses=refuses,
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
+from forks import python
 from polyattn import Device
 from polyattn.errors import SettingsError
 from polyattn.tools.cli.launch import check_launch, joined
@@ -17,10 +16,7 @@ SERVE = ["run", "gpt-oss-20b", "--requests=4", "--scale=0.2", "--max-tokens=4", 
 
 
 def report(command: list[str]) -> dict[str, object]:
-    ran = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    ran = python("-m", *command)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, object] = json.loads(ran.stdout)
     return found

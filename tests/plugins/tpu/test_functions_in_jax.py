@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 from polyattn import AttentionVariant, LayerSpec
 from torch import Tensor
 
@@ -82,8 +80,6 @@ def test_equal_functions_compile_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["decode", "prefill", "masks"])
 def test_right_in_the_interpreter(part: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("interpreted_functions.py"), part],
-        env=os.environ | VARIABLES, capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
+    script = Path(__file__).with_name("interpreted_functions.py")
+    ran = python(script, part, seconds=1200, **VARIABLES)
     assert ran.stdout == "right\n", ran.stderr[-3000:]

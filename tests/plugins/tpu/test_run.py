@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
+from forks import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 
+RUN = ("-m", "polyattn", "run", "llama-3.1-8b")
 FEW = ("--requests", "2", "--scale", "0.005", "--max-tokens", "2", "--cache-gb", "0.05")
 
 
 @pytest.mark.slow
-def test_a_model_is_served_on_an_interpreted_tpu() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    found = subprocess.run(
-        [sys.executable, "-m", "polyattn", "run", "llama-3.1-8b", "--device", "tpu-v6e", *FEW,
-         "--json"],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+def test_a_model_is_served_on_an_interpreted_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    plainly = "--xla_backend_optimization_level=0"  # compiling is most of the time
+    found = python(*RUN, "--device", "tpu-v6e", *FEW, "--json", seconds=500, XLA_FLAGS=plainly)
     assert found.returncode == 0, found.stderr[-3000:]
     report = json.loads(found.stdout)
     assert report["interpreted"] is True
@@ -33,8 +28,5 @@ def test_a_model_is_served_on_an_interpreted_tpu() -> None:
 
 
 def test_what_nobody_interprets_says_that_it_is_a_profile() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "polyattn", "run", "llama-3.1-8b", "--device", "gaudi3", *FEW],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    found = python(*RUN, "--device", "gaudi3", *FEW)
     assert found.returncode != 0 and "profile to reason about" in found.stderr

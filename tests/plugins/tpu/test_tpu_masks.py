@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forks import python
 from polyattn import LayerSpec
 from polyattn.families.attention import reference
 from spec.test_key_ranges import MASKS, SHAPES
@@ -74,8 +73,5 @@ def test_full_tiles_and_kept_tokens_far_behind() -> None:
 
 
 def run(script: str, *words: str) -> None:
-    found = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *words],
-        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    found = python(Path(__file__).with_name(script), *words, seconds=7000, **ENVIRONMENT)
     assert found.returncode == 0, found.stderr[-3000:]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import python
 from interpreting import interpreted
 from kits import conforms
 from polyattn import LayerSpec, SparseSpec
@@ -99,10 +98,7 @@ def bytes_apart(spec: str, arch: str, phases: tuple[str, ...]) -> int:
         f"print(min(t.compiled_bytes({spec}, {arch!r}, {phases!r}).values())); "
         "import triton_ahead; triton_ahead.look()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    done = python("-c", code, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-2000:]
     return int(done.stdout)
 

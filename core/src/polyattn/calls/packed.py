@@ -80,11 +80,13 @@ def attend_packed(
     """
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
-    more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     if not training and keys.block_table is None:
         lens = _lens(query_lens, keys)
-        return attend_whole(query, *keys[:2], lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+        return attend_whole(
+            query, keys.key, keys.value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
+        )
+    more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     if training and not asked.needs_lse:  # whose formula is differentiated
         asked = asked._replace(needs_lse=True)
         return attend_packed(query, query_lens, keys, asked, **more)[0], None

@@ -197,7 +197,7 @@ class _Kit:
             "torch": torch.__version__,
             "commit": _commit(),
             "build": self.info.build,
-            "runs": running(self.info, current_settings().probe_timeout) or "",
+            "runs": running(self.info.runs, current_settings().probe_timeout) or "",
             "versions": _versions(self.info),
         }
 

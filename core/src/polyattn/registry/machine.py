@@ -220,12 +220,11 @@ def _of_builds(answers: dict[str, str | None]) -> str | None:
     return Fault(text) if any(isinstance(reason, Fault) for reason in reasons) else text
 
 
-def running(info: BackendInfo, timeout: float) -> str:
-    """Return what of an available backend runs here, in a word; "" if it doesn't tell.
+def running(path: str | None, timeout: float) -> str:
+    """Return what of an available backend runs here, by its `BackendInfo.runs`; "" if it doesn't tell.
 
     The answer isn't cached, because a plugin's setting may change it.
     """
-    path = info.runs
     if path is None:
         return ""
     answer = _probe_answer(PluginCall(path, lambda: load_object(path)()), timeout)

@@ -27,8 +27,8 @@ class Facts:
     """All facts that the tree needs beside the question.
 
     `unavailable(info)` returns why a backend can't run on this machine (always None for a profile);
-    `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info)` what of a
-    backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
+    `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info.runs)` what of
+    a backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
     plugins change the order.
     """
 
@@ -37,7 +37,7 @@ class Facts:
     rank: Rank
     failed: Mapping[str, str]
     problems: Callable[[], Sequence[str]] = tuple
-    running: Callable[[BackendInfo], str] = lambda info: ""
+    running: Callable[[str | None], str] = lambda path: ""
     refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
 
 
@@ -311,7 +311,7 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         asked = questions(spec, phase, device.is_accelerator, info.capabilities.kinds)[0]
         priority = info.priority(asked, device, asked_phase(spec, phase))
-        runs = facts.running(info) if device.is_real and not rejections else ""
+        runs = facts.running(info.runs) if device.is_real and not rejections else ""
         proof, record = info.proven(device.arch, device.platform, runs)
         judged.append(
             Verdict(

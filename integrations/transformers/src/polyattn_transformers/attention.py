@@ -54,7 +54,8 @@ def attention(
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
-    if why not in TRAINING and getattr(module, "_polyattn_invariance", False):
+    # Of a missing attribute, `Module.__getattr__` makes a message.
+    if why not in TRAINING and module.__dict__.get("_polyattn_invariance"):
         call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
         return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None
     if why is None and torch.compiler.is_compiling():
@@ -199,4 +200,4 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     if torch.compiler.is_compiling():
         return False
     collected = _active_collector.get()  # type: ignore[no-untyped-call]
-    return any("attentions" in name for name in collected or ())
+    return bool(collected) and any("attentions" in name for name in collected)

@@ -117,7 +117,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
             "proof": {where: info.proof_at(where).value for where in info.proof},
             "problem": problem,
-            "runs": "" if problem else running(info, timeout),
+            "runs": "" if problem else running(info.runs, timeout),
             "builds": _builds(info, timeout),
             "summary": info.summary,
         }
