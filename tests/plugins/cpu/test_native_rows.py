@@ -178,6 +178,28 @@ def test_an_item_of_many_heads_has_room(name: str, size: int, v_size: int) -> No
         torch.set_num_threads(threads)
 
 
+def test_an_item_of_many_heads_has_room_over_bfloat16() -> None:
+    """The same where rows have no format: no other path has as large a scratch."""
+    spec = LayerSpec(num_heads=256, num_kv_heads=16, head_size=16, dtype="bfloat16")
+    chance = torch.Generator().manual_seed(0)
+    cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 6)
+    cache.key.normal_(generator=chance), cache.value.normal_(generator=chance)
+    query = torch.randn(2, 256, 16, generator=chance).bfloat16()
+    batch = Batch.from_lens([1, 1], [65, 65], torch.arange(6).int().view(2, 3), 32)
+    wanted, _ = reference.forward(spec, query, None, None, cache, batch, LayerParams())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            backend, out = NativeAttention(spec, cache.format, CPU), torch.empty_like(query)
+            backend.by = isa
+            frame = Frame(query, None, None, cache, LayerParams(), out, None)
+            backend.run(backend.plan(batch), frame)
+            assert output_error(out, wanted) <= tolerance_of(spec).output, isa
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("hard", ["sink", "outliers", "NaN"])
 def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> None:
     """Beside float64: a sink whose value is small, outliers, and NaN in one head's values."""

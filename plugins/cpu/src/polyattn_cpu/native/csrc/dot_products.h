@@ -138,6 +138,12 @@ PA_INLINE void put_scores(vf found, float *s, int64_t ld) {
     _mm_storeu_ps(s + 3 * ld, _mm512_extractf32x4_ps((__m512)found, 3));
     return;
   }
+#elif defined(__AVX2__)
+  if constexpr (ROWS == 4) {
+    _mm_storeu_ps(s, _mm256_castps256_ps128((__m256)found));
+    _mm_storeu_ps(s + ld, _mm256_extractf128_ps((__m256)found, 1));
+    return;
+  }
 #endif
   float each[W];
   write(each, found);

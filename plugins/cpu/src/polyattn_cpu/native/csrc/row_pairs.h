@@ -557,16 +557,6 @@ PA_NOINLINE void add_value_quads(const char *const *values, int64_t offset, int 
   }
 }
 
-// The scales of W / ROWS rows of bytes, a lane each of a visit's scores.
-template <int ROWS>
-PA_INLINE vf byte_row_scales(const char *const *rows, int64_t at) {
-  vf each = {};
-  PA_UNROLLED
-  for (int k = 0; k < W / ROWS; k++) each[k] = read<float>(rows[k] + at);
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  constexpr int SHIFT = ROWS == 8 ? 3 : ROWS / 2;
-  return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(lane, SHIFT), (__m512)each);
-}
 // Weights of each two keys in pairs, times their rows' scales.
 template <int ROWS>
 PA_INLINE void weight_pairs(const char *const *rows, int64_t at, int count, const float *p, int ldp, uint32_t *pairs) {

@@ -184,27 +184,25 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #else
   static constexpr bool PAIRS = false;
 #endif
-  static constexpr int KEYS = W / ROWS, SCORED = PAIRS ? W : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
+  static constexpr int KEYS = W / ROWS, SCORED = PAIRS ? W : KEYS < W / 4 ? W / 4 : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
+  static constexpr int RUN = 16;  // keys between asks
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
       Base::used, Base::arena, Base::source, Base::pairs, Base::key_base, Base::value_base, Base::ldq, Base::run;
 
   const pa_row_format &key, &value;
   const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds what is stored
-  const bool key_ints, value_ints;
   uint32_t *weights;
   float *by, *least, *row_scales, *floats, *q_sums, *units, *key_units;
   int32_t *registers, *more;
   const char **unpacked;
   int sum_width;
   Walk walk;
-#if defined(PA_PAIR_DOTS)
   typedef FarAhead<1> Far;
-#endif
 
   RowDecode(Run *run, const Item &item, Turn *turn)
       : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
         in_keys(source.value == source.key), key_pairs(in_pairs(key)), value_pairs(in_pairs(value)),
-        key_ints(in_ints(key)), value_ints(in_ints(value)), sum_width(code_width(key)),
+        sum_width(code_width(key)),
         walk(run, item, turn, arena, ROW_TILE, ROW_TILE + W, false) {
     const int codes = pa_max(code_width(key), code_width(value));
     by = arena.template take<float>((int64_t)(ROW_TILE + W) * codes);
@@ -217,20 +215,20 @@ struct RowDecode : Decode<float, ROWS, 1> {
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
     weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
-    key_units = arena.template take<float>((int64_t)used / ROWS * W);
+    key_units = arena.template take<float>((int64_t)used / ROWS * (ROWS > 4 ? 2 : 1) * W);
   }
-  bool in_ints(const pa_row_format &f) const {
 #if defined(PA_INT_DOTS)
+  IntTable key_table{key}, value_table{value};
+  bool in_ints(const pa_row_format &f, const IntTable &table) const {
     if (layer.dtype == PA_F32) return false;  // which holds more than 16 bits
-    if (f.form == PA_ROWS_INT8) return true;
-    if (f.form != PA_CODES || (f.scale != PA_HALVES && f.scale != PA_STEPS)) return false;
-    const float first = first_step((const float *)f.table);
-    return f.scale == PA_STEPS ? first == 0 : first == first;
-#else
-    (void)f;
-    return false;
-#endif
+    if (f.form != PA_CODES) return f.form == PA_ROWS_INT8;
+    if (f.scale == PA_STEPS) return table.unit == 1 && table.more == 0 && !table.looks;
+    return f.scale != PA_NORM && table.unit > 0;
   }
+  const bool key_ints = in_ints(key, key_table), value_ints = in_ints(value, value_table);
+#else
+  static constexpr bool key_ints = false, value_ints = false;
+#endif
   static bool in_pairs(const pa_row_format &f) {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
   }
@@ -241,8 +239,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const int width = code_width(f);
     Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width,
                 offset + f.size / 2, f.size / f.group};
+    if (&f == &key ? key_ints : value_ints) return of;
     if (f.form == PA_CODES) {
-      if (in_pairs(f) || (&f == &key ? key_ints : value_ints)) return of;
+      if (in_pairs(f)) return of;
       switch (f.scale) {
         case PA_HALVES: scales<PA_HALVES>(f, of, count); break;
         case PA_STEPS: scales<PA_STEPS>(f, of, count); break;
@@ -265,7 +264,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
     return of;
   }
-#if defined(PA_PAIR_DOTS)
+#if defined(PA_PAIR_DOTS) || defined(PA_INT_DOTS)
   template <class Each>
   static void by_scale(const pa_row_format &f, Each each) {
     switch (f.scale) {
@@ -331,63 +330,76 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #if defined(PA_INT_DOTS)
   void turn_to_ints() {
     const bool codes = key.form == PA_CODES;
-    const float *table = (const float *)key.table;
-    const float first = codes ? first_step(table) : 0, step = codes ? table[1] - table[0] : 1;
+    const float step = codes ? key_table.unit / 256 : 1;
     __builtin_memset(q_sums, 0, sizeof(float) * used * sum_width);
     for (int lane = 0; lane < used; lane++) {
       float *sums = q_sums + (int64_t)lane * sum_width;
       const float unit = step * query_ints(q + (int64_t)lane * ldq, pa_round_up(size, W), codes, sums);
-      for (int i = lane % ROWS; i < W; i += ROWS) key_units[lane / ROWS * W + i] = unit;
-      const float by_word = key.scale == PA_STEPS ? 1 / step : first;
-      for (int i = 0; codes && i < sum_width; i++) sums[i] *= by_word;
+      const int each = codes && ROWS > 4 ? 4 : ROWS;
+      float *units = key_units + lane / ROWS * UNITS + lane % ROWS / each * W;
+      for (int i = lane % each; i < W; i += each) units[i] = unit;
+      for (int i = 0; codes && i < sum_width; i++) sums[i] /= step;
     }
   }
   void int_scores(int h, const char *const *k, int64_t offset, const Codes &of, int count) {
-    each_visit(h, count, [&](int t, int lane) {
+    for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
       const float *row = q + (int64_t)lane * ldq, *sums = q_sums + (int64_t)lane * sum_width;
-      const vf found = key.form == PA_ROWS_INT8 ? byte_int_dots<ROWS>(k + t, offset, row, ldq, size)
-                       : key.scale == PA_STEPS
-                           ? code_int_dots<ROWS, PA_STEPS>(key, of, t, row, ldq, sums, sum_width)
-                           : code_int_dots<ROWS, PA_HALVES>(key, of, t, row, ldq, sums, sum_width);
-      return found * loadf(key_units + lane / ROWS * W);
-    });
-    if (key.form == PA_ROWS_INT8) scale_rows(h, count);
+      const float *units = key_units + lane / ROWS * UNITS;
+      for (int t = 0; t < count; t += RUN) {
+        const int some = pa_min(RUN, count - t);
+        float *to = s + (int64_t)t * is.lanes + lane;
+        if (key.form == PA_ROWS_INT8) {
+          byte_int_scores<ROWS>(k + t, some, offset, offset + key.size, row, ldq, size, units, to, is.lanes,
+                                ask(some, (some + KEYS - 1) / KEYS * ((KEYS + 1) / 2) * (size / (2 * W))));
+          continue;
+        }
+        by_scale(key, [&](auto scale) {
+          code_int_scores<scale(), ROWS>(of, key_table, t, some, row, ldq, sums, sum_width, units, to, is.lanes,
+                                         ask(some, some * of.words / W));
+        });
+      }
+    }
   }
   static constexpr int SOME = ROWS < 4 ? ROWS : 4;  // rows whose weights are integers at once
+  static constexpr int UNITS = ROWS > 4 ? 2 * W : W;
   template <class Add>
   void add_some_rows(int h, Add add) {
     for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += SOME) {
       add(s + lane, o + (int64_t)lane * is.ldo);
     }
   }
-  template <int SCALE>
+  template <int SCALE, bool LOOKS>
   void add_int_words(int h, const Codes &of, int count) {
-    const float *table = (const float *)value.table;
-    const int first = (int)first_step(table);
     add_some_rows(h, [&](const float *p, float *to) {
       for (int word = 0; word < of.words; word += W) {
-        IntWeights by_ints(p, is.lanes, count, floats, weights, [&](int t) __attribute__((always_inline)) {
-          return group_scales<SCALE>(value, of.groups, of.rows[t] + of.offset, word);
-        });
-        by_ints.unit *= splat(table[1] - table[0]);
-        for (int j = 0; j < WORD_CODES; j += 2) {
-          add_int_codes<SOME>(of, count, by_ints, weights, first, to, is.ldo, word, j);
-          walk.ahead(count * SOME / ROWS * 2 * W / v_size);
-        }
+        const WordUnits by = code_int_weights<SCALE, SOME>(value, of, count, word, value_table, p, is.lanes, floats, weights);
+        auto add = [&](auto j) {
+          add_int_codes<SOME, LOOKS, j()>(of, value_table, count, by, weights, to, is.ldo, word,
+                                          ask(count * SOME / ROWS * INT_CODES * W / v_size, (count + 1) / 2));
+        };
+        add(std::integral_constant<int, 0>());
+        if constexpr (INT_CODES < 4) add(std::integral_constant<int, 2>());
+        add(std::integral_constant<int, 4>());
+        if constexpr (INT_CODES < 4) add(std::integral_constant<int, 6>());
       }
     });
   }
   void add_int_values(int h, const char *const *v, int64_t offset, const Codes &of, int count) {
     if (value.form == PA_CODES) {
-      return value.scale == PA_STEPS ? add_int_words<PA_STEPS>(h, of, count) : add_int_words<PA_HALVES>(h, of, count);
+      return by_scale(value, [&](auto scale) {
+        value_table.looks ? add_int_words<scale(), true>(h, of, count) : add_int_words<scale(), false>(h, of, count);
+      });
     }
     add_some_rows(h, [&](const float *p, float *to) {
-      const IntWeights by_ints(p, is.lanes, count, floats, weights, [&](int t) __attribute__((always_inline)) {
-        return GroupScales{splat(row_scales[t]), vf{}};
-      });
-      for (int c = 0; c < v_size; c += 16) {
-        add_int_bytes<SOME>(v, offset + c, count, by_ints, weights, to + c, is.ldo, pa_min(16, v_size - c));
-        walk.ahead(count * SOME / ROWS * 16 / v_size);
+      const IntWeights<1, false> by(
+          p, is.lanes, count, floats,
+          [&](int t) __attribute__((always_inline)) { return GroupScales{splat(read<float>(v[t] + offset + value.size)), vf{}}; },
+          [&](int t, const RowLanes<1> &two) __attribute__((always_inline)) {
+            __builtin_memcpy(weights + 2 * t, &two, 16);
+          });
+      for (int c = 0; c < v_size; c += 2 * W) {
+        add_int_bytes<SOME>(v, offset + c, count, by.unit.of[0], weights, to + c, is.ldo, pa_min(2 * W, v_size - c),
+                            ask(count * SOME / ROWS * 2 * W / v_size, (count + 1) / 2 * W / 8));
       }
     });
   }
@@ -413,9 +425,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
       }
     }
   }
-#if defined(PA_PAIR_DOTS)
   // Products ask for so many lines at most; more than are due, so that none are left at a run's end.
   Far ask(int cycles, int room) { return {walk.ahead.take(cycles, room)}; }
+#if defined(PA_PAIR_DOTS)
   // All heads of some keys, then the next ones: in the order of their addresses.
   template <class T>
   void byte_scores(const char *const *k, int count) {
@@ -539,8 +551,6 @@ struct RowDecode : Decode<float, ROWS, 1> {
       if (key.form == PA_ROWS_INT8 || key.form == PA_ROWS_E4M3) scale_rows(h, count);
     }
   }
-
-  static constexpr int RUN = 16;  // keys between asks
 
   template <class T>
   void add_elements(int h, const char *const *v, int64_t offset, int count) {

@@ -113,6 +113,7 @@ PA_ONCE const float *trace_row(const pa_row_format &f, const char *row, int32_t 
 PA_INLINE uint64_t some_bytes(const char *p, int count) {
   if (count == 8) return read<uint64_t>(p);
   if (count == 4) return read<uint32_t>(p);
+  if (count == 2) return read<uint16_t>(p);
   uint64_t found = 0;
   __builtin_memcpy(&found, p, count);
   return found;
@@ -144,15 +145,24 @@ template <int EACH>
 PA_INLINE vf repeated(vf x) {
 #if defined(__AVX512F__)
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(lane, EACH == 4 ? 2 : 1), (__m512)x);
+  return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(lane, EACH == 8 ? 3 : EACH / 2), (__m512)x);
 #elif defined(__AVX2__)
   const __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-  return (vf)_mm256_permutevar8x32_ps((__m256)x, _mm256_srli_epi32(lane, EACH == 4 ? 2 : 1));
+  return (vf)_mm256_permutevar8x32_ps((__m256)x, _mm256_srli_epi32(lane, EACH == 8 ? 3 : EACH / 2));
 #else
   vf found = {};
   for (int i = 0; i < W; i++) found[i] = x[i / EACH];
   return found;
 #endif
+}
+
+// The scales of W / ROWS rows of bytes, a lane each of a visit's scores.
+template <int ROWS>
+PA_INLINE vf byte_row_scales(const char *const *rows, int64_t at) {
+  vf each = {};
+  PA_UNROLLED
+  for (int k = 0; k < W / ROWS; k++) each[k] = read<float>(rows[k] + at);
+  return repeated<ROWS>(each);
 }
 
 template <int SCALE>

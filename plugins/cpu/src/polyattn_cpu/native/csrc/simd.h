@@ -151,16 +151,16 @@ constexpr int summed(int lane) {
 }
 #endif
 
-template <int B>
-PA_INLINE vf sum_of_halves(vf a, vf b) {
+template <int B, class V>
+PA_INLINE V sum_of_halves(V a, V b) {
   return __builtin_shufflevector(a, b, PA_LANES(summed, B, false)) +
          __builtin_shufflevector(a, b, PA_LANES(summed, B, true));
 }
 
 // The sums of W vectors as one vector: lane i is the sum of v[i]. 45 operations for 16 sums.
-template <int B = 1>
-PA_INLINE vf sums(const vf *v) {
-  vf half[W / B / 2];
+template <int B = 1, class V>
+PA_INLINE V sums(const V *v) {
+  V half[W / B / 2];
   PA_UNROLLED
   for (int i = 0; i < W / B / 2; i++) half[i] = sum_of_halves<B>(v[2 * i], v[2 * i + 1]);
   if constexpr (B == W / 2) {
