@@ -57,10 +57,12 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
         yield Case("regrouped", label, spec, most)
     spec = base.replace(batch_invariant="batch")
     yield Case("regrouped", "", spec, "long" if "long" in names else "decode")
-    if caps.graph_capture:
-        captures = caps.graph_capture.name.lower()
-        batch = CAPTURED.get(captures, most)
-        yield Case("planned_alike", "", spec.replace(graph_capture=captures), batch)
+    for capture in (each for each in GraphCapture if 0 < each <= caps.graph_capture):
+        batch = CAPTURED.get(capture.name.lower(), most)
+        yield Case("planned_alike", "", spec.replace(graph_capture=capture), batch)
+        if level > Invariance.BATCH:
+            other = spec.replace(graph_capture=capture, batch_invariant="steps")
+            yield Case("planned_alike", "steps", other, batch)
     if level < Invariance.STEPS:
         return
     for label, spec in _layers(caps, base, Invariance.STEPS):
