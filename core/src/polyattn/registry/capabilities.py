@@ -264,7 +264,8 @@ class Capabilities:
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
             phase, a dtype, a cache dtype, a role, a kind, a platform, an arch, `"cached"`, `"uncached"`,
-            `"captured"`, `"captured_drafts"`, `"captured_prompts"` or a size (`"head_size 192"`): `{"alibi", "decode"}`.
+            `"captured"`, `"captured_drafts"`, `"captured_prompts"` or a size (`"head_size 192"`):
+            `{"alibi", "decode"}`.
         remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
             why nothing does.
 
