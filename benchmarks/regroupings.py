@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
+from polyattn.workload.dice import Dice
 from random_batches import revision
 
 DRAWN = {
@@ -52,17 +54,42 @@ def cases_of(backend: str, device: str) -> list[Case]:
     return [case for case in drawn if (case.check, case.batch) != ("chunked", "long")]
 
 
+def fill_up(tokens: int) -> None:
+    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile."""
+    queries: list[int] = []
+    lens_of, drawn_requests = invariance.lens_of, invariance.drawn_requests
+
+    def told(lengths: Any) -> Any:
+        queries[:], lens = lens_of(lengths)
+        return queries, lens
+
+    def filled(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
+        single = [request for request, query in enumerate(queries) if query == 1]
+        for requests in drawn_requests(dice, count, draws):
+            more = -sum(queries[request] for request in requests) % tokens
+            yield requests + [single[i] for i in dice.integers(0, len(single), more)]
+
+    invariance.lens_of, invariance.drawn_requests = told, filled
+
+
+def start(tokens: int) -> None:
+    """Begin a process of the pool; `tokens`: as in `fill_up`."""
+    torch.set_num_threads(1)
+    if tokens > 1:
+        fill_up(tokens)
+
+
 def one(job: tuple[str, str, int, int, int]) -> dict[str, Any]:
     """Run a backend's case of a number with so many draws."""
     backend, device, index, draws, seed = job
-    case, start = cases_of(backend, device)[index], time.monotonic()
+    case, began = cases_of(backend, device)[index], time.monotonic()
     each, steps = DRAWN[case.check]
     invariance.DRAWS, wrong = -(-draws // steps) * each, ""
     try:
         run_case(case, backend, resolve_device(device), seed)
     except AssertionError as error:
         wrong = str(error)[:300]
-    seconds = round(time.monotonic() - start, 1)
+    seconds = round(time.monotonic() - began, 1)
     return {
         "backend": backend, "case": case.id, "seed": seed, "draws": draws, "wrong": wrong,
         "seconds": seconds,
@@ -93,6 +120,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=1_000, help="draws of a case at a time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--parts", type=int, help="of a process, then another one takes its place")
+    parser.add_argument("--multiple", type=int, default=1, help="of tokens, in a regrouped step")
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--seed", type=int, default=0, help="of the first parts")
     parser.add_argument("--only", default="", help="cases whose name has this, with their share")
@@ -104,7 +132,7 @@ def main() -> None:
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0
     workers = multiprocessing.get_context("spawn").Pool(
-        args.jobs, torch.set_num_threads, (1,), maxtasksperchild=args.parts
+        args.jobs, start, (args.multiple,), maxtasksperchild=args.parts
     )
     with workers, args.out.open("a") as out:
         for row in workers.imap_unordered(one, parts):
