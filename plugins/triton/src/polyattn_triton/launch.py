@@ -110,16 +110,17 @@ def merge_options(width: int, early: bool) -> dict[str, Any]:
 
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
-    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True, by_one: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax. `listed`: not of even splits.
+    `summed`: parts have no softmax. `listed`: not of even splits. `by_one`: parts that are merged
+    already.
     """
     return (
         group, width, power(width), height, merge.rows(height),
         FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
-        summed,
+        summed, by_one,
     )  # fmt: skip
 
 
