@@ -130,8 +130,7 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert of[200].at_once and of[full].at_once
     assert plans_of(backend, [(17, PIECE)])[0].way == "prefill"
     mixed = plans_of(backend, [(1, 5000), (full, 9000), (3, 70), (17, 9000), (1, 3)])
-    assert [plan.way for plan in mixed] == ["pieces", "prefill", "few", "few"]
-    assert [plan.beside for plan in mixed] == [False, False, False, True]
+    assert [plan.way for plan in mixed] == ["pieces", "prefill", "few"]
     prompts = plans_of(backend, [(300, 300), (full, 9000), (301, 302), (900, 900)])
     assert [plan.fresh for plan in prompts] == [False, True]
     assert [plan.requests[1].tolist() for plan in prompts] == [[0, 1, 1, 0], [1, 0, 0, 1]]

@@ -16,7 +16,6 @@ four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096
 from __future__ import annotations
 
 from copy import copy
-from itertools import pairwise
 
 import numpy as np
 import triton
@@ -30,7 +29,7 @@ from polyattn.kernel import (
     Plan,
 )
 
-from polyattn_triton.launch import FEW_PARTS, Merge, Workspace, sent, staged
+from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
@@ -53,8 +52,7 @@ STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 WHOLE, FRESH = 0, 1
 """The classes of prefills whose tiles aren't cut: over pages; and of prompts, whose keys are read as they
-are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel, one more for
-those of one token."""
+are given. Others' are keys of a piece, negative; or rows of a tile of the decode kernel."""
 
 
 def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
@@ -89,8 +87,6 @@ class AlikeAttention(PlannedAttention):
         super().__init__(spec, cache, device)
         self.piece, self.tall_piece = PIECE, TALL_PIECE
         self.steps_piece, self.room = STEPS_PIECE, ROOM
-        # Of each class of the decode kernel: launches of two run side by side.
-        self.spaces: dict[int, Workspace] = {}
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -107,9 +103,6 @@ class AlikeAttention(PlannedAttention):
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
         plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
         launches = [launch for plan in plans for launch in (plan, *plan.others)]
-        for before, plan in pairwise(plans):
-            few = before.way == plan.way == "few"
-            plan.beside = few and self.early and not (before.others or plan.others)
         launches[0].others = launches[1:]
         return launches[0]
 
@@ -153,8 +146,7 @@ class AlikeAttention(PlannedAttention):
         if not self.any_step:
             assert plan.requests is not None
             kind = plan.requests[0]
-            low = kind % 2 or kind <= LOW
-            keys = -kind if kind < WHOLE else self.piece if low else self.tall_piece
+            keys = -kind if kind < WHOLE else self.piece if kind <= LOW else self.tall_piece
         return max(1, keys // plan.config.block_n)
 
     def classes(self, batch: Batch) -> Ints:
@@ -166,16 +158,15 @@ class AlikeAttention(PlannedAttention):
             few &= False
         least = tile_config(self.spec, self.device.arch, "few").block_m
         height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
-        kinds: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
-        kinds += queries == 1
+        found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
         if not few.all():
             tall, config = ~few, self.prefill_config
             tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
             seen = most_keys(self.spec, lens[tall], queries[tall])
-            kinds[tall] = -pieces_of(tiles, seen, self.num_sms)
+            found[tall] = -pieces_of(tiles, seen, self.num_sms)
             if self.hopper is None or self.hopper.by_token:
-                kinds[tall & (kinds == WHOLE) & (lens == queries)] = FRESH
-        return kinds
+                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
+        return found
 
     def _plan_class(
         self, batch: Batch, kind: int, mine: Ints, portable: bool = False
@@ -187,12 +178,9 @@ class AlikeAttention(PlannedAttention):
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         if kind > FRESH:
-            plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind // 2 * 2)
+            plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            plan.single = kind % 2 > 0
-            plan.by_one = self.by_one if plan.single else 0
-            plan.space = self.spaces.setdefault(kind, Workspace(self.torch_device))
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -244,19 +232,19 @@ class AlikeAttention(PlannedAttention):
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
     ) -> None:
         """Give each piece of `each` key tiles a program, or one of a `captured` launch's."""
-        heads, most = self.spec.num_kv_heads, tiles.keys
+        least, heads, before = plan.grid[0], self.spec.num_kv_heads, None
+        if captured is not None:
+            before = captured.work
+        elif self._is_captured(plan.batch):
+            least = segments(self._tiles(plan, most=True).keys, each).programs
+        dealt = segments(tiles.keys, each, least)
         if captured is None:
-            if self._is_captured(plan.batch):
-                most = self._tiles(plan, most=True).keys
-            room = segments(most, each)
-            plan.grid = (room.programs, heads, 1)
-            if room.parts > 1:  # merged as many at a time whatever other tiles have
-                parts = max(room.parts, FEW_PARTS + 1)
-                plan.merging = Merge(room.programs, len(most), parts)
-                self._reserve(plan.rows, room.programs * heads, plan.space)
-        before = None if captured is None else captured.work
-        dealt = segments(tiles.keys, each, plan.grid[0])
-        if dealt.programs > plan.grid[0]:
+            plan.grid = (dealt.programs, heads, 1)
+            if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
+                parts = max(dealt.parts, FEW_PARTS + 1)
+                plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
+                self._reserve(plan.rows, dealt.programs * heads)
+        elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())

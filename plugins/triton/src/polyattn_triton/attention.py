@@ -198,32 +198,22 @@ class TritonAttention(AlikeAttention):
             self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
             return
         assert isinstance(plan, AttentionPlan)
-        cut: list[AttentionPlan] = []
         for launch in (plan, *plan.others):
-            if not launch.beside:
-                self._merge_all(cut, frame)
-                cut = []
             if launch.grid[0]:
-                cut.append(self._launch(launch, frame))
-        self._merge_all(cut, frame)
+                self._launch(launch, frame)
 
-    def _launch(self, plan: AttentionPlan, frame: Frame) -> AttentionPlan:
-        """Attend; returns the plan that ran."""
+    def _launch(self, plan: AttentionPlan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params
         out, lse = frame.out, frame.lse
         if plan.way in ("prefill", "pieces"):
-            return self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
-        assert cache is not None
-        self._decode(plan, query, cache, params, out, lse)
-        return plan
-
-    def _merge_all(self, plans: list[AttentionPlan], frame: Frame) -> None:
-        source = frame.key if frame.cache is None else frame.cache.key
-        for plan in plans:
-            if plan.merging is not None and plan.merging.parts > plan.by_one:
-                assert source is not None
-                small = source.dtype.itemsize == 1
-                self.merge(plan, frame.params, frame.out, frame.lse, small)
+            plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
+        else:
+            assert cache is not None
+            self._decode(plan, query, cache, params, out, lse)
+        if plan.merging is not None:
+            source = cache.key if cache is not None else frame.key
+            assert source is not None
+            self.merge(plan, params, out, lse, source.dtype.itemsize == 1)
 
     def _prefill(
         self,
@@ -447,11 +437,9 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
-                self._rows(alignment, True), plan.by_one, plan.beside, plan.single,
+                self._rows(alignment, True),
             )  # fmt: skip
-            site = self._sites[which] = _site(
-                decode_kernel, strides, constants, plan.config, False, plan.beside
-            )
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site
 
     def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:
@@ -532,11 +520,10 @@ def _site(
     constants: tuple[Any, ...],
     config: Config,
     packed: bool,
-    beside: bool = False,
 ) -> Site:
     """Specialise a kernel for query, key, value and output of these strides.
 
-    `packed`: keys by token, one "block" of them all. `beside`: it begins while another runs.
+    `packed`: keys by token, one "block" of them all.
     """
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
@@ -544,6 +531,5 @@ def _site(
         kernel,
         (*q[:2], *kept, *out[:2]),
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        | ({"launch_pdl": True} if beside else {}),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )

@@ -110,17 +110,16 @@ def merge_options(width: int, early: bool) -> dict[str, Any]:
 
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
-    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True, by_one: int = 0,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax. `listed`: not of even splits. `by_one`: parts that are merged
-    already.
+    `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
         group, width, power(width), height, merge.rows(height),
         FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
-        summed, by_one,
+        summed,
     )  # fmt: skip
 
 

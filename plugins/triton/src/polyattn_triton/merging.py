@@ -41,13 +41,12 @@ class Merger:
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few, plan.by_one)
+        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
             constants = merging_constants(
-                spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed,
-                plan.by_one,
-            )  # fmt: skip
+                spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
+            )
             options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(

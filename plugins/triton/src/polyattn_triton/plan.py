@@ -9,18 +9,15 @@ from torch import Tensor
 
 from polyattn_triton.configs import Config
 from polyattn_triton.hopper.widening import Widening
-from polyattn_triton.launch import Kept, Merge, Workspace
+from polyattn_triton.launch import Kept, Merge
 
 
 class AttentionPlan(Plan):
     """One step: the way it runs, and what its launches have in common.
 
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merging`: what a second kernel is to
-    do, that merges parts; None: there are none for it. `by_one`: parts of a tile, at most, that the
-    program which ends last merges. `space`: where its parts lie; None: in the backend's workspace.
-    `beside`: it begins while the launch before it runs, and ends after that one. `single`: its tiles are
-    of one token. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
-    stride and last column. `fresh`: all keys are the step's own.
+    do, that merges parts; None: there are none for it. `variant`: what of all this a compiled kernel
+    depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
     `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
@@ -30,16 +27,13 @@ class AttentionPlan(Plan):
     """
 
     __slots__ = (
-        "at_once", "beside", "by_one", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists",
-        "merging", "others", "portable", "requests", "rows", "single", "space", "splits", "table",
-        "variant", "way", "widening", "work",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging", "others",
+        "portable", "requests", "rows", "splits", "table", "variant", "way", "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
         super().__init__(batch)
         self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
-        self.by_one, self.beside, self.single = 0, False, False
-        self.space: Workspace | None = None
         self.work, self.table = work, (0, 0)
         self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)

@@ -163,7 +163,7 @@ class PlannedAttention(AttentionBackend):
     def _keep(self, plan: AttentionPlan) -> None:
         """Collect what a plan's launches have in common, once all of it is planned."""
         batch, table = plan.batch, plan.batch.block_table
-        space, none, starts = plan.space or self.workspace, self._none, batch.query_start_loc
+        space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
             keys = self._key_starts(batch) if plan.fresh else none
@@ -179,7 +179,7 @@ class PlannedAttention(AttentionBackend):
         config = plan.config
         plan.variant = (
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
-            batch.causal, plan.lists is not None, plan.chosen, plan.by_one, plan.beside, plan.single,
+            batch.causal, plan.lists is not None, plan.chosen,
         )  # fmt: skip
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
@@ -421,11 +421,9 @@ class PlannedAttention(AttentionBackend):
         plan.work = sent(host, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.places))
 
-    def _reserve(self, rows: int, programs: int, space: Workspace | None = None) -> None:
+    def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
-        (space or self.workspace).reserve(
-            max_parts(programs) * rows, self.spec.v_head_size, programs
-        )
+        self.workspace.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
 
     def _key_starts(self, batch: Batch) -> Tensor:
         """Return where sequences' own keys start, on the device."""

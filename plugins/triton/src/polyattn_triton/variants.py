@@ -162,38 +162,34 @@ def list_constants(
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
-    read: tuple[Any, ...] = NO_ROWS, by_one: int = 0, beside: bool = False,
-    single: bool = False,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
     `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
-    as `part_rows` says. `read`: `Rows.constants`. `by_one`: pieces of a tile, at most, that the program
-    which ends last merges. `beside`: it ends after the launch before it. `single`: tiles
-    are listed, but have one token each.
+    as `part_rows` says. `read`: `Rows.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = rows or part_rows(spec, config, way == "few")
-    at_once = most_merged_by_one(spec, arch) if way == "split" else by_one
-    early = split and way != "split" and launches_early(arch)
+    at_once = most_merged_by_one(spec, arch) if way == "split" else 0
+    early = split and not at_once and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
-        split, rows, at_once, early, beside, alike, paired, listed, 2 if single else way == "few",
-        SCALES[spec.scales], *rope_constants(spec, turns_at), *read,
+        split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
+        *rope_constants(spec, turns_at), *read,
     )  # fmt: skip
 
 
 def merging_constants(
-    spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool,
-    by_one: int = 0,
-) -> tuple[Any, ...]:  # fmt: skip
+    spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool
+) -> tuple[Any, ...]:
     """Return `merge_kernel`'s constants where it merges what a plan of this `way` cut, `rows` a part."""
     of_decodes = way in ("listed", "many")
     return merge_constants(
         merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
-        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many", by_one,
+        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
     )  # fmt: skip
 
 

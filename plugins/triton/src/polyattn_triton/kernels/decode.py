@@ -269,19 +269,17 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    BESIDE: tl.constexpr, ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr,
-    FEW: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
-    TURNS_AT: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
     Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
-    splits), each sequence one tile. `FEW`: 1, a few query tokens a sequence; 2, one token of each
-    sequence that is listed. With `AT_ONCE` the split, or the piece of a tile, that ends last merges all,
-    up to so many; of more `merge_kernel` merges parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit
-    values are loaded two at a time.
+    splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
+    `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
+    parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
-    `BESIDE`: the launch before may run yet; what waits for this one must find that ended, too.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -298,40 +296,19 @@ def decode_kernel(
             query_len = 1
             if FEW:
                 token0 = tl.load(STARTS + seq)
-            if FEW == 1:
                 query_len = tl.load(STARTS + seq + 1) - token0
             acc, m, l = _attend(
                 Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW == 1, ALIKE, PAIRED,
+                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
                 ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
                 part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
-                if AT_ONCE > 0:
-                    count = last - first + 1
-                    if count <= AT_ONCE:
-                        tl.debug_barrier()  # all of this program's part is stored before it is counted
-                        which = tile * tl.num_programs(1) + kv_head
-                        if tl.atomic_add(DONE + which, 1, sem="acq_rel") == count - 1:
-                            tl.store(DONE + which, 0)
-                            group = tl.arange(0, ROWS)
-                            ok = start + group < query_len * G
-                            part_row = part_at(2 * first, kv_head, tl.num_programs(0)) * ROWS
-                            total, top, weight = merged(
-                                PARTS, PART_LSE, part_row + group, count, ok,
-                                ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2, True,
-                            )  # fmt: skip
-                            finish(
-                                total, top, weight, OUT, LSE, SINKS, v_scale,
-                                (token0 + (start + group) // G).to(tl.int64),
-                                kv_head * G + (start + group) % G, ok,
-                                o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-                            )  # fmt: skip
             else:
                 finish(
                     acc, m, l, OUT, LSE, SINKS, v_scale,
@@ -387,5 +364,3 @@ def decode_kernel(
                 acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
                 DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
             )  # fmt: skip
-    if BESIDE:
-        tl.extra.cuda.gdc_wait()

@@ -26,19 +26,18 @@ def _following(first, start, i, APART: tl.constexpr, LISTED: tl.constexpr):
 def merged(
     PARTS, PART_LSE, first, count, row_ok, ROWS: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
-    LISTED: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge the `count` <= `AT_ONCE` parts of `ROWS` rows, in their order: output, maximum, sum.
+    """Merge the `count` <= `AT_ONCE` even splits of `ROWS` rows, in their order: output, maximum, sum.
 
-    `first`: where the rows lie in the first split, or, `LISTED`, after the first program; the others'
-    follow. `SUMMED`: parts have no softmax, so that nothing is to be divided by.
+    `first`: where the rows lie in the first split; the others' follow. `SUMMED`: parts have no
+    softmax, so that nothing is to be divided by.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, AT_ONCE)
     # Other programs wrote these a moment ago: loaded past the L1.
     lse = tl.load(
-        PART_LSE + _following(first[:, None], 0, offs_p[None, :], ROWS, LISTED),
+        PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
         mask=row_ok[:, None] & (offs_p < count)[None, :],
         other=float("-inf"),
         cache_modifier=".cg",
@@ -48,7 +47,7 @@ def merged(
     l = tl.sum(tl.exp2(lse - base[:, None]), 1)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
-        part = _following(first, 0, i, ROWS, LISTED)
+        part = first + i * ROWS
         ok = row_ok & (i < count)
         x = tl.load(
             PARTS + part[:, None] * DV + offs_dv[None, :],
@@ -125,15 +124,14 @@ def merge_kernel(
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
     BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr, SUMMED: tl.constexpr, BY_ONE: tl.constexpr,
+    SCALES: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
     Grid: (programs, HEIGHT / ROWS, KV heads); one that ended no tile of others has nothing to do.
     `by_tile`: (tiles, ...), where these are fewer; one that has an uncut tile has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
-    Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences. `BY_ONE`:
-    parts up to which the program that ends last has merged them.
+    Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
@@ -148,8 +146,8 @@ def merge_kernel(
             mine = at < stop
         first = low // share
         last = (high - 1) // share
+        mine = mine & (first < last) & ((by_tile != 0) | (last == program))
         count = last - first + 1
-        mine = mine & (count > tl.maximum(BY_ONE, 1)) & ((by_tile != 0) | (last == program))
         part = part_at(2 * first, kv_head, programs)
     else:
         seq = program
