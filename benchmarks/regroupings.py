@@ -2,7 +2,8 @@
 
     python benchmarks/regroupings.py NATIVE_ATTN NATIVE_MLA --draws 10000 --jobs 2 --out regroupings.jsonl
 
-Each backend's draws are dealt to its cases, one process a case; a line of OUT for each case.
+Each level's draws are dealt to its cases, and a case's to parts with seeds of their own. Processes run
+the parts; a line of OUT for each. Where a level divides sequences into steps, a draw is a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import multiprocessing
 import platform
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +28,122 @@ from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
-from polyattn.settings import current
+from polyattn.workload.dice import Dice
 from random_batches import revision
 
-DRAWN = {"regrouped": 1, "index_regrouped": 1, "given_alike": 1, "divided": 3, "chunked": 4}
-"""The checks that draw, and by what each divides `DRAWS`."""
+DRAWN = {
+    "regrouped": (1, 1),
+    "index_regrouped": (1, 1),
+    "given_alike": (1, 1),
+    "divided": (3, 11),
+    "chunked": (4, 8),
+}
+"""The checks that draw: how many `DRAWS` make one draw, and how many steps that has, about."""
 
 
+@lru_cache
 def cases_of(backend: str, device: str) -> list[Case]:
-    """Return the cases that draw, of the build that runs here: on a CPU Triton's interpreted."""
+    """Return the cases that draw, of the build that runs here: on a CPU Triton's interpreted.
+
+    Long sequences are divided once, whatever `DRAWS` says.
+    """
     where = resolve_device(device)
     builds = discover().backend(backend).builds_on(where.platform)
-    build = next(each for each in builds if availability(each, current().probe_timeout) is None)
-    return [case for case in derive(build, where) if case.check in DRAWN]
+    build = next(each for each in builds if availability(each, 60.0) is None)
+    drawn = [case for case in derive(build, where) if case.check in DRAWN]
+    return [case for case in drawn if (case.check, case.batch) != ("chunked", "long")]
+
+
+def fill_up(tokens: int) -> None:
+    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile."""
+    queries: list[int] = []
+    lens_of, drawn_requests = invariance.lens_of, invariance.drawn_requests
+
+    def told(lengths: Any) -> Any:
+        queries[:], lens = lens_of(lengths)
+        return queries, lens
+
+    def filled(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
+        single = [request for request, query in enumerate(queries) if query == 1]
+        for requests in drawn_requests(dice, count, draws):
+            more = -sum(queries[request] for request in requests) % tokens
+            yield requests + [single[i] for i in dice.integers(0, len(single), more)]
+
+    invariance.lens_of, invariance.drawn_requests = told, filled
+
+
+def start(tokens: int) -> None:
+    """Begin a process of the pool; `tokens`: as in `fill_up`."""
+    torch.set_num_threads(1)
+    if tokens > 1:
+        fill_up(tokens)
 
 
 def one(job: tuple[str, str, int, int, int]) -> dict[str, Any]:
     """Run a backend's case of a number with so many draws."""
     backend, device, index, draws, seed = job
-    case, start = cases_of(backend, device)[index], time.monotonic()
-    invariance.DRAWS, wrong = draws * DRAWN[case.check], ""
+    case, began = cases_of(backend, device)[index], time.monotonic()
+    each, steps = DRAWN[case.check]
+    invariance.DRAWS, wrong = -(-draws // steps) * each, ""
     try:
         run_case(case, backend, resolve_device(device), seed)
     except AssertionError as error:
         wrong = str(error)[:300]
-    seconds = round(time.monotonic() - start, 1)
-    return {"backend": backend, "case": case.id, "draws": draws, "wrong": wrong, "seconds": seconds}
+    seconds = round(time.monotonic() - began, 1)
+    return {
+        "backend": backend, "case": case.id, "seed": seed, "draws": draws, "wrong": wrong,
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def parts_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
+    """Return what is to run: every case's first part, then every case's second."""
+    parts = []
+    for backend in args.backends:
+        cases = cases_of(backend, args.device)
+        count = Counter(case.check for case in cases)
+        for index, case in enumerate(cases):
+            if args.only in case.id:
+                draws = -(-args.draws // count[case.check])
+                parts += [
+                    (backend, args.device, index, min(args.part, draws - done), args.seed + place)
+                    for place, done in enumerate(range(0, draws, args.part))
+                ]
+    return sorted(parts, key=lambda part: part[4])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backends", nargs="+")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--draws", type=int, default=10_000, help="of each backend")
-    parser.add_argument("--jobs", type=int, default=1, help="processes; one for a GPU")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=10_000, help="of each level of a backend")
+    parser.add_argument("--part", type=int, default=1_000, help="draws of a case at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--parts", type=int, help="of a process, then another one takes its place")
+    parser.add_argument("--multiple", type=int, default=1, help="of tokens, in a regrouped step")
+    parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
+    parser.add_argument("--seed", type=int, default=0, help="of the first parts")
     parser.add_argument("--only", default="", help="cases whose name has this, with their share")
     parser.add_argument("--out", type=Path, default=Path("regroupings.jsonl"))
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
-    jobs = []
-    for backend in args.backends:
-        cases = cases_of(backend, args.device)
-        each = -(-args.draws // max(1, len(cases)))
-        chosen = [index for index, case in enumerate(cases) if args.only in case.id]
-        jobs += [(backend, args.device, index, each, args.seed) for index in chosen]
+    end, parts = time.monotonic() + args.seconds, parts_of(args)
     where = {"revision": args.commit or revision(), "machine": str(resolve_device(args.device)),
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0
-    workers = multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,))
+    workers = multiprocessing.get_context("spawn").Pool(
+        args.jobs, start, (args.multiple,), maxtasksperchild=args.parts
+    )
     with workers, args.out.open("a") as out:
-        for row in workers.imap_unordered(one, jobs):
+        for row in workers.imap_unordered(one, parts):
             failed += bool(row["wrong"])
             out.write(json.dumps(row | where) + "\n")
             out.flush()
-            print(row["backend"], row["case"], row["draws"], row["wrong"] or "no bit differs")
-    sys.exit(bool(failed or not jobs))
+            said = row["wrong"] or "no bit differs"
+            print(row["backend"], row["case"], row["draws"], said, flush=True)
+            if time.monotonic() > end:
+                break
+    sys.exit(bool(failed or not parts))
 
 
 if __name__ == "__main__":

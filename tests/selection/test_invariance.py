@@ -176,8 +176,10 @@ def test_triton_gives_the_levels_on_a_gpu_and_names_what_it_does_not_give_them_f
     ):
         chosen = dict(select(LAYER.replace(batch_invariant=level), device).decision.chosen)
         assert chosen["prefill"] == chosen["decode"] == "TRITON_ATTN"
+    captured = LAYER.replace(batch_invariant="steps", graph_capture="single_token_decode")
+    assert select(captured, "h200").decision.decode == "TRITON_ATTN"
     for fields, why in (
-        ({"graph_capture": "uniform"}, "the number of programs follows the step's keys"),
+        ({"graph_capture": "uniform"}, "the number of launches follows the step's rows"),
         ({"length_bounds": True}, "keys are cut by each request's own length"),
         ({"batch_invariant": "steps", "mask": "block_sparse"}, "compared within a step alone"),
         (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from interpreting import interpreted
 from polyattn import Batch, LayerSpec
+from polyattn.errors import BatchError
 from polyattn.workload.dice import Dice
 
 pytest.importorskip("triton")
@@ -44,10 +45,15 @@ def plans_of(backend: Any, lens: list[tuple[int, int]]) -> list[Any]:
 
 def ways(backend: Any, lens: list[tuple[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
     """Return by request what its bits follow from: each piece of its tiles, and how they are run."""
+    return ways_of(plans_of(backend, lens))
+
+
+def ways_of(plans: list[Any]) -> dict[int, list[tuple[Any, ...]]]:
+    """Return by request each piece that launches have of its tiles, and how they are run."""
     from polyattn_triton.reading import Work, stretches
 
     found: dict[int, list[tuple[Any, ...]]] = {}
-    for plan in plans_of(backend, lens):
+    for plan in plans:
         count = plan.grid[0]
         if not count:
             continue
@@ -214,6 +220,32 @@ def test_a_row_s_keys_are_cut_at_the_same_places_in_any_step(
             *next(iter(hows))[:3],
             plan.rows,
         )
+
+
+@pytest.mark.parametrize("level", ["batch", "steps"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_captured_step_s_decodes_are_cut_as_an_eager_one_s(
+    name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lengths are planned into it, up to those that it was captured with."""
+    from pretending import pretended
+
+    spec = SPECS[name].replace(batch_invariant=level)
+    backend, _ = pretended(monkeypatch, spec.replace(graph_capture="single_token_decode"))
+    eager, _ = pretended(monkeypatch, spec)
+    backend.room, rows = 4 << 20, 9
+    launches = plans_of(backend, [(1, 20_000)] * rows)
+    assert len(launches) > 1 or spec.sliding_window
+    buffers = [launch.work.data_ptr() for launch in launches]
+    table, dice = launches[0].batch.block_table, Dice(len(name))
+    for _ in range(8):
+        lens = [dice.choice((0, 1, 511, 512, 513, 1025, 9000, 20_000)) for _ in range(rows)]
+        again = backend.plan(Batch(list(range(rows + 1)), lens, table), launches[0])
+        assert [launch.work.data_ptr() for launch in (again, *again.others)] == buffers
+        assert ways_of(launches) == ways(eager, [(1, length) for length in lens])
+    if not spec.sliding_window:
+        with pytest.raises(BatchError, match="longer than a captured step"):
+            backend.plan(Batch(list(range(rows + 1)), [60_000] * rows, table), launches[0])
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ EXCLUDABLE = frozenset(
     {
         *FEATURES, *INDEX_FORMS, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS,
         *(role.value for role in Role), *(kind.value for kind in AttentionKind),
-        "cached", "uncached", "captured", "captured_prompts",
+        "cached", "uncached", "captured", "captured_drafts", "captured_prompts",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and the claimed sizes (`"head_size 192"`)."""
@@ -264,7 +264,8 @@ class Capabilities:
         graph_capture: the highest level at which it can be captured.
         excludes: sets of names that don't work together, each with the reason. A name is a feature, a
             phase, a dtype, a cache dtype, a role, a kind, a platform, an arch, `"cached"`, `"uncached"`,
-            `"captured"`, `"captured_prompts"` or a size (`"head_size 192"`): `{"alibi", "decode"}`.
+            `"captured"`, `"captured_drafts"`, `"captured_prompts"` or a size (`"head_size 192"`):
+            `{"alibi", "decode"}`.
         remedies: for a feature, a dtype or a cache dtype that isn't claimed, what would bring it, or
             why nothing does.
 
@@ -574,6 +575,7 @@ def _check_excludes(
     asked |= {ANY_ROWS} if spec.in_rows else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     asked |= {"captured"} if spec.graph_capture else set()
+    asked |= {"captured_drafts"} if spec.graph_capture >= GraphCapture.UNIFORM else set()
     asked |= {"captured_prompts"} if spec.graph_capture is GraphCapture.ANY else set()
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)

@@ -19,7 +19,15 @@ from copy import copy
 
 import numpy as np
 import triton
-from polyattn.kernel import Batch, CacheFormat, Device, Invariance, LayerSpec
+from polyattn.kernel import (
+    Batch,
+    BatchError,
+    CacheFormat,
+    Device,
+    Invariance,
+    LayerSpec,
+    Plan,
+)
 
 from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
@@ -85,8 +93,10 @@ class AlikeAttention(PlannedAttention):
         if spec.batch_invariant and (spec.stored_dtype, spec.qkv_dtype) != (spec.dtype, "auto"):
             self.hopper = None
 
-    def plan_alike(self, batch: Batch) -> AttentionPlan:
+    def plan_alike(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
         """Plan a launch for each class of requests: the first one holds the others."""
+        if isinstance(reuse, AttentionPlan):
+            return self._plan_into(batch, reuse)
         if self.any_step:
             return self._plan_any_step(batch)
         which = self.classes(batch)
@@ -96,20 +106,48 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _plan_any_step(self, batch: Batch) -> AttentionPlan:
-        """Plan all rows alike: pieces lie at the same keys for each of a sequence's rows.
+    def _plan_into(self, batch: Batch, captured: AttentionPlan) -> AttentionPlan:
+        """Plan decodes into a captured step's launches: of their programs, some have no piece.
 
-        Where a row's first key depends on its position, tiles aren't cut.
+        They were planned for the longest sequences.
         """
+        launches = []
+        for one in (captured, *captured.others):
+            launches.append(copy(one))
+            launches[-1].batch = batch
+            tiles = self._tiles(launches[-1])
+            self._plan_pieces(launches[-1], tiles, self._piece_of(one, tiles), one)
+        launches[0].others = launches[1:]
+        return launches[0]
+
+    def _is_captured(self, batch: Batch) -> bool:
+        """Whether a graph may run a step's plan for other lengths: a decode's."""
+        return bool(self.spec.graph_capture) and batch.all_decode and batch.block_table is not None
+
+    def _plan_any_step(self, batch: Batch) -> AttentionPlan:
+        """Plan all rows alike: pieces lie at the same keys for each of a sequence's rows."""
         plan, table = AttentionPlan(batch, self._none), batch.block_table
         plan.config, plan.fresh = self.steps_config, table is None
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         plan.way, plan.rows = "pieces", plan.config.block_m
-        tiles, keys = self._tiles(plan), self.steps_piece
-        if self.spec.sliding_window or self.spec.chunk_size:
-            keys = int(tiles.keys.max(initial=1)) * plan.config.block_n
-        return self._in_pieces(plan, tiles, keys)
+        if self._is_captured(batch):  # a later step's tiles are of the same requests
+            plan.requests = FRESH, np.ones(batch.num_seqs, bool)
+        return self._in_pieces(plan, self._tiles(plan))
+
+    def _piece_of(self, plan: AttentionPlan, tiles: Tiles) -> int:
+        """Return how many key tiles a piece has.
+
+        Where a row's first key depends on its position, tiles aren't cut if steps must not count.
+        """
+        spec, keys = self.spec, self.steps_piece
+        if self.any_step and (spec.sliding_window or spec.chunk_size):
+            return int(tiles.keys.max(initial=1))
+        if not self.any_step:
+            assert plan.requests is not None
+            kind = plan.requests[0]
+            keys = -kind if kind < WHOLE else self.piece if kind <= LOW else self.tall_piece
+        return max(1, keys // plan.config.block_n)
 
     def classes(self, batch: Batch) -> Ints:
         """Return each request's class, (sequences,)."""
@@ -143,8 +181,7 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            keys = self.piece if kind <= LOW else self.tall_piece
-            return self._in_pieces(plan, self._tiles(plan), keys)
+            return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         hopper = None if portable else self.hopper
@@ -159,18 +196,16 @@ class AlikeAttention(PlannedAttention):
             self._one_each(plan, tiles, order, None)
         else:
             plan.way, plan.rows = "pieces", plan.config.block_m
-            return self._in_pieces(plan, tiles, -kind, one=portable)
+            return self._in_pieces(plan, tiles, one=portable)
         self._keep(plan)
         return plan
 
-    def _in_pieces(
-        self, plan: AttentionPlan, tiles: Tiles, keys: int, one: bool = False
-    ) -> AttentionPlan:
-        """Cut each tile after so many keys, in launches whose parts have `room` bytes, or in `one`.
+    def _in_pieces(self, plan: AttentionPlan, tiles: Tiles, one: bool = False) -> AttentionPlan:
+        """Cut each tile into pieces, in launches whose parts have `room` bytes, or in `one`.
 
         A request of a class is in one launch, so that the class's other kernel can take its tiles.
         """
-        each = max(1, keys // plan.config.block_n)
+        each = self._piece_of(plan, tiles)
         pieces = np.maximum(-(-tiles.keys // each), 1)
         of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
         ends = pieces.cumsum()
@@ -193,16 +228,27 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _plan_pieces(self, plan: AttentionPlan, tiles: Tiles, each: int) -> None:
-        """Give each piece of `each` key tiles a program."""
-        dealt = segments(tiles.keys, each)
-        plan.grid = (dealt.programs, self.spec.num_kv_heads, 1)
-        if dealt.parts > 1:  # merged as many at a time whatever other tiles have
-            plan.merging = Merge(dealt.programs, len(tiles.keys), max(dealt.parts, FEW_PARTS + 1))
-            self._reserve(plan.rows, dealt.programs * self.spec.num_kv_heads)
+    def _plan_pieces(
+        self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
+    ) -> None:
+        """Give each piece of `each` key tiles a program, or one of a `captured` launch's."""
+        least, heads, before = plan.grid[0], self.spec.num_kv_heads, None
+        if captured is not None:
+            before = captured.work
+        elif self._is_captured(plan.batch):
+            least = segments(self._tiles(plan, most=True).keys, each).programs
+        dealt = segments(tiles.keys, each, least)
+        if captured is None:
+            plan.grid = (dealt.programs, heads, 1)
+            if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
+                parts = max(dealt.parts, FEW_PARTS + 1)
+                plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
+                self._reserve(plan.rows, dealt.programs * heads)
+        elif dealt.programs > least:
+            raise BatchError("a sequence is longer than a captured step was planned for")
         host = staged(dealt.size(tiles), self.torch_device)
         dealt.work(tiles, host.numpy())
-        plan.work = sent(host, self.torch_device, None)
+        plan.work = sent(host, self.torch_device, before)
         self._keep(plan)
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:

@@ -100,7 +100,7 @@ class TritonAttention(AlikeAttention):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
         if self.spec.batch_invariant:
-            return self.plan_alike(batch)
+            return self.plan_alike(batch, reuse)
         planned = batch.all_decode or not self.spec.graph_capture
         if batch.shared_prefix is not None and planned and self.in_one_tile:
             if self.prefixes is None:

@@ -355,15 +355,18 @@ class PlannedAttention(AttentionBackend):
         work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
         plan.work = to_device(work, self.torch_device, before)
 
-    def _tiles(self, plan: AttentionPlan) -> Tiles:
-        """Cut the queries into tiles, and count the key tiles that each one sees."""
+    def _tiles(self, plan: AttentionPlan, most: bool = False) -> Tiles:
+        """Cut the queries into tiles, and count the key tiles that each one sees.
+
+        `most`: that it may see where sequences have up to as many keys.
+        """
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
         queries, lens = batch.host_query_lens, batch.host_lens
         some = queries if plan.requests is None else np.where(plan.requests[1], queries, 0)
         seq, row = rows_of(some, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
-        count = most_key_tiles if self.spec.length_bounds else key_tiles
+        count = most_key_tiles if most or self.spec.length_bounds else key_tiles
         keys = count(
             self.spec_of(batch),
             context + row // group,

@@ -214,11 +214,12 @@ class Line(NamedTuple):
         return cls.of_units(units, -(-longest // block) + item)
 
 
-def segments(keys: Ints, each: int) -> Stretches:
-    """Cut tiles of so many key tiles after `each`; a stretch is a segment."""
+def segments(keys: Ints, each: int, least: int = 0) -> Stretches:
+    """Cut tiles of so many key tiles after `each`; a stretch is a segment. `least`: programs."""
     count = np.maximum(-(-keys // each), 1)
     line = np.concatenate([[0], count.cumsum() * each])
-    return Stretches(line, int(line[-1]), each, 0, int(count.sum()), int(count.max()))
+    programs = max(int(count.sum()), least)
+    return Stretches(line, int(line[-1]), each, 0, programs, int(count.max()))
 
 
 def launches_of(ends: Ints, room: int) -> list[Ints]:

@@ -33,6 +33,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 """And with which the first one is: what a step's masks show comes with the step."""
 CAPTURED = {"single_token_decode": "decode", "uniform": "three each"}
 """The steps that are captured, by what is claimed."""
+CAPTURE_WORDS = ("captured", "captured_drafts", "captured_prompts")
+"""What claims exclude of each kind of capture and those above it."""
 _LATENTS: tuple[dict[str, Any], ...] = (
     {"dtype": "float32", "needs_lse": True},
     {"dtype": "float16"},
@@ -57,10 +59,13 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
         yield Case("regrouped", label, spec, most)
     spec = base.replace(batch_invariant="batch")
     yield Case("regrouped", "", spec, "long" if "long" in names else "decode")
-    if caps.graph_capture:
-        captures = caps.graph_capture.name.lower()
-        batch = CAPTURED.get(captures, most)
-        yield Case("planned_alike", "", spec.replace(graph_capture=captures), batch)
+    capture = _captured(caps)
+    if capture:
+        batch = CAPTURED.get(capture.name.lower(), most)
+        yield Case("planned_alike", "", spec.replace(graph_capture=capture), batch)
+        if level > Invariance.BATCH:
+            other = spec.replace(graph_capture=capture, batch_invariant="steps")
+            yield Case("planned_alike", "steps", other, batch)
     if level < Invariance.STEPS:
         return
     for label, spec in _layers(caps, base, Invariance.STEPS):
@@ -76,6 +81,16 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
         if not (spec.alibi or spec.learned_sinks):  # which each layer draws for itself
             yield Case("given_alike", label, spec, "short")
     yield Case("given_alike", "", base.replace(batch_invariant="calls"), "long")
+
+
+def _captured(caps: Capabilities) -> GraphCapture:
+    """Return the most that may be captured at a level."""
+    most, asked = GraphCapture.NONE, {"batch_invariant"}
+    for capture, word in zip(GraphCapture, ("", *CAPTURE_WORDS), strict=True):
+        asked |= {word}
+        if capture <= caps.graph_capture and not any(pair <= asked for pair, _ in caps.excludes):
+            most = capture
+    return most
 
 
 def _layers(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.checks.captured import mixed_refills, refills
+from polyattn.conformance.checks.captured import captured_lengths, mixed_refills, refills
 from polyattn.conformance.checks.recurrent import recurrent_refills
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.recurrent.layer import Recurrent
@@ -101,10 +101,11 @@ def planned_alike(case: Case, harness: Harness) -> None:
             same_bits(out[real], now.run()[real], "by a captured plan, and eagerly")
             same_bits(states.data[scan.used], now.states.data[scan.used], "the states so")
         return
-    step = harness.step(layer, case.batch)
+    mixed, form = case.spec.graph_capture is GraphCapture.ANY, layer.group.cache_format
+    assert form is not None
+    step = harness.step(layer, case.batch if mixed else captured_lengths(case, form.block_size))
     captured = step.check().clone()
     same_bits(step.but(layer=eager).run(), captured, "planned for a graph, and not")
-    mixed = case.spec.graph_capture is GraphCapture.ANY
     steps = mixed_refills(harness, layer) if mixed else refills(case, harness, layer)
     for work, out, lse in steps:
         plain = work.but(layer=eager)

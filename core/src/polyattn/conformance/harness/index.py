@@ -25,8 +25,8 @@ class IndexHarness(Harness):
     """Builds caches of index keys, and steps over them."""
 
     def index(self, spec: LayerSpec) -> IndexBackend:
-        """Return the indexer of a group for this layer."""
-        return self.group(spec).backend("index", IndexBackend)
+        """Return the indexer for this layer, whether or not another backend attends at its level."""
+        return self.group(spec.replace(batch_invariant=False)).backend("index", IndexBackend, spec)
 
     def batch(self, spec: LayerSpec, name: str) -> tuple[Batch, list[int]]:
         """Return the step of a name, and the entries that its sequences have."""
