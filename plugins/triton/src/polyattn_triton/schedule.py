@@ -257,12 +257,13 @@ def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]
     """
     count, item = len(keys), rates.item
     dealt = stretches(Line.of(keys, item), programs, rates)
+    share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
+    equals = dealt.total > int(keys.sum()) + item * count
+    if equals or count > MANY * programs or int(keys.min()) + item > most:  # or all are long
+        return dealt, _upto(count)
     order = np.argsort(-keys, kind="stable")
     units = keys[order] + item
     ends = np.append(0, units.cumsum())
-    share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
-    if dealt.total > ends[-1] or count > MANY * programs:  # equals, or cuts are few beside tiles
-        share = most + 1
     while share <= most:
         cut = int((units > share).sum())
         first = -(-int(ends[cut]) // share)
