@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -208,6 +209,14 @@ def test_mla(name: str, block: int, heads: int) -> None:
     latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("name", mostly_slow(LATENTS))
+def test_mla_by_roles(name: str, block: int) -> None:
+    """Two tiles of rows or more a sequence: one group of warps scores, another follows."""
+    queries, lens, sms = LATENTS[name]
+    latent(queries, lens, block, 96, sms, None, name.endswith("context"), roles=True)
+
+
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("topk, sms", [(100, 6), pytest.param(640, 3, marks=pytest.mark.slow)])
 def test_sparse_mla(topk: int, sms: int, block: int) -> None:
@@ -260,10 +269,11 @@ def latent(
     sms: int,
     topk: int | None,
     context: bool = False,
+    roles: bool = False,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
-    `context`: all keys are before the queries.
+    `context`: all keys are before the queries. `roles`: the kernel with roles may run, and does.
     """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
@@ -286,13 +296,15 @@ def latent(
         patch.object(mla, "fitting", lambda *_: 1),
     ):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
+    if not topk:
+        backend.kernels.config = replace(backend.kernels.config, roles=roles)
     batch = Batch.from_lens(queries, lens, table, block)
     plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
-    assert [k.fn.__name__ for k, _ in launches] == ["mla_hopper_kernel"] + [
-        "merge_kernel"
-    ] * plan.way.split
+    merges = ["merge_kernel"] * (plan.merging is not None)
+    kernel = "latents_kernel" if roles else "mla_hopper_kernel"
+    assert [k.fn.__name__ for k, _ in launches] == [kernel, *merges]
     held = cache.key.double().view(-1, 576)
     wanted, sums = (
         torch.zeros(out.shape, dtype=torch.float64),

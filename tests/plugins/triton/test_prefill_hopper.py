@@ -65,7 +65,7 @@ def test_a_triton_without_what_it_needs_says_so(
 
 def test_boxes_lie_in_one_block() -> None:
     config = HOPPER[128]
-    found = {size: box_rows(config, size) for size in (0, 4, 8, 16, 24, 64, 128, 256, 1000)}
+    found = {size: box_rows(config.block_n, size) for size in (0, 4, 8, 16, 24, 64, 128, 256, 1000)}
     assert found == {
         0: 128, 4: None, 8: 8, 16: 16, 24: None, 64: 64, 128: 128, 256: 128, 1000: None,
     }  # fmt: skip

@@ -25,10 +25,12 @@ from polyattn_triton.schedule import (
     Stretches,
     Tiles,
     fullest,
+    in_lanes,
     key_tiles,
     max_parts,
     part_of,
     rows_of,
+    stretched,
     stretches,
     whole,
 )
@@ -85,20 +87,15 @@ def tiles_of(keys: list[int]) -> Tiles:
     return Tiles(np.arange(count), np.arange(count) * 3, np.array(keys))
 
 
-@settings(max_examples=300, deadline=None)
-@given(KEYS, PROGRAMS, RATES)
-def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates: Rates) -> None:
-    """And pieces of a tile have parts of their own, in the order in which they are merged."""
-    tiles = tiles_of(keys)
-    dealt = dealt_out(tiles.keys, programs, rates)
-    work = dealt.work(tiles)
-    pieces: dict[int, list[Piece]] = {tile: [] for tile in range(len(keys))}
+def pieces_of(dealt: Stretches, tiles: Tiles, programs: int) -> list[list[Piece]]:
+    """Return each tile's pieces, in which each of its keys is once; parts are their own, and in order."""
+    pieces: list[list[Piece]] = [[] for _ in tiles.keys]
     parts = set()
-    for piece in walk(work, programs):
+    for piece in walk(dealt.work(tiles), programs):
         pieces[piece.tile].append(piece)
-    for tile, mine in pieces.items():
-        taken = [k for p in mine for k in range(p.begin, min(p.end, keys[tile]))]
-        assert taken == list(range(keys[tile]))  # in order: once, and none left out
+    for tile, mine in enumerate(pieces):
+        taken = [k for p in mine for k in range(p.begin, min(p.end, tiles.keys[tile]))]
+        assert taken == list(range(tiles.keys[tile]))  # in order: once, and none left out
         first, last = mine[0].first, mine[0].last
         assert [p.program for p in mine] == list(range(first, last + 1))
         assert {(p.first, p.last) for p in mine} == {(first, last)}
@@ -107,7 +104,67 @@ def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates
             assert [p.part for p in mine] == merged
             assert not parts & set(merged) and max(merged) < max_parts(programs)
             parts |= set(merged)
-    assert 0 <= dealt.parts - max(len(mine) for mine in pieces.values()) <= 1
+    assert 0 <= dealt.parts - max(len(mine) for mine in pieces) <= 1
+    return pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, PROGRAMS, RATES)
+def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates: Rates) -> None:
+    """And pieces of a tile have parts of their own, in the order in which they are merged."""
+    tiles = tiles_of(keys)
+    pieces_of(dealt_out(tiles.keys, programs, rates), tiles, programs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, st.integers(2, 8), PROGRAMS, RATES)
+def test_tiles_of_a_sequence_go_through_its_keys_at_the_same_time(
+    keys: list[int], lanes: int, programs: int, rates: Rates
+) -> None:
+    """In lanes every program of one has a program of each other, which reads the same keys as it does."""
+    seq = np.repeat(np.arange(len(keys)), lanes)
+    tiles = Tiles(seq, np.tile(np.arange(lanes) * 64, len(keys)), np.array(keys)[seq])
+    dealt, mine = in_lanes(tiles, programs, rates)
+    assert sorted(zip(mine.seq, mine.row, mine.keys, strict=True)) == sorted(
+        zip(tiles.seq, tiles.row, tiles.keys, strict=True)
+    )
+    pieces = pieces_of(dealt, mine, programs)
+    if len(keys) > 1 and (np.diff(mine.row) >= 0).all():
+        ends = [
+            [(p.begin, min(p.end, keys[p.tile % len(keys)])) for p in parts] for parts in pieces
+        ]
+        assert ends == ends[: len(keys)] * lanes
+
+
+def test_two_tiles_a_sequence_are_in_lanes() -> None:
+    """128 heads, one long sequence beside 63: one half of the programs, then the other."""
+    seq = np.repeat(np.arange(64), 2)
+    tiles = Tiles(seq, np.tile([0, 64], 64), np.where(seq == 0, 2048, 16))
+    dealt, mine = in_lanes(tiles, 132, Rates(item=2, least=2))
+    assert mine.row.tolist() == [0] * 64 + [64] * 64
+    assert dealt.line[64] * 2 == dealt.total
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, PROGRAMS, RATES)
+def test_short_tiles_are_dealt_whole(keys: list[int], programs: int, rates: Rates) -> None:
+    """Unless that costs more than it saves; then, and where tiles are equals, it is `stretches`."""
+    tiles, plain = tiles_of(keys), dealt_out(np.array(keys), programs, rates)
+    dealt, order = stretched(tiles.keys, programs, rates)
+    assert sorted(order) == list(range(len(keys)))
+    mine = Tiles(tiles.seq[order], tiles.row[order], tiles.keys[order])
+    pieces = pieces_of(dealt, mine, programs)
+    assert dealt.share <= EVEN * plain.share + 2 * rates.item
+    if dealt.share > plain.share:
+        for keys_of_tile, parts in zip(mine.keys, pieces, strict=True):
+            assert len(parts) == 1 or keys_of_tile + rates.item > dealt.share
+
+
+def test_many_short_tiles_beside_a_long_one_are_not_cut() -> None:
+    dealt, order = stretched(np.array([2048] + [16] * 63), 66, Rates(item=4, least=0))
+    assert order[0] == 0 and dealt.share == 60
+    mine = Tiles(order, order, np.array([2048] + [16] * 63)[order])
+    assert [len(parts) for parts in pieces_of(dealt, mine, 66)] == [35] + [1] * 63
 
 
 @settings(max_examples=300, deadline=None)

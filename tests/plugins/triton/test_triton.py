@@ -291,6 +291,18 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("few", "block"), [(0, 16), (1, 64), (2, 128)])
+def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
+    from polyattn.tools.cli.models import bundled
+    from triton_ahead_families import compile_latents
+
+    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
+    kernel = compile_latents(spec, few, block)
+    assert kernel.metadata.shared <= 227 << 10
+    assert "wgmma" in kernel.asm["ptx"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("size", [320, 512])
 def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:

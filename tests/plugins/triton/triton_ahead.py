@@ -199,7 +199,7 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
 
     generated = Generated.of(spec)
     config = hopper_config(spec, "sm_90", generated)
-    box = None if config is None else box_rows(config, block_size)
+    box = None if config is None else box_rows(config.block_n, block_size)
     if config is None or box is None:
         raise LookupError(f"prefill_hopper serves no {spec} in blocks of {block_size}")
     element = ELEMENT[spec.dtype]

@@ -13,6 +13,9 @@ from polyattn_triton.channels import (
     pair_constants,
 )
 from polyattn_triton.configs import SCANS
+from polyattn_triton.hopper.choice import DEFAULT_WARPS
+from polyattn_triton.hopper.descriptors import SHARED
+from polyattn_triton.hopper.latents import latents_kernel
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
@@ -21,7 +24,14 @@ from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
 from polyattn_triton.launch import launches_early
-from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
+from polyattn_triton.mla import (
+    HALF,
+    ROPE,
+    latents_constants,
+    mla_config,
+    mla_constants,
+    mla_hopper_kernel,
+)
 from polyattn_triton.plan import Way
 from polyattn_triton.scan import scan_constants
 from polyattn_triton.selective import (
@@ -66,6 +76,20 @@ def compile_mla(spec: LayerSpec, arch: str, split: bool, few: int = 0, block_siz
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = mla_hopper_kernel if config.hopper else mla_kernel
     return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
+    """Compile TRITON_MLA's kernel with roles to Hopper's machine code."""
+    element, box = ELEMENT[spec.dtype], min(64, block_size)
+    pointers = {
+        name: f"tensordesc<{element}[{box}, {width}],{SHARED!r}>"
+        for name, width in (("WIDE", HALF), ("NARROW", ROPE))
+    }
+    constants = latents_constants(spec, block_size, Way(True, few), spec.needs_lse)
+    pointers |= {"Q": element, "OUT": element}
+    return compile_kernel(
+        latents_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
+    )
 
 
 def compile_token_scan(spec: LayerSpec, arch: str, part: str = "") -> Any:

@@ -192,7 +192,8 @@ def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConf
 class MLAConfig:
     """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
 
-    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon.
+    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon. `roles`: where rows
+    of a sequence are many tiles, `hopper.latents` attends to its pages.
     """
 
     block_h: int
@@ -201,6 +202,7 @@ class MLAConfig:
     num_stages: int
     apart: bool = False
     hopper: bool = False
+    roles: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ MLA_TABLE: tuple[MLARow, ...] = (
         "sm_90",
         1 << 30,
         2,
-        MLAConfig(64, 64, 8, 1, hopper=True),
+        MLAConfig(64, 64, 8, 1, hopper=True, roles=True),
         "H200: 404 TFLOP/s at 64 x 4,096",
         latent=(512, 64),
     ),

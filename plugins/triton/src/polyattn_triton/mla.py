@@ -46,32 +46,36 @@ from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import (
     ROOM,
-    Line,
     Rates,
     Tiles,
+    in_lanes,
     launches_of,
     max_parts,
     rows_of,
     segments,
-    stretches,
     whole,
 )
 
+HALF, ROPE = 256, 64
+"""Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
 """Keys of a segment for each row of a tile, where bits must not follow from the step: a part, which is
 written and read in float32, is a ninth of 16-bit latents of 576."""
-RATES = Rates(item=2, least=2)
+RATES, HOPPER_RATES = Rates(item=2, least=2), Rates(item=4, least=0)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
+    from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
+    from polyattn_triton.hopper.descriptors import described
+    from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = None
+    mla_hopper_kernel = latents_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
-_mla_hopper = Launcher(mla_hopper_kernel)
+_mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
@@ -103,6 +107,13 @@ def mla_constants(
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
 
 
+def latents_constants(
+    spec: LayerSpec, block_size: int, way: Way, lse: bool
+) -> tuple[int, int, int, bool]:
+    """Return the constants of Hopper's kernel with roles, in its order."""
+    return spec.num_heads, block_size, way.few, lse
+
+
 class Kernels:
     """What both backends hold: the kernel that fits, and a workspace for parts of tiles."""
 
@@ -113,7 +124,8 @@ class Kernels:
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
-        self.early, self.rates = launches_early(device.arch), RATES
+        self.early = launches_early(device.arch)
+        self.rates = HOPPER_RATES if self.config.hopper else RATES
         self.workspace = Workspace(self.torch_device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
@@ -139,14 +151,16 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)
+        roles = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
+        cuts = roles or self.spec.graph_capture
+        order = None if cuts else whole(tiles.keys, programs, self.rates)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
             return LatentPlan(
                 batch, Way(False, few), count, to_device(work, self.torch_device, before)
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
-        dealt = stretches(Line.of(tiles.keys, self.rates.item), programs, self.rates)
+        dealt, tiles = in_lanes(tiles, programs, self.rates)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
         cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
         most = count
@@ -159,7 +173,8 @@ class Kernels:
             Way(True, few),
             programs,
             to_device(work, self.torch_device, before, room),
-            Merge(programs, *cut),
+            Merge(programs, *cut) if self.spec.graph_capture or dealt.parts > 1 else None,
+            roles,
         )
 
     def _in_segments(self, batch: Batch, tiles: Tiles, few: int) -> LatentPlan:
@@ -203,22 +218,23 @@ class Kernels:
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         starts = plan.batch.query_start_loc if plan.way.few else none
-        self.kernel(
-            (plan.grid, 1, 1),
-            (
-                query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
-                table if slots is None else none, none if slots is None else slots,
-                plan.batch.seq_lens, starts, plan.work,
-            ),
-            (spec.scale * v_scale, v_scale),
-            (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
-            (lse_t, table.stride(0)),
-            mla_constants(
-                spec, config, cache.block_size, plan.way, slots is not None, lse is not None,
-                self.early,
-            ),
-            {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        )  # fmt: skip
+        if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse)):
+            self.kernel(
+                (plan.grid, 1, 1),
+                (
+                    query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
+                    table if slots is None else none, none if slots is None else slots,
+                    plan.batch.seq_lens, starts, plan.work,
+                ),
+                (spec.scale * v_scale, v_scale),
+                (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
+                (lse_t, table.stride(0)),
+                mla_constants(
+                    spec, config, cache.block_size, plan.way, slots is not None, lse is not None,
+                    self.early,
+                ),
+                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            )  # fmt: skip
         if plan.merging is None:
             return
         height = config.block_h
@@ -237,6 +253,44 @@ class Kernels:
             ),
             merge_options(self.rank, self.early),
         )  # fmt: skip
+
+    def _by_roles(
+        self,
+        plan: LatentPlan,
+        query: Tensor,
+        cache: KVCache,
+        v_scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> bool:
+        """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
+        spec, table, space = self.spec, plan.batch.block_table, self.workspace
+        box = box_rows(self.config.block_n, cache.block_size)
+        boxes = [
+            None if box is None else described(cache.key, box, width) for width in (HALF, ROPE)
+        ]
+        if boxes[0] is None or boxes[1] is None:
+            return False
+        assert table is not None
+        _latents(
+            (plan.grid, 1, 1),
+            (
+                query, out, out if lse is None else lse, space.parts, space.part_lse, table,
+                plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
+            ),
+            (spec.scale * v_scale, v_scale),
+            (query.stride(0), query.stride(1), boxes[0][1].block, out.stride(0), out.stride(1)),
+            (
+                boxes[0][0],
+                boxes[1][0],
+                0 if lse is None else lse.stride(0),
+                table.stride(0),
+                plan.grid,
+            ),
+            latents_constants(spec, cache.block_size, plan.way, lse is not None),
+            {"num_warps": DEFAULT_WARPS},
+        )  # fmt: skip
+        return True
 
 
 class TritonMLA(AttentionBackend):

@@ -67,14 +67,21 @@ class Way(NamedTuple):
 class LatentPlan(Plan):
     """One step: the way it runs, its grid, the tiles' work, and what merges their parts.
 
-    `others`: launches after it, where parts of all tiles have no room.
+    `roles`: by the kernel whose warps have roles. `others`: launches after it, where parts of all tiles
+    have no room.
     """
 
-    __slots__ = ("grid", "merging", "others", "way", "work")
+    __slots__ = ("grid", "merging", "others", "roles", "way", "work")
 
     def __init__(
-        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
+        self,
+        batch: Batch,
+        way: Way,
+        grid: int,
+        work: Tensor,
+        merging: Merge | None = None,
+        roles: bool = False,
     ):
         super().__init__(batch)
-        self.way, self.grid, self.work, self.merging = way, grid, work, merging
+        self.way, self.grid, self.work, self.merging, self.roles = way, grid, work, merging, roles
         self.others: list[LatentPlan] = []

@@ -32,6 +32,8 @@ COLUMNS = 5
 """Then, each for all programs: first tile, where it begins and ends, its sequence, its first row."""
 EVEN = 1.1
 """What the fullest program may have of the mean, one key tile beside, for tiles to stay whole."""
+MANY = 8
+"""Tiles a program beside which a cut one costs little; to deal them one by one costs the host more."""
 
 ROOM = 256 << 20
 """Bytes of the parts of a launch, where tiles are cut alike in any step: the rest has the next one."""
@@ -246,6 +248,66 @@ def stretches(line: Line, programs: int, rates: Rates) -> Stretches:
         return Stretches(ends, count * each, share, item, programs, parts)
     parts = min(programs, (longest - 2) // share + 2)  # wherever the longest begins
     return Stretches(line.ends, total, share, item, programs, parts)
+
+
+def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]:
+    """Give each program a stretch of tiles, and return these in the order of the line.
+
+    Unless all are taken for equals, tiles that fit in a share are dealt whole, several to a program if
+    that costs little more: a piece begins anew, is written in float32, and is merged.
+    """
+    count, item = len(keys), rates.item
+    dealt = stretches(Line.of(keys, item), programs, rates)
+    share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
+    equals = dealt.total > int(keys.sum()) + item * count
+    if equals or count > MANY * programs or int(keys.min()) + item > most:  # or all are long
+        return dealt, _upto(count)
+    order = np.argsort(-keys, kind="stable")
+    units = keys[order] + item
+    ends = np.append(0, units.cumsum())
+    while share <= most:
+        cut = int((units > share).sum())
+        first = -(-int(ends[cut]) // share)
+        free = [(0, program) for program in range(first, programs)][: count - cut]
+        if not free:
+            share += -(-share // 16)
+            continue
+        begins = []  # each on the program that is free first
+        for cost in units[cut:].tolist():
+            load, program = free[0]
+            begins.append(program * share + load)
+            heapq.heapreplace(free, (load + cost, program))
+        longest = max(free)[0]
+        if longest <= share:
+            turn = np.argsort(begins)
+            total = (first + len(free)) * share
+            line = np.concatenate([ends[:cut], np.array(begins, np.int64)[turn], [total]])
+            parts = min(programs, (int(units[0]) - 2) // share + 2) if cut else 1
+            order[cut:] = order[cut:][turn]
+            return Stretches(line, total, share, item, programs, parts), order
+        share = min(longest, share + -(-share // 16))
+    return dealt, _upto(count)
+
+
+def in_lanes(tiles: Tiles, programs: int, rates: Rates) -> tuple[Stretches, Tiles]:
+    """Give each program a stretch of tiles, as `stretched`.
+
+    Where every sequence has as many tiles of rows, the first ones' programs go through the same keys
+    at the same time as the next ones': a sequence's keys come from memory once, not once a tile.
+    """
+    lanes = int((tiles.seq == tiles.seq[0]).sum())
+    each = programs // lanes
+    alike = lanes * each * EVEN >= programs and len(tiles.row) % lanes == 0
+    if lanes == 1 or not alike or (tiles.row.reshape(-1, lanes) != tiles.row[:lanes]).any():
+        lane, order = stretched(tiles.keys, programs, rates)
+    else:
+        lane, turn = stretched(tiles.keys.reshape(-1, lanes).max(1), each, rates)
+        length = -(-lane.total // lane.share) * lane.share
+        begins: Ints = np.arange(lanes)[:, None] * length + lane.line[:-1]
+        line, total = np.append(begins.ravel(), lanes * length), lanes * length
+        lane = lane._replace(line=line, total=total, programs=programs)
+        order = (turn * lanes + np.arange(lanes)[:, None]).ravel()
+    return lane, Tiles(tiles.seq[order], tiles.row[order], tiles.keys[order])
 
 
 def _alike(

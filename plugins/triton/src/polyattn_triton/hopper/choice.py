@@ -78,13 +78,13 @@ def hopper_config(spec: LayerSpec, arch: str, generated: Generated | None = None
     return config
 
 
-def box_rows(config: Config, block_size: int) -> int | None:
-    """Return how many rows are copied at once from blocks of this size (0: keys by token)."""
+def box_rows(tile: int, block_size: int) -> int | None:
+    """Return how many of a tile's keys are copied at once from blocks of this size (0: by token)."""
     if not block_size:
-        return config.block_n
+        return tile
     if block_size < FEWEST_ROWS or block_size & (block_size - 1):
         return None
-    return min(block_size, config.block_n)
+    return min(block_size, tile)
 
 
 def hopper_constants(
@@ -183,7 +183,7 @@ class HopperPrefill:
             size = spec.head_size
             key, value = plan.widening.copies(plan.batch, key, value, query.dtype, size, read)
         block_size = key.shape[1] if key.dim() == 4 else 0
-        box = box_rows(self.config, block_size)
+        box = box_rows(self.config.block_n, block_size)
         k, v = (None, None) if box is None else (described(key, box), described(value, box))
         if k is None or v is None:
             return False

@@ -44,10 +44,11 @@ def _matrix(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int]
     return [rows, columns], Steps(block // token, row, column)
 
 
-def described(pages: Tensor, box: int) -> tuple[Any, Steps] | None:
+def described(pages: Tensor, box: int, width: int | None = None) -> tuple[Any, Steps] | None:
     """Describe keys or values, (blocks, block size, heads, size) or (tokens, heads, size), 16 bits.
 
-    `box`: rows that are copied at once. None: these strides or this address can't be described.
+    `box`, `width`: rows and columns that are copied at once; whole heads without `width`. None: these
+    strides or this address can't be described.
     """
     found = _matrix(tuple(pages.shape), pages.stride())
     if found is None or pages.data_ptr() % 16:
@@ -56,6 +57,6 @@ def described(pages: Tensor, box: int) -> tuple[Any, Steps] | None:
     # Without its own checks, which ask the same again for longer than a launch takes.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = pages, shape, [pages.stride(-3), 1]
-    descriptor.block_shape = [box, pages.shape[-1]]
+    descriptor.block_shape = [box, width or pages.shape[-1]]
     descriptor.layout, descriptor.padding = SHARED, "zero"
     return descriptor, steps

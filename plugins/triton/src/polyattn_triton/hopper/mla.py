@@ -198,7 +198,7 @@ def _attend(
 
 
 @gluon.jit
-def _store(
+def store_whole(
     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
     HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -222,23 +222,25 @@ def _store(
 
 
 @gluon.jit
-def _store_part(
+def store_part(
     acc, m, l, PARTS, PART_LSE, part, query_len, start,
-    HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr,
+    HEADS: gl.constexpr, WIDTH: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr,
+    HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Store a piece of a tile, normalised, with its LSE in base 2."""
+    """Store `WIDTH` columns of a piece of a tile, normalised, with its LSE in base 2."""
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
     row = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUTPUT))
     row_ok = start + row < query_len * HEADS
-    offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
+    offs = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
     at = part * BLOCK_H + row
     gl.store(
         PARTS + at[:, None] * RANK + offs[None, :],
         acc / safe[:, None],
-        mask=row_ok[:, None] & (offs < RANK)[None, :],
+        mask=row_ok[:, None] & (offs < WIDTH)[None, :],
     )
-    gl.store(PART_LSE + at, gl.where(l == 0.0, float("-inf"), m + gl.log2(safe)), mask=row_ok)
+    if HAS_LSE:
+        gl.store(PART_LSE + at, gl.where(l == 0.0, float("-inf"), m + gl.log2(safe)), mask=row_ok)
 
 
 @gluon.jit
@@ -307,12 +309,12 @@ def mla_hopper_kernel(
             )  # fmt: skip
             begun = low // share
             if (high - 1) // share > begun:
-                _store_part(
+                store_part(
                     acc, m, l, PARTS, PART_LSE, 2 * program + (begun == program).to(gl.int32),
-                    query_len, start, HEADS, RANK, BLOCK_H,
+                    query_len, start, HEADS, RANK, RANK, BLOCK_H, True,
                 )  # fmt: skip
             else:
-                _store(
+                store_whole(
                     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
                     HEADS, RANK, BLOCK_H, HAS_LSE,
                 )  # fmt: skip
@@ -335,7 +337,7 @@ def mla_hopper_kernel(
             scale, q_t, q_h, kv_b, kv_t, token0, query_len, length, start, 0, 0,
             HEADS, RANK, ROPE, BLOCK_H, BLOCK_N, BLOCK_SIZE, False, SPARSE, FEW,
         )  # fmt: skip
-        _store(
+        store_whole(
             acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
             HEADS, RANK, BLOCK_H, HAS_LSE,
         )  # fmt: skip

@@ -30,7 +30,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
+def clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
     """Zero a tile's values from row `held` on: beyond the length there may be NaN.
 
     Both groups do so to the same values, and neither waits for the other: racecheck tells of it. An
@@ -73,7 +73,7 @@ def _of_pairs(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _kept(s, place, bound, HIDDEN: gl.constexpr):
+def kept_below(s, place, bound, HIDDEN: gl.constexpr):
     """Scores where `place` is below `bound`, elsewhere 0 or -inf (`HIDDEN`, in hexadecimals).
 
     Compared where it is used: of all comparisons before, ptxas packs the answers into registers, and
@@ -108,9 +108,9 @@ def _softmax(
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         HIDDEN: gl.constexpr = "0f00000000" if FUNCTIONS == 2 else "0fFF800000"
         if masked:
-            s = _kept(s, key_pos[None, :], bound[:, None], HIDDEN)
+            s = kept_below(s, key_pos[None, :], bound[:, None], HIDDEN)
             if WINDOW > 0:
-                s = _kept(s, (row_pos - WINDOW)[:, None], key_pos[None, :], HIDDEN)
+                s = kept_below(s, (row_pos - WINDOW)[:, None], key_pos[None, :], HIDDEN)
     if FUNCTIONS == 2:
         p = s
         m_new = m
@@ -246,7 +246,7 @@ def _consume(
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
         if key + BLOCK_N > seq_len:
             mbarrier.wait(v_full.index(n % STAGES), (n // STAGES) & 1)
-            _clear(v_smem.index(n % STAGES), seq_len - key, D, BLOCK_N)
+            clear(v_smem.index(n % STAGES), seq_len - key, D, BLOCK_N)
         mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=count > 1)
 
         # Key tiles from the last on: with a mask, without, and with one again where a window begins.

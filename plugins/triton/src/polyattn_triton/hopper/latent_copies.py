@@ -1,0 +1,60 @@
+"""What copies latents for `hopper.latents`? A warp that asks the copy engine, part by part."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from polyattn_triton.hopper.copies import blocks_of_boxes, copy_tile
+from polyattn_triton.hopper.items import advance, begin, bounds
+
+HALF = gl.constexpr(256)
+"""Columns of a group's outputs."""
+ROPE = gl.constexpr(64)
+LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Parts of a tile: the latents' halves, and what is rotated."""
+
+
+@gluon.jit
+def keys_of(STEP, at, stop, low, high, seq, start, HEADS: gl.constexpr, FEW: gl.constexpr):
+    """An item's rows and keys, as `items.bounds`."""
+    return bounds(
+        STEP[0], STEP[1], STEP[2], at, stop, low, high, seq, start, HEADS, 64, 64, FEW == 1, 0, True
+    )
+
+
+@gluon.jit
+def produce(
+    WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr,
+):  # fmt: skip
+    """Copy the items' tiles part by part, as the parts become free."""
+    BOX: gl.constexpr = WIDE.block_shape[0]
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WORK, tiles = STEP[2], STEP[3]
+    k_smem, turned_smem = SMEM[1], SMEM[2]
+    full, empty = BARRIERS
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    n = 0
+    while at < stop:
+        _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = keys_of(
+            STEP, at, stop, low, high, seq, start, HEADS, FEW
+        )
+        TABLE = BT + seq.to(gl.int64) * table_s
+        key = first * 64
+        at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
+        blocks = blocks_of_boxes(TABLE, key, limit, True, BLOCK_SIZE, BOX, LANES)
+        for _i in range(count):
+            ahead = blocks_of_boxes(TABLE, key + 64, limit, True, BLOCK_SIZE, BOX, LANES)
+            stage = n % 2
+            free = (n // 2 + 1) & 1  # of a stage never used: at once
+            for part in gl.static_range(2, -1, -1):
+                copy_tile(
+                    NARROW if part == TURNED else WIDE, blocks, key, 0, part * HALF, k_b,
+                    turned_smem.index(stage) if part == TURNED else k_smem.index(2 * stage + part),
+                    full.index(3 * stage + part), empty.index(3 * stage + part), free,
+                    ROPE if part == TURNED else HALF, 64, BLOCK_SIZE, True, BOX, LANES,
+                )  # fmt: skip
+            blocks = ahead
+            key += 64
+            n += 1
