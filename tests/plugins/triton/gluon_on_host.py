@@ -493,10 +493,11 @@ def inline(
             continue
         assert pack * BYTES[x.dtype] == 4
         registers.append(np.ascontiguousarray(bits).view(np.uint32))
-    found = [
-        Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind)
-        for bits, kind in zip(run_ptx(asm, len(kinds), registers), kinds, strict=True)
-    ]
+    each = [pack * BYTES[kind] // 4 for kind in kinds]  # registers
+    results, found = iter(run_ptx(asm, sum(each), registers)), []
+    for count, kind in zip(each, kinds, strict=True):
+        bits = np.stack([next(results) for _ in range(count)], -1).reshape(-1)
+        found.append(Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind))
     return tuple(found) if isinstance(dtype, tuple) else found[0]
 
 
