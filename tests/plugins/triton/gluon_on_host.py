@@ -21,12 +21,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from polyattn_triton import launch
-from polyattn_triton.hopper import copies, items, mla, packed, prefill, rows
+from polyattn_triton.hopper import copies, items, mla, packed, packed_rows, prefill, rows
 from polyattn_triton.kernels import parts, softmax, tiles
 from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
-MODULES = (copies, items, mla, packed, prefill, rows, parts, softmax, tiles)
+MODULES = (copies, items, mla, packed, packed_rows, prefill, rows, parts, softmax, tiles)
 INTS = {"int1": 1, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 FLOATS = {"float8e4nv": 8, "float16": 16, "bfloat16": 16, "float32": 32}
 BYTES = {name: max(1, bits // 8) for name, bits in (INTS | FLOATS).items()}

@@ -20,6 +20,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.packed_rows import (
+    E4M3,
+    INT4,
+    MXFP4,
+    NVFP4,
+    blocks_of_tile,
+    copy_tile,
+    longer,
+    numbers_of,
+    pairs_layout,
+    scale_words,
+    units_layout,
+    wide_layout,
+    word_of,
+    words_layout,
+)
 from polyattn_triton.hopper.rows import barrier
 from polyattn_triton.hopper.unpacking import (
     BELOW,
@@ -42,30 +58,6 @@ RAISED = gl.constexpr(15)
 """Weights are 2^15 times as large, as in `kernels.decode`: float16 then holds small ones."""
 LEAST = gl.constexpr(2.0**-126)
 """The smallest unit of values that rows have scales of."""
-
-
-INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS = (gl.constexpr(n) for n in range(8))
-"""Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power
-of two for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3;
-e4m3 and int8, a float32 for each row."""
-
-
-@gluon.constexpr_function
-def numbers_of(form):
-    """How many numbers a unit holds."""
-    return 2 if form >= E4M3 else 8 if form == KIVI2 else 4
-
-
-@gluon.constexpr_function
-def word_of(form):
-    """What rows begin at multiples of, in bytes, and are copied in."""
-    return 4 if form == MXFP4 or form > E4M3 else 8
-
-
-@gluon.constexpr_function
-def scale_words(form):
-    """How many such words a row's scales take; their place in shared memory, of e4m3."""
-    return 2 if form in (KIVI4, KIVI2) else 1
 
 
 UNPACKING = (
@@ -134,65 +126,6 @@ def _place(row, i, FORM: gl.constexpr, OF_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _with(parts, one):
-    """Return a tuple that has one part more."""
-    return parts + (one,)  # noqa: RUF005
-
-
-@gluon.jit
-def _blocks(BT, tile, length, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The blocks that hold a tile's keys, 16 each; past the length block 0."""
-    blocks = ()
-    for part in gl.static_range(BLOCK_N // 16):
-        at = tile * BLOCK_N + part * 16
-        blocks = _with(blocks, gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0))
-    return blocks
-
-
-@gluon.jit
-def _origins(blocks, tile, row, b, t, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Where the rows of a tile lie, from the first of its 16 on."""
-    origins = row.to(gl.int64) * 0
-    for part in gl.static_range(BLOCK_N // 16):
-        at = tile * BLOCK_N + part * 16
-        origin = blocks[part].to(gl.int64) * b + at % BLOCK_SIZE * t
-        origins = gl.where(row // 16 == part, origin, origins)
-    return origins[:, None]
-
-
-@gluon.jit
-def _copy(
-    rows, blocks, tile, slot, length, WORDS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile's rows into shared memory: all of its codes at once, which needs no barrier between.
-
-    `rows`: their places in shared memory and their scales', where they lie, the words of 16, and the
-    strides of blocks and rows. Past the length scales are zero, or 8-bit numbers.
-    """
-    codes, scales, ROWS, of_row, b, t = rows
-    WIDE: gl.constexpr = gl.SliceLayout(1, wide_layout(FORM))
-    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
-    row = gl.arange(0, BLOCK_N, layout=WIDE)
-    left = length - tile * BLOCK_N
-    FROM = ROWS + _origins(blocks, tile, row, b, t, BLOCK_N, BLOCK_SIZE) + of_row
-    to = codes.index(slot)
-    if FORM >= E4M3:
-        async_copy.async_copy_global_to_shared(to, FROM, mask=(row < left)[:, None])
-    else:
-        async_copy.async_copy_global_to_shared(to, FROM)
-    if FORM != E4M3:
-        line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LINE))
-        each = gl.arange(0, scale_words(FORM), layout=gl.SliceLayout(0, LINE))
-        FROM = ROWS + _origins(blocks, tile, line, b, t, BLOCK_N, BLOCK_SIZE)
-        async_copy.async_copy_global_to_shared(
-            scales.index(slot),
-            FROM + WORDS + (line % 16 * t)[:, None] + each[None, :],
-            mask=(line < left)[:, None],
-        )
-
-
-@gluon.jit
 def _product(a, b, acc):
     """Add an operand's product to a tile of the accumulator."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -221,7 +154,7 @@ def _codes(units, SHAPE: gl.constexpr, ORDER: gl.constexpr, BELOW_ONE: gl.conste
     for i in gl.static_range(4):
         a, b, c, d = _numbers(groups[i], groups[i], groups[i], INT4, BELOW_ONE)
         codes = gl.join(gl.join(a, b), gl.join(c, d)).reshape((SHAPE[0], SHAPE[1], 2, 2))
-        operands = _with(operands, codes.permute(ORDER))
+        operands = longer(operands, codes.permute(ORDER))
     return operands
 
 
@@ -307,14 +240,14 @@ def _attend(
     values = (v_codes, v_scales, V, row[:, None] * v_t + word[None, :], v_b, v_t)
     last = gl.minimum(gl.cdiv(length, BLOCK_N), end)
     # A tile's blocks are known before its turn: its copies don't wait for the table.
-    blocks = _blocks(BT, begin, length, BLOCK_N, BLOCK_SIZE)
+    blocks = blocks_of_tile(BT, begin, length, BLOCK_N, BLOCK_SIZE)
     for i in gl.static_range(STAGES - 1):
         tile = begin + i * step
         if tile < last:
-            _copy(keys, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
-            _copy(values, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(keys, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(values, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        blocks = _blocks(BT, tile + step, length, BLOCK_N, BLOCK_SIZE)
+        blocks = blocks_of_tile(BT, tile + step, length, BLOCK_N, BLOCK_SIZE)
 
     # Powers of two keep queries inside of float16's range.
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
@@ -327,7 +260,7 @@ def _attend(
         of_query = gl.load(AT + _place(unit, i, FORM, True)[:, None], mask=mine, other=0.0)
         of_query = of_query.to(gl.float32)
         most = gl.maximum(most, gl.abs(of_query))
-        rows = _with(rows, of_query)
+        rows = longer(rows, of_query)
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
@@ -338,10 +271,10 @@ def _attend(
         of_query = (rows[i] / power[None, :]).to(KIND)
         if FORM == INT4:
             of_query = of_query.to(gl.float32)
-            less = _with(less, gl.convert_layout(gl.sum(of_query, 0) * (-8.0 * 2.0**-20), HEAD))
+            less = longer(less, gl.convert_layout(gl.sum(of_query, 0) * (-8.0 * 2.0**-20), HEAD))
             of_query = (of_query * gl.where(unit // 8 % 2 == 0, 16.0, 1.0)[:, None]).to(KIND)
-        q = _with(q, gl.convert_layout(of_query, B))
-        acc = _with(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
+        q = longer(q, gl.convert_layout(of_query, B))
+        acc = longer(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
     by = gl.convert_layout(power, HEAD) * (scale * LOG2E * SCORED_BY)
 
     m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
@@ -360,10 +293,10 @@ def _attend(
         if to < 0:
             to = STAGES - 1
         if ahead < last:
-            _copy(keys, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
-            _copy(values, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(keys, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(values, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        blocks = _blocks(BT, ahead + step, length, BLOCK_N, BLOCK_SIZE)
+        blocks = blocks_of_tile(BT, ahead + step, length, BLOCK_N, BLOCK_SIZE)
 
         k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
         if FORM >= E4M3:
@@ -433,9 +366,9 @@ def _attend(
             one = so_far[i] * alpha[None, :]
             if FORM == INT4:
                 of_group = _times(weights, _along(v_by[i], B))
-                acc = _with(acc, _product(v[i], of_group, one))
+                acc = longer(acc, _product(v[i], of_group, one))
             else:
-                acc = _with(acc, _product(v[i], weights, one))
+                acc = longer(acc, _product(v[i], weights, one))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -449,40 +382,8 @@ def _attend(
     so_far = acc
     acc = ()
     for i in gl.static_range(COUNT):
-        acc = _with(acc, so_far[i] * norm)
+        acc = longer(acc, so_far[i] * norm)
     return acc, lse
-
-
-@gluon.constexpr_function
-def wide_layout(form):
-    """How a warp's threads copy 16 rows: four rows of eight words, or of eight pairs."""
-    return gl.BlockedLayout([1, 2 if form == E4M3 else 1], [4, 8], [1, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def pairs_layout(keys, axis):
-    """How a lane holds the scales of nvfp4's keys: a row's four pairs are neighbours.
-
-    `axis`: 2 where keys are the rows of a product's first operand, 1 where they are its columns.
-    """
-    high = [[1 << i, 0] for i in range(3, keys.bit_length() - 1)]
-    if axis == 1:
-        registers, lanes = [[0, 1], [0, 2], [1, 0], *high], [[2, 0], [4, 0], *[[0, 0]] * 3]
-    else:
-        registers, lanes = [[0, 1], [0, 2], *high], [*[[0, 0]] * 2, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [keys, 4])
-
-
-@gluon.constexpr_function
-def units_layout(units):
-    """How a tile's units of 16 bits lie in shared memory: 16 bytes of eight rows in different banks."""
-    return gl.SwizzledSharedLayout(8, 64 // units, units // 8, [1, 0])
-
-
-@gluon.constexpr_function
-def words_layout(words, size):
-    """The same for words of `size` bytes."""
-    return gl.SwizzledSharedLayout(16 // size, 128 // (words * size), words * size // 16, [1, 0])
 
 
 @gluon.jit
