@@ -185,6 +185,31 @@ def test_packed_decode(form: str, name: str) -> None:
     assert way == name.partition(",")[0]
 
 
+@pytest.mark.parametrize(
+    ("lens", "changes", "way"),
+    [
+        ([131072], {}, "many"),
+        ([131072] + [1024] * 7, {}, "listed"),
+        ([1024], {}, None),
+        ([131072], {"graph_capture": "single_token_decode"}, None),
+        ([4096] * 64, {}, "decode"),
+    ],
+    ids=["long", "one long", "short", "captured", "many"],
+)
+def test_long_decodes_over_e4m3_are_packed(
+    lens: list[int], changes: dict[str, Any], way: str | None
+) -> None:
+    """And those that fill the chip uncut; `way`: None where the portable kernel serves."""
+    spec = PLAIN.replace(
+        num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3", **changes
+    )
+    backend = backend_of(spec, format_of(spec, HOPPER, "NHD", 16), 132)
+    table = torch.zeros(len(lens), max(lens) // 16, dtype=torch.int32)
+    plan = backend.plan_rows(Batch.from_lens([1] * len(lens), lens, table, 16))
+    assert (plan.config == backend.packed) is (way is not None)
+    assert way in (None, plan.way)
+
+
 def test_large_values_after_small_ones_leave_weights_in_float16() -> None:
     """int4's weights are multiplied by scales: of these up to 5,000, 2^14 of them would overflow."""
     run(PLAIN.replace(head_size=128, kv_cache_dtype="int4"), [1, 1], [70, 41], large=1e4)

@@ -239,8 +239,8 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
     """Each format of rows: each kind of step, what hides or changes scores, groups of 1 to 16 heads."""
     if not base.cached or ANY_ROWS not in caps.kv_cache_dtypes:
         return
-    steps = [n for n in ("decode", "prefill", "chunked") if n in names]
-    steps += ["short queries"] if {"prefill", "short queries"} & {*names} else []
+    has = {*names, "short queries"} if "prefill" in names else {*names}
+    steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in has]
     features = ("sliding_window", "learned_sinks", "sink_tokens", "logit_soft_cap")
     for cached in [*caches(caps, base), "int8_rows/int4"]:
         spec = base.replace(**_cached(caps, cached))
