@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,18 @@ def by_scale(largest: float, dtype: Any, x: Tensor) -> Tensor:
         np.rint(ratio).clip(-127, 127) if dtype is None else ratio.astype(np.float32).astype(dtype)
     )
     return torch.from_numpy(codes.astype(np.float64) * scale).float()
+
+
+def by_turboquant(levels: Sequence[float], x: Tensor) -> Tensor:
+    """TurboQuant's algorithm 1: each turned element's nearest level; the turn is a dense matrix here."""
+    at = np.arange(x.shape[-1])
+    ones = np.array([[(i & j).bit_count() for j in at.tolist()] for i in at.tolist()])
+    turn = (-1.0) ** (ones + (at * 40503 >> 7)) * len(at) ** -0.5
+    rows = x.double().numpy()
+    norm = np.linalg.norm(rows, axis=-1, keepdims=True).astype(np.float16).astype(np.float64)
+    norm = norm * len(at) ** -0.5
+    codes = np.abs((rows @ turn.T / norm)[..., None] - np.array(levels)).argmin(-1)
+    return torch.from_numpy(np.array(levels)[codes] @ turn * norm).float()
 
 
 def by_latent(size: int, group: int, exact: bool, x: Tensor) -> Tensor:

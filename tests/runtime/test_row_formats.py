@@ -18,7 +18,7 @@ from polyattn.families.attention import reference
 from polyattn.kernel import SharedRun
 from polyattn.runtime.cache.rows import decoded, encoded, sizes_of, turned
 from polyattn.spec.row_format import known_formats, row_format
-from published_formats import PUBLISHED, SIZES, by_nvfp4
+from published_formats import PUBLISHED, SIZES, by_nvfp4, by_turboquant
 from torch import Tensor
 from unseen_format import registered
 
@@ -66,6 +66,16 @@ def test_turboquant_is_as_near_as_its_paper_says() -> None:
         lost = (back("turboquant4", x) - x).square().sum(-1) / x.square().sum(-1)
         assert lost.mean() < 0.0125
     assert 0.0085 < ((back("turboquant4", rows) - rows).norm() / rows.norm()) ** 2 < 0.0105
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_turboquant_is_its_papers_algorithm(size: int) -> None:
+    """Whole rows but a few, of which a float32 element may lie on the other side of a tie."""
+    from polyattn.runtime.cache.formats.turboquant import CODEBOOK
+
+    x = normal(1000, size, spread=3.0)
+    off = (back("turboquant4", x) - by_turboquant(CODEBOOK, x)).abs().amax(-1)
+    assert (off < 1e-5).double().mean() > 0.998
 
 
 def test_turboquant_has_the_levels_of_lloyd_and_max() -> None:

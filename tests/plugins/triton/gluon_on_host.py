@@ -21,12 +21,35 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from polyattn_triton import launch
-from polyattn_triton.hopper import copies, items, latent_copies, latents, mla, packed, prefill, rows
+from polyattn_triton.hopper import (
+    copies,
+    items,
+    latent_copies,
+    latents,
+    mla,
+    packed,
+    packed_rows,
+    prefill,
+    rows,
+)
 from polyattn_triton.kernels import parts, softmax, tiles
 from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
-MODULES = (copies, items, latent_copies, latents, mla, packed, prefill, rows, parts, softmax, tiles)
+MODULES = (
+    copies,
+    items,
+    latent_copies,
+    latents,
+    mla,
+    packed,
+    packed_rows,
+    prefill,
+    rows,
+    parts,
+    softmax,
+    tiles,
+)
 INTS = {"int1": 1, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 FLOATS = {"float8e4nv": 8, "float16": 16, "bfloat16": 16, "float32": 32}
 BYTES = {name: max(1, bits // 8) for name, bits in (INTS | FLOATS).items()}
@@ -493,10 +516,11 @@ def inline(
             continue
         assert pack * BYTES[x.dtype] == 4
         registers.append(np.ascontiguousarray(bits).view(np.uint32))
-    found = [
-        Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind)
-        for bits, kind in zip(run_ptx(asm, len(kinds), registers), kinds, strict=True)
-    ]
+    each = [pack * BYTES[kind] // 4 for kind in kinds]  # registers
+    results, found = iter(run_ptx(asm, sum(each), registers)), []
+    for count, kind in zip(each, kinds, strict=True):
+        bits = np.stack([next(results) for _ in range(count)], -1).reshape(-1)
+        found.append(Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind))
     return tuple(found) if isinstance(dtype, tuple) else found[0]
 
 

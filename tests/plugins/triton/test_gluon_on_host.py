@@ -47,11 +47,12 @@ def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
 
 
 def filled(
-    spec: LayerSpec, block: int, layout: str, lens: list[int], far: int = 0
+    spec: LayerSpec, block: int, layout: str, lens: list[int], far: int = 0, large: float = 1.0
 ) -> tuple[KVCache, torch.Tensor]:
     """Return a cache whose blocks are in any order, all else in it NaN, and its block table.
 
-    `far`: so many blocks come first, of which nothing is in memory.
+    `far`: so many blocks come first, of which nothing is in memory. `large`: what some values are
+    multiplied by.
     """
     chance = torch.Generator().manual_seed(0)
     width = max(1, max(-(-n // block) for n in lens))
@@ -66,6 +67,8 @@ def filled(
         for pages, length in zip(table.tolist(), lens, strict=True):
             for at in range(length):
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance)
+                if stored is cache.value and at >= 40:
+                    new *= large
                 if rows is not None:
                     new = quantize(new, torch.uint8, 1.0, rows)
                 stored[pages[at // block], at % block] = new[0].to(stored.dtype)
@@ -75,9 +78,10 @@ def filled(
 def run(
     spec: LayerSpec, queries: list[int], lens: list[int], block: int = 16, layout: str = "NHD",
     sms: int = 3, order: tuple[int, ...] = (0, 1, 2), fresh: bool = False, far: int = 0,
+    large: float = 1.0,
 ) -> tuple[str, list[str]]:  # fmt: skip
     """Run a step; its outputs are float64's, each written once. Returns the way, and the kernels."""
-    cache, table = filled(spec, block, layout, lens, far)
+    cache, table = filled(spec, block, layout, lens, far, large)
     chance = torch.Generator().manual_seed(1)
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance).bfloat16()
     batch = Batch.from_lens(queries, lens, table, block)
@@ -180,6 +184,36 @@ def test_packed_decode(form: str, name: str) -> None:
     way, kernels = run(spec, [1] * len(lens), lens, spec.block_size or 16, layout, sms=sms)
     assert kernels == ["packed_kernel"] + ["merge_kernel"] * (not name.startswith("decode"))
     assert way == name.partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    ("lens", "changes", "way"),
+    [
+        ([131072], {}, "many"),
+        ([131072] + [1024] * 7, {}, "listed"),
+        ([1024], {}, None),
+        ([131072], {"graph_capture": "single_token_decode"}, None),
+        ([4096] * 64, {}, "decode"),
+    ],
+    ids=["long", "one long", "short", "captured", "many"],
+)
+def test_long_decodes_over_e4m3_are_packed(
+    lens: list[int], changes: dict[str, Any], way: str | None
+) -> None:
+    """And those that fill the chip uncut; `way`: None where the portable kernel serves."""
+    spec = PLAIN.replace(
+        num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3", **changes
+    )
+    backend = backend_of(spec, format_of(spec, HOPPER, "NHD", 16), 132)
+    table = torch.zeros(len(lens), max(lens) // 16, dtype=torch.int32)
+    plan = backend.plan_rows(Batch.from_lens([1] * len(lens), lens, table, 16))
+    assert (plan.config == backend.packed) is (way is not None)
+    assert way in (None, plan.way)
+
+
+def test_large_values_after_small_ones_leave_weights_in_float16() -> None:
+    """int4's weights are multiplied by scales: of these up to 5,000, 2^14 of them would overflow."""
+    run(PLAIN.replace(head_size=128, kv_cache_dtype="int4"), [1, 1], [70, 41], large=1e4)
 
 
 @pytest.mark.slow
@@ -341,22 +375,24 @@ def test_every_unit_of_four_bits() -> None:
         def right(
             asm: Any, numbers: list[Any], scales: Any, *others: Any, turn: int = turn
         ) -> None:
-            registers = registers_of(pair, *(np.broadcast_to(x, pair.shape) for x in others))  # noqa: B023
+            registers = registers_of(pair)  # noqa: B023
+            registers += [np.full(len(pair), x, np.uint32) for x in others]  # noqa: B023
             for bits, wanted in zip(run_ptx(asm, 4, registers), numbers, strict=True):
                 found = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
                 assert (found[:, 0] == wanted * scales[0]).all()
                 assert (found[:, 1] == np.roll(wanted, turn) * scales[1]).all()
 
-        for scales in ((1.0, 1.0), (-3.0, 0.25)):
-            right(unpacking.INTEGERS, integers, scales, np.array(scales, np.float16))
+        right(unpacking.INTEGERS, integers, (1.0, 1.0))
+        codes = [x * (16.0 if at % 2 else 1.0) * 2.0**-24 for at, x in enumerate(nibble)]
+        right(unpacking.CODES, codes, (1.0, 1.0))
         for (low, first), (high, second) in pairwise(some.items()):
-            groups = np.uint16(low | high << 8)
+            halves = np.array([low | high << 8, 0x3830], np.uint16).view(np.uint32)
+            one, other = run_ptx(unpacking.HALVES, 2, [halves])
             # A row's two units are of one group; of two rows each has its own.
             for scale, which in ((first, 0x1010), (second, 0x3232)):
-                right(unpacking.E2M1_BESIDE, floats, (scale, scale), groups, np.uint16(which))
-            each = np.array([groups, 0x3830], np.uint16)
-            right(unpacking.E2M1_BELOW, floats, (first, 0.5), each, np.uint16(0x5410))
-            right(unpacking.E2M1_BELOW, floats, (second, 1.0), each, np.uint16(0x7632))
+                right(unpacking.E2M1_BESIDE, floats, (scale, scale), one, one, which)
+            right(unpacking.E2M1_BELOW, floats, (first, 0.5), one, other, 0x5410)
+            right(unpacking.E2M1_BELOW, floats, (second, 1.0), one, other, 0x7632)
 
 
 @pytest.mark.parametrize("bits", [4, 2])

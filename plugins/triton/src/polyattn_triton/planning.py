@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,8 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2)
 """Key tiles that a tile of queries costs beside its own, and that are worth a program."""
+LONG = 64
+"""Key tiles of a multiprocessor from which on decodes over e4m3 are those of rows."""
 HOPPER_RATES = replace(RATES, merge=6)
 """And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
 tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
@@ -114,7 +118,7 @@ class PlannedAttention(AttentionBackend):
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
         least = -(-(asked or 0) // self.few_config.block_n)
         self.decode_rates = Rates(RATES.item, max(RATES.least, least))
-        self.chip = Chip(self.places, spec.num_kv_heads)
+        self.chip = Chip(self.places, spec.num_kv_heads, PLACES if self.in_rows else 0)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
@@ -199,8 +203,41 @@ class PlannedAttention(AttentionBackend):
             return None
         return over_chosen_pages(batch, self.cache.block_size)
 
+    @cached_property
+    def packed_on_one(self) -> int:
+        """How many programs over packed numbers a multiprocessor holds at once."""
+        assert self.packed is not None and self.cache is not None
+        needed = packed_bytes(self.cache, self.packed)
+        return fitting(self.torch_device, needed, FEW_ON_ONE * PLACES)
+
+    @cached_property
+    def of_long(self) -> PlannedAttention:
+        """What plans decodes over e4m3 that read much: as those over rows of bytes."""
+        planner = copy(self)
+        assert self.packed is not None
+        planner.in_rows, planner.by_one = True, 0
+        planner.decode_config = planner.few_config = self.packed
+        planner.places = self.num_sms * PLACES
+        planner.chip = replace(self.chip, processors=planner.places, on_one=PLACES)
+        return planner
+
+    def _is_long(self, batch: Batch) -> bool:
+        """Whether a step over e4m3, not of rows, is planned as if it were: few sequences of many keys.
+
+        What a captured graph runs doesn't follow from lengths.
+        """
+        bound = self.spec.graph_capture or self.spec.length_bounds
+        if self.packed is None or self.in_rows or bound or not self.least_split:
+            return False
+        heads, least = self.spec.num_kv_heads, LONG * self.packed.block_n * self.num_sms
+        few = batch.num_seqs * heads <= FEW_ON_ONE * self.num_sms
+        return few and int(batch.host_lens.sum()) * heads >= least
+
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
+        if self._is_long(plan.batch):
+            self.of_long._plan_decode(plan, before)
+            return
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
         if spec.length_bounds:  # any lengths up to those: splits take the device's tiles in turn
@@ -242,7 +279,9 @@ class PlannedAttention(AttentionBackend):
         longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program in a place gains, but for small ones.
-        each = self.places * (2 if self.in_rows else 1) // programs
+        each = self.places // programs
+        if self.in_rows:
+            each = self.num_sms * min(2 * PLACES, self.packed_on_one) // programs
         wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
         limit = MAX_SPLITS * (PLACES if self.in_rows else 1)
         most = max(1, min(wanted, -(-longest // self.least_split), limit))
@@ -381,12 +420,13 @@ class PlannedAttention(AttentionBackend):
         key = (plan.way, plan.config, self.on_one)
         programs = self._residents.get(key)
         if programs is None:
-            most = self.on_one or on_one(self.spec, plan.config, plan.way)
-            needed = shared_bytes(self.spec, plan.config, plan.way)
-            if plan.config == self.packed and self.cache is not None:
-                most = FEW_ON_ONE * PLACES
-                needed = packed_bytes(self.cache, plan.config)
-            programs = self._residents[key] = fitting(self.torch_device, needed, most)
+            if plan.config == self.packed:
+                programs = self.packed_on_one
+            else:
+                most = self.on_one or on_one(self.spec, plan.config, plan.way)
+                needed = shared_bytes(self.spec, plan.config, plan.way)
+                programs = fitting(self.torch_device, needed, most)
+            self._residents[key] = programs
         return programs
 
     def _deal(

@@ -64,6 +64,7 @@ class Chip:
 
     processors: int
     heads: int
+    on_one: int = 0
     full: float = 0.8
     own: float = 2.2
     launch: float = 1.5
@@ -110,7 +111,11 @@ class Chip:
         def duration(splits: int) -> float:
             itself = splits == by_one
             merging = self.own if itself else self.merging(splits)
-            return self.reading(keys * count, -(-keys // splits)) + merging
+            share, total = -(-keys // splits), keys * count
+            if self.on_one:  # the fullest multiprocessor's
+                fullest = -(-count * self.heads * splits * self.on_one // self.processors)
+                total = -(-fullest * share * self.processors // (self.on_one * self.heads))
+            return self.reading(total, share) + merging
 
         return min(tries, key=duration)
 

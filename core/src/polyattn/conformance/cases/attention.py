@@ -22,7 +22,7 @@ from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import ANY_ROWS
-from polyattn.workload.steps import LATER
+from polyattn.workload.steps import EDGES, LATER
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -239,7 +239,8 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
     """Each format of rows: each kind of step, what hides or changes scores, groups of 1 to 16 heads."""
     if not base.cached or ANY_ROWS not in caps.kv_cache_dtypes:
         return
-    steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in names]
+    has = {*names, "short queries"} if "prefill" in names else {*names}
+    steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in has]
     features = ("sliding_window", "learned_sinks", "sink_tokens", "logit_soft_cap")
     for cached in [*caches(caps, base), "int8_rows/int4"]:
         spec = base.replace(**_cached(caps, cached))
@@ -251,6 +252,7 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
         for ratio in (r for r in (1, 3, 16) if r in caps.gqa_ratios and "gqa" in caps.features):
             heads = spec.replace(num_heads=2 * ratio, num_kv_heads=2)
             yield Case("numeric", f"{where} gqa {ratio}", heads, _main(names, "")[0])
+        yield Case("numeric", where, spec, _main(names, "")[0], EDGES)
         yield Case("stale", where, spec, _main(names, "")[0])
         yield Case("shared", where, spec, "shared" if "prefill" in names else "decode")
 

@@ -30,6 +30,7 @@ from polyattn.workload.dice import Dice
 from polyattn.workload.pages import copied, put
 from polyattn.workload.steps import (
     AT_CAP,
+    EDGES,
     LATER,
     PAGES,
     USUAL,
@@ -41,6 +42,8 @@ from polyattn.workload.steps import (
 
 OFFSETS = {"+100": 100.0, "-100": -100.0}
 """What unusual logits are raised or lowered by: more than float32's exponential takes."""
+LARGE = 4096.0
+"""Values so many times as large saturate in formats whose scales end early: e4m3, int8 and nvfp4."""
 
 
 class AttentionWorkload(AttendingWorkload):
@@ -142,6 +145,11 @@ class AttentionWorkload(AttendingWorkload):
         if self.offset and what != "value":
             each = (abs(self.offset) / self.spec.scale) ** 0.5
             numbers[..., 0] = math.copysign(each, self.offset) if what == "key" else each
+        if self.numbers == EDGES and what != "query":
+            numbers[::5] = 0.0
+            numbers[1::5] = torch.finfo(numbers.dtype).smallest_normal / 4
+            if what == "value":
+                numbers[2::5] *= LARGE
         dtype = input_dtype(self.spec)
         if dtype == numbers.dtype:
             return numbers

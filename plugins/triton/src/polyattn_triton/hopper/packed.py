@@ -7,6 +7,9 @@ first numbers, its second and so on are four operands, whose columns are every f
 is moved once it is unpacked, two at a time, and multiplied by its group's scale. Of 2 bits a unit holds
 eight numbers, of e4m3 two, which have no scales.
 
+Of int4 an operand is a group of 32 instead: its codes are multiplied as they are, and its scale
+multiplies the group's part of the scores, and the weights.
+
 Gluon has no interpreter: CI compiles this ahead of time, and a GPU checks its values.
 """
 
@@ -17,14 +20,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.packed_rows import (
+    E4M3,
+    INT4,
+    MXFP4,
+    NVFP4,
+    blocks_of_tile,
+    copy_tile,
+    longer,
+    numbers_of,
+    pairs_layout,
+    scale_words,
+    units_layout,
+    wide_layout,
+    word_of,
+    words_layout,
+)
 from polyattn_triton.hopper.rows import barrier
 from polyattn_triton.hopper.unpacking import (
     BELOW,
     BESIDE,
     BYTES_BELOW,
     BYTES_BESIDE,
+    CODES,
     E2M1_BELOW,
     E2M1_BESIDE,
+    HALVES,
     INTEGERS,
     POWERS,
     QUARTERS,
@@ -39,33 +60,9 @@ LEAST = gl.constexpr(2.0**-126)
 """The smallest unit of values that rows have scales of."""
 
 
-INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS = (gl.constexpr(n) for n in range(8))
-"""Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power
-of two for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3;
-e4m3 and int8, a float32 for each row."""
-
-
-@gluon.constexpr_function
-def numbers_of(form):
-    """How many numbers a unit holds."""
-    return 2 if form >= E4M3 else 8 if form == KIVI2 else 4
-
-
-@gluon.constexpr_function
-def word_of(form):
-    """What rows begin at multiples of, in bytes, and are copied in."""
-    return 4 if form == MXFP4 or form > E4M3 else 8
-
-
-@gluon.constexpr_function
-def scale_words(form):
-    """How many such words a row's scales take; their place in shared memory, of e4m3."""
-    return 2 if form in (KIVI4, KIVI2) else 1
-
-
 UNPACKING = (
-    (INTEGERS, INTEGERS, 1),
-    (E2M1_BESIDE, E2M1_BELOW, 2),
+    (CODES, INTEGERS, 0),
+    (E2M1_BESIDE, E2M1_BELOW, 3),
     (POWERS, POWERS, 1),
     (STEPS, STEPS, 2),
     (QUARTERS, QUARTERS, 2),
@@ -74,6 +71,9 @@ UNPACKING = (
     (BYTES_BESIDE, BYTES_BELOW, 0),
 )
 """By form: what makes numbers of two units of one row, and of two rows; registers of their scales."""
+
+
+OF_PAIRS = gl.constexpr(HALVES)
 
 
 @gluon.constexpr_function
@@ -89,10 +89,12 @@ def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     """Return operands, a unit's first numbers, its second and so on, of units int16.
 
     `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales
-    (nvfp4) `which` says which is meant; what is returned is then the 2^14th part.
+    (nvfp4) `which` says which is meant; what is returned is then the 2^14th part. Of codes beside one
+    another (int4) it is the 2^24th part, and of the second and the fourth the 2^20th.
     """
     MADE: gl.constexpr = instructions(FORM, BELOW_ONE)
-    read = (units,) if FORM >= E4M3 else (units, by, which) if FORM == NVFP4 else (units, by)
+    UNSCALED: gl.constexpr = FORM >= E4M3 or FORM == INT4
+    read = (units,) if UNSCALED else (units, by, which) if FORM == NVFP4 else (units, by)
     return gl.inline_asm_elementwise(MADE[0], MADE[1], read, MADE[2], is_pure=True, pack=2)
 
 
@@ -112,51 +114,15 @@ def _which(LAYOUT: gl.constexpr, one: gl.constexpr, other: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(BT, tile, length, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The blocks that hold a tile's keys, 16 each; past the length block 0."""
-    at = tile * BLOCK_N
-    first = gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
-    at += 16
-    return first, gl.load(BT + at // BLOCK_SIZE, mask=at < length, other=0)
-
-
-@gluon.jit
-def _copy(
-    rows, blocks, tile, slot, length, WORDS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile's rows into shared memory, 16 of each of two blocks.
-
-    `rows`: their places in shared memory and their scales', where they lie, the words of 16, and the
-    strides of blocks and rows. Past the length scales are zero, or 8-bit numbers.
-    """
-    codes, scales, ROWS, of_row, b, t = rows
-    WIDE: gl.constexpr = wide_layout(FORM)
-    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
-    for part in gl.static_range(2):
-        at = tile * BLOCK_N + part * 16
-        FROM = ROWS + blocks[part].to(gl.int64) * b + (at % BLOCK_SIZE) * t
-        to = codes.index(slot).slice(part * 16, 16)
-        if FORM >= E4M3:
-            row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
-            mine = (row < length - at)[:, None]
-            async_copy.async_copy_global_to_shared(to, FROM + of_row, mask=mine)
-        else:
-            async_copy.async_copy_global_to_shared(to, FROM + of_row)
-        if FORM != E4M3:
-            line = gl.arange(0, 16, layout=gl.SliceLayout(1, LINE))
-            each = gl.arange(0, scale_words(FORM), layout=gl.SliceLayout(0, LINE))
-            async_copy.async_copy_global_to_shared(
-                scales.index(slot).slice(part * 16, 16),
-                FROM + WORDS + (line * t)[:, None] + each[None, :],
-                mask=(line < length - at)[:, None],
-            )
-
-
-@gluon.jit
-def _with(parts, one):
-    """Return a tuple that has one part more."""
-    return parts + (one,)  # noqa: RUF005
+def _place(row, i, FORM: gl.constexpr, OF_KEYS: gl.constexpr):
+    """Return which of a head's numbers the rows of operand `i` are."""
+    if FORM == INT4:
+        place = 32 * i + row % 8 * 4 + row // 8
+    elif FORM >= E4M3 and OF_KEYS:
+        place = row // 2 * 4 + row % 2 + 2 * i
+    else:
+        place = numbers_of(FORM) * row + i
+    return place
 
 
 @gluon.jit
@@ -169,20 +135,76 @@ def _product(a, b, acc):
 
 
 @gluon.jit
+def _groups(x, COUNT: gl.constexpr):
+    """Return the four parts of a tensor's last dimension, each flat."""
+    even, odd = gl.split(x.reshape((COUNT, 2, 2)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _codes(units, SHAPE: gl.constexpr, ORDER: gl.constexpr, BELOW_ONE: gl.constexpr):
+    """Return int4's operands, a group's codes each, of units whose last dimension are groups.
+
+    `ORDER`: of the others and of a unit's four numbers, so that a key's lie in one dimension.
+    """
+    groups = _groups(units, SHAPE[0] * SHAPE[1])
+    operands = ()
+    for i in gl.static_range(4):
+        a, b, c, d = _numbers(groups[i], groups[i], groups[i], INT4, BELOW_ONE)
+        codes = gl.join(gl.join(a, b), gl.join(c, d)).reshape((SHAPE[0], SHAPE[1], 2, 2))
+        operands = longer(operands, codes.permute(ORDER))
+    return operands
+
+
+@gluon.jit
+def _along(x, LAYOUT: gl.constexpr):
+    """Return keys' scales as they meet a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _times(a, b):
+    """Multiply pairs of float16."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", (a, b), gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _exponent(held, BLOCK_N: gl.constexpr):
+    """Return the exponent of the largest of a tile's scales, at least 0."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    scales = held._reinterpret(gl.int16, [BLOCK_N, 4], PLAIN).load(LANES)
+    largest = gl.max(gl.max(scales.to(gl.int32) & 0x7FFF, 1), 0)
+    return gl.maximum((largest >> 10) - 15, 0).to(gl.float32)
+
+
+@gluon.jit
 def _scales(
     held, UNITS_OF: gl.constexpr, AXIS: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """Load a tile's scales as they meet units, in a layout of three dimensions that lacks `AXIS`."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, UNITS_OF)
-    if FORM == MXFP4:
+    if FORM == NVFP4:  # two of a row are converted at once
+        held = held._reinterpret(gl.int16, [BLOCK_N, 4], PLAIN).load(pairs_layout(BLOCK_N, AXIS))
+        scales = gl.inline_asm_elementwise(
+            OF_PAIRS, "=r,=r,r", (held,), gl.int32, is_pure=True, pack=2
+        )
+        if AXIS == 1:
+            scales = scales.permute((1, 0))
+        scales = gl.convert_layout(scales, LAYOUT, assert_trivial=True)
+    elif FORM == MXFP4:
         ROW: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
         scales = _powers(held._reinterpret(gl.uint8, [BLOCK_N, 4], PLAIN).load(ROW))
         if AXIS == 1:
             scales = scales.permute((1, 0))
         scales = gl.convert_layout(scales, LAYOUT)
     else:
-        KIND: gl.constexpr = gl.float16 if FORM == INT4 else gl.int16 if FORM == NVFP4 else gl.int32
+        KIND: gl.constexpr = gl.float16 if FORM == INT4 else gl.int32
         held = held._reinterpret(KIND, [BLOCK_N, 4], PLAIN)
         if AXIS == 1:
             held = held.permute((1, 0))
@@ -192,8 +214,8 @@ def _scales(
 
 @gluon.jit
 def _attend(
-    Q, K, V, BT, scale, q_t, q_h, k_b, k_t, v_b, v_t, token, kv_head, length, begin, end, step,
-    k_codes, v_codes, k_scales, v_scales,
+    Q, K, V, BT, scale, q_t, q_h, k_b, v_b, token, kv_head, length, begin, end, step,
+    k_codes, v_codes, k_scales, v_scales, k_t: gl.constexpr, v_t: gl.constexpr,
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
@@ -208,44 +230,52 @@ def _attend(
     WIDE: gl.constexpr = wide_layout(FORM)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
-    RAISED_BY: gl.constexpr = 16384.0 if FORM == NVFP4 else 1.0
+    RAISED_BY: gl.constexpr = 2.0**14 if FORM == NVFP4 else 1.0
+    SCORED_BY: gl.constexpr = 2.0**20 if FORM == INT4 else RAISED_BY
+    RAISE: gl.constexpr = RAISED - 1 if FORM == INT4 else RAISED
 
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
+    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WIDE)) % 16
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, WIDE))
     keys = (k_codes, k_scales, K, row[:, None] * k_t + word[None, :], k_b, k_t)
     values = (v_codes, v_scales, V, row[:, None] * v_t + word[None, :], v_b, v_t)
     last = gl.minimum(gl.cdiv(length, BLOCK_N), end)
     # A tile's blocks are known before its turn: its copies don't wait for the table.
-    blocks = _blocks(BT, begin, length, BLOCK_N, BLOCK_SIZE)
+    blocks = blocks_of_tile(BT, begin, length, BLOCK_N, BLOCK_SIZE)
     for i in gl.static_range(STAGES - 1):
         tile = begin + i * step
         if tile < last:
-            _copy(keys, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
-            _copy(values, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(keys, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(values, blocks, tile, i, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        blocks = _blocks(BT, tile + step, length, BLOCK_N, BLOCK_SIZE)
+        blocks = blocks_of_tile(BT, tile + step, length, BLOCK_N, BLOCK_SIZE)
 
     # Powers of two keep queries inside of float16's range.
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
     head = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(0, QUERY))
-    place = unit // 2 * 4 + unit % 2 if FORM >= E4M3 else COUNT * unit
-    AT = Q + token * q_t + (kv_head * G + head)[None, :] * q_h + place[:, None]
+    AT = Q + token * q_t + (kv_head * G + head)[None, :] * q_h
     mine = (head < G)[None, :] & (unit < UNITS)[:, None]
     rows = ()
     most = gl.zeros([UNITS, BLOCK_G], gl.float32, QUERY)
     for i in gl.static_range(COUNT):
-        of_query = gl.load(AT + (2 * i if FORM >= E4M3 else i), mask=mine, other=0.0).to(gl.float32)
+        of_query = gl.load(AT + _place(unit, i, FORM, True)[:, None], mask=mine, other=0.0)
+        of_query = of_query.to(gl.float32)
         most = gl.maximum(most, gl.abs(of_query))
-        rows = _with(rows, of_query)
+        rows = longer(rows, of_query)
     most = gl.max(most, 0)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.where(power == 0.0, 1.0, power)
     q = ()
+    less = ()  # codes begin at 0, int4's numbers at -8
     acc = ()
     for i in gl.static_range(COUNT):
-        q = _with(q, gl.convert_layout((rows[i] / power[None, :]).to(KIND), B))
-        acc = _with(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
-    by = gl.convert_layout(power, HEAD) * (scale * LOG2E * RAISED_BY)
+        of_query = (rows[i] / power[None, :]).to(KIND)
+        if FORM == INT4:
+            of_query = of_query.to(gl.float32)
+            less = longer(less, gl.convert_layout(gl.sum(of_query, 0) * (-8.0 * 2.0**-20), HEAD))
+            of_query = (of_query * gl.where(unit // 8 % 2 == 0, 16.0, 1.0)[:, None]).to(KIND)
+        q = longer(q, gl.convert_layout(of_query, B))
+        acc = longer(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
+    by = gl.convert_layout(power, HEAD) * (scale * LOG2E * SCORED_BY)
 
     m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
     sums = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
@@ -263,14 +293,19 @@ def _attend(
         if to < 0:
             to = STAGES - 1
         if ahead < last:
-            _copy(keys, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
-            _copy(values, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(keys, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
+            copy_tile(values, blocks, ahead, to, length, WORDS, BLOCK_N, BLOCK_SIZE, FORM)
         async_copy.commit_group()
-        blocks = _blocks(BT, ahead + step, length, BLOCK_N, BLOCK_SIZE)
+        blocks = blocks_of_tile(BT, ahead + step, length, BLOCK_N, BLOCK_SIZE)
 
         k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
         if FORM >= E4M3:
             k = _numbers(k, k, k, FORM, False)
+        elif FORM == INT4:
+            k = k.reshape((BLOCK_N, 4, 8))
+            OF_CODES_K: gl.constexpr = k.type.layout
+            k_by = _groups(_scales(k_scales.index(slot), OF_CODES_K, 2, FORM, BLOCK_N), BLOCK_N)
+            k = _codes(k.permute((0, 2, 1)), (BLOCK_N, 8), (0, 3, 2, 1), False)
         else:
             k = k.reshape((BLOCK_N, 4, SPAN))
             OF_K: gl.constexpr = k.type.layout
@@ -282,13 +317,19 @@ def _attend(
             k = _numbers(k, k_by, which, FORM, False)
         s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
         for i in gl.static_range(COUNT):
-            s = _product(k[i], q[i], s)
+            if FORM == INT4:
+                part = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES) + less[i][None, :]
+                s += _product(k[i], q[i], part) * _along(k_by[i], SCORES).to(gl.float32)
+            else:
+                s = _product(k[i], q[i], s)
         if BY_ROW:
             s = s * k_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
         s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 0))
+        if FORM == INT4:  # weights times scales stay inside of float16's range
+            m_new = gl.maximum(m, gl.max(s, 0) + _exponent(v_scales.index(slot), BLOCK_N))
         alpha = gl.exp2(m - m_new)
-        p = gl.exp2(s - (m_new - RAISED)[None, :])
+        p = gl.exp2(s - (m_new - RAISE)[None, :])
         m = m_new
         sums = sums * alpha[None, :] + p
         if BY_ROW:  # weights are multiplied by a value's scale over a power of two above all so far
@@ -304,6 +345,12 @@ def _attend(
         v = v.permute((1, 0)).load(A)
         if FORM >= E4M3:
             v = _numbers(v, v, v, FORM, True)
+        elif FORM == INT4:
+            v = v.reshape((4, 8, BLOCK_N))
+            OF_CODES_V: gl.constexpr = v.type.layout
+            v_by = _scales(v_scales.index(slot), OF_CODES_V, 1, FORM, BLOCK_N)
+            v_by = _groups(v_by.permute((1, 0)), BLOCK_N)
+            v = _codes(v.permute((1, 2, 0)), (8, BLOCK_N), (3, 2, 0, 1), True)
         else:
             v = v.reshape((4, SPAN, BLOCK_N))
             OF_V: gl.constexpr = v.type.layout
@@ -316,7 +363,12 @@ def _attend(
         so_far = acc
         acc = ()
         for i in gl.static_range(COUNT):
-            acc = _with(acc, _product(v[i], weights, so_far[i] * alpha[None, :]))
+            one = so_far[i] * alpha[None, :]
+            if FORM == INT4:
+                of_group = _times(weights, _along(v_by[i], B))
+                acc = longer(acc, _product(v[i], of_group, one))
+            else:
+                acc = longer(acc, _product(v[i], weights, one))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -326,30 +378,12 @@ def _attend(
     norm = (RAISED_BY / safe)[None, :]
     if BY_ROW:
         norm = norm * of_values
-    lse = gl.where(total == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
+    lse = gl.where(total == 0.0, float("-inf"), m - RAISE + gl.log2(safe))
     so_far = acc
     acc = ()
     for i in gl.static_range(COUNT):
-        acc = _with(acc, so_far[i] * norm)
+        acc = longer(acc, so_far[i] * norm)
     return acc, lse
-
-
-@gluon.constexpr_function
-def wide_layout(form):
-    """How a warp's threads copy 16 rows: four rows of eight words, or of eight pairs."""
-    return gl.BlockedLayout([1, 2 if form == E4M3 else 1], [4, 8], [1, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def units_layout(units):
-    """How a tile's units of 16 bits lie in shared memory: 16 bytes of eight rows in different banks."""
-    return gl.SwizzledSharedLayout(8, 64 // units, units // 8, [1, 0])
-
-
-@gluon.constexpr_function
-def words_layout(words, size):
-    """The same for words of `size` bytes."""
-    return gl.SwizzledSharedLayout(16 // size, 128 // (words * size), words * size // 16, [1, 0])
 
 
 @gluon.jit
@@ -360,9 +394,9 @@ def _store(
     LAYOUT: gl.constexpr = acc[0].type.layout
     COUNT: gl.constexpr = numbers_of(FORM)
     unit = gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    TO = OUT + at[None, :] + COUNT * unit[:, None]
     for i in gl.static_range(COUNT):
-        gl.store(TO + i, (acc[i] * by).to(OUT.dtype.element_ty), mask=ok[None, :])
+        TO = OUT + at[None, :] + _place(unit, i, FORM, False)[:, None]
+        gl.store(TO, (acc[i] * by).to(OUT.dtype.element_ty), mask=ok[None, :])
     if HAS_LSE:
         gl.store(LSE + lse_at, lse * lse_by, mask=ok)
 
@@ -385,14 +419,17 @@ def packed_kernel(
     Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
     PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
     scale, v_scale, soft_cap,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
+    q_t, q_h, k_b, k_h, v_b, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
     G: gl.constexpr, D: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr,
     HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LISTED: gl.constexpr, SCALES: gl.constexpr,
+    K_T: gl.constexpr, V_T: gl.constexpr,
 ):  # fmt: skip
     """A token of one sequence, the heads of one KV head, over all their keys or some of them.
 
     Grid and arguments as `kernels.decode.decode_kernel`'s; `merge_kernel` merges parts. `FORM`: `INT4`...
+    `K_T`, `V_T`: bytes from a key to the next of a block, which are constants so that a copy's rows are
+    one address and distances that the instruction holds.
     """
     gl.static_assert(gl.num_warps() == 1)
     gdc_launch_dependents()
@@ -415,9 +452,9 @@ def packed_kernel(
     KEYS = K.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (k_h // SIZE)
     VALUES = V.to(gl.pointer_type(WORD)) + kv_head.to(gl.int64) * (v_h // SIZE)
     k_b = k_b // SIZE
-    k_t = k_t // SIZE
     v_b = v_b // SIZE
-    v_t = v_t // SIZE
+    k_t: gl.constexpr = K_T // SIZE
+    v_t: gl.constexpr = V_T // SIZE
     head = gl.arange(
         0, BLOCK_G, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
     )
@@ -438,10 +475,10 @@ def packed_kernel(
         while at < stop:
             token = seq.to(gl.int64)
             acc, lse = _attend(
-                Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
+                Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, v_b,
                 token, kv_head, gl.load(SEQ_LENS + seq),
                 gl.maximum(at - low - item, 0), gl.minimum(stop, high) - low - item, 1,
-                k_codes, v_codes, k_scales, v_scales,
+                k_codes, v_codes, k_scales, v_scales, k_t, v_t,
                 G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM,
             )  # fmt: skip
             first = low // share
@@ -467,8 +504,9 @@ def packed_kernel(
             step = splits
         length = gl.load(SEQ_LENS + program)
         acc, lse = _attend(
-            Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, k_t, v_b, v_t,
+            Q, KEYS, VALUES, BT + token * bt_s, scale, q_t, q_h, k_b, v_b,
             token, kv_head, length, begin, length, step, k_codes, v_codes, k_scales, v_scales,
+            k_t, v_t,
             G, D, BLOCK_G, BLOCK_N, BLOCK_SIZE, STAGES, FORM,
         )  # fmt: skip
         if SPLIT:

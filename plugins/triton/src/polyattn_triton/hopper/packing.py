@@ -106,5 +106,5 @@ def packed_site(
 ) -> Site:
     """Specialise the kernel for query, key, value and output of these strides."""
     q, k, v, out = strides
-    ints = (*q[:2], *k[:3], *v[:3], *out[:2])
-    return Site(packed_kernel, ints, constants, packed_options(config))
+    ints = (*q[:2], k[0], k[2], v[0], v[2], *out[:2])
+    return Site(packed_kernel, ints, (*constants, k[1], v[1]), packed_options(config))

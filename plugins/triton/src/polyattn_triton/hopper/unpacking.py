@@ -6,8 +6,19 @@ so on are one operand each.
 
 from __future__ import annotations
 
-# Four bits, of two units, are the low bits of 1024's mantissa, or of its next four: that minus 1032 is
-# exact, as is a 16th of it minus 72.
+# Four bits, of two units, are the low bits of a subnormal float16, or its next four, 16 times as much.
+CODES = """
+{
+    .reg .b32 t;
+    shr.u32 t, $4, 8;
+    and.b32 $0, $4, 0x000f000f;
+    and.b32 $1, $4, 0x00f000f0;
+    and.b32 $2, t, 0x000f000f;
+    and.b32 $3, t, 0x00f000f0;
+}
+"""
+# They are the low bits of 1024's mantissa, or its next four: that minus 1032 is exact, as is a 16th of it
+# minus 72.
 INTEGERS = """
 {
     .reg .b32 t, a, b, c, magic, less, part, by;
@@ -20,18 +31,14 @@ INTEGERS = """
     lop3.b32 b, $4, 0x00f000f0, magic, 0xea;
     lop3.b32 c, t, 0x000f000f, magic, 0xea;
     lop3.b32 t, t, 0x00f000f0, magic, 0xea;
-    add.rn.f16x2 a, a, less;
-    fma.rn.f16x2 b, b, part, by;
-    add.rn.f16x2 c, c, less;
-    fma.rn.f16x2 t, t, part, by;
-    mul.rn.f16x2 $0, a, $5;
-    mul.rn.f16x2 $1, b, $5;
-    mul.rn.f16x2 $2, c, $5;
-    mul.rn.f16x2 $3, t, $5;
+    add.rn.f16x2 $0, a, less;
+    fma.rn.f16x2 $1, b, part, by;
+    add.rn.f16x2 $2, c, less;
+    fma.rn.f16x2 $3, t, part, by;
 }
 """
-# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 holds
-# two pairs of scales, of which $6 says which is meant.
+# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 and
+# $6 are the units' pairs of scales, of which $7 says which is meant.
 E2M1 = """
     .reg .b32 a, b, low, high, none, by;
     mov.b32 none, 0;
@@ -51,19 +58,18 @@ E2M1 = """
     prmt.b32 a, high, none, 0x3414;
     mul.rn.f16x2 $3, a, by;
 """
+# Of two units in a row, which are of one group; of two rows, each of which has its own.
+E2M1_BESIDE = "{" + E2M1.replace("mov.b32 none", "prmt.b32 by, $5, $5, $7;\n    mov.b32 none") + "}"
+E2M1_BELOW = E2M1_BESIDE.replace("by, $5, $5", "by, $5, $6")
+# Four scales in e4m3, as two pairs of float16.
 HALVES = """
+{
     .reg .b16 first, second;
-    .reg .b32 s, t;
-    mov.b32 {first, second}, $5;
-    cvt.rn.f16x2.e4m3x2 s, first;
+    mov.b32 {first, second}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, first;
+    cvt.rn.f16x2.e4m3x2 $1, second;
+}
 """
-# Of two units in a row, which are of one group.
-E2M1_BESIDE = (
-    "{" + HALVES + E2M1.replace("mov.b32 none", "prmt.b32 by, s, s, $6;\n    mov.b32 none") + "}"
-)
-# Of two rows, each of which has its own.
-SECOND = "cvt.rn.f16x2.e4m3x2 t, second;\n    prmt.b32 by, s, t, $6;\n    mov.b32 none"
-E2M1_BELOW = "{" + HALVES + E2M1.replace("mov.b32 none", SECOND) + "}"
 # Two units of e4m3, beside one another in a row: each one's two numbers are neighbours of an operand.
 BESIDE = """
 {
