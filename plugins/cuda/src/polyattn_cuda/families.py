@@ -206,9 +206,6 @@ FLA = BackendInfo(
     **FLA_LIBRARY,
     capabilities=FLA_CLAIMS,
     priorities=(
-        Priority(
-            score=75, kind=AttentionKind.GDN, phase="prefill", why="chunks of a prompt in parallel"
-        ),
         Priority(score=60, why="several launches, states copied out of their slots and back"),
     ),
     proof=MEASURED,
