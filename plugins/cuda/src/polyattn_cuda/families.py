@@ -206,6 +206,13 @@ FLA = BackendInfo(
     **FLA_LIBRARY,
     capabilities=FLA_CLAIMS,
     priorities=(
+        Priority(
+            score=75,
+            archs=("sm_80-sm_89", "sm_120+"),
+            kind=AttentionKind.GDN,
+            phase="prefill",
+            why="long chunks in parallel, where TRITON_SCAN's are short",
+        ),
         Priority(score=60, why="several launches, states copied out of their slots and back"),
     ),
     proof=MEASURED,
