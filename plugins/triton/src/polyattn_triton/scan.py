@@ -197,8 +197,7 @@ class TritonScan(RecurrentBackend):
             return
         if self._deltas is not None and plan.phase == "prefill":
             if plan.pieces is not None and plan.pieces.count:
-                names = ("q", "k", "v", "g", "beta")
-                tensors = tuple(dense(frame.inputs[name]) for name in names)
+                tensors = tuple(dense(frame.inputs[x]) for x in ("q", "k", "v", "g", "beta"))
                 self._deltas(tensors, frame.out, frame.states, plan.meta, plan.pieces)
             return
         names, phase = frozenset(frame.params), plan.phase
