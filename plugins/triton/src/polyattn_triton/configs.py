@@ -266,7 +266,7 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.MAMBA1, "decode"): ScanConfig(64, 1, 2, 1),
     (AttentionKind.MAMBA2, "prefill"): ScanConfig(64, 64, 4, 2),  # H200: 1087 us at 8 x 4,096
     (AttentionKind.LINEAR, "prefill"): ScanConfig(64, 64, 4, 2),
-    (AttentionKind.GDN, "prefill"): ScanConfig(128, 64, 8, 2),
+    (AttentionKind.GDN, "prefill"): ScanConfig(64, 64, 4, 1),
     (AttentionKind.KDA, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,726 us at 8 x 4,096
     (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,050 us at 8 x 4,096
     (AttentionKind.MAMBA2, "decode"): ScanConfig(64, 1, 4, 1),

@@ -107,22 +107,6 @@ def _unit(x):
     return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
-@triton.jit
-def _small(V, FACTORS, start, first, count, tokens, v_t, vv, v_ok, CHUNK: tl.constexpr):
-    """Load what isn't loaded ahead by itself: values, and the factors of a chunk's tokens."""
-    at = first + tl.arange(0, CHUNK)
-    ok = at < count
-    row = (start + at).to(tl.int64)
-    place = FACTORS + row
-    return (
-        tl.load(V + row[None, :] * v_t + vv[:, None], mask=ok[None, :] & v_ok, other=0.0),
-        tl.load(place, mask=ok, other=0.0),
-        tl.load(place + tokens, mask=ok, other=0.0),
-        tl.load(place + 2 * tokens, mask=ok, other=0.0),
-        tl.load(FACTORS + 3 * tokens + start + tl.minimum(first, count - 1)),
-    )
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def delta_kernel(
     Q, K, V, WORK, FACTORS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
@@ -149,19 +133,20 @@ def delta_kernel(
     group = head // EACH
     WORK += head * w_h
     FACTORS += head.to(tl.int64) * (4 * tokens)
-    V += head * v_h
-    following = _small(V, FACTORS, start, 0, count, tokens, v_t, vv, v_ok, CHUNK)
     for first in range(0, count, CHUNK):
-        v, since_q, since, until, whole = following
-        following = _small(V, FACTORS, start, first + CHUNK, count, tokens, v_t, vv, v_ok, CHUNK)
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
         q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
+        v = tl.trans(load_tile(V + row * v_t + head * v_h, vv, ok, VS))
         work = WORK + row[:, None] * w_t + rows[None, :]
         solve = tl.load(work, mask=ok[:, None], other=0.0)
         pairs = tl.load(work + CHUNK, mask=ok[:, None], other=0.0)
+        since_q = tl.load(FACTORS + row, mask=ok, other=0.0)
+        since = tl.load(FACTORS + tokens + row, mask=ok, other=0.0)
+        until = tl.load(FACTORS + 2 * tokens + row, mask=ok, other=0.0)
+        whole = tl.load(FACTORS + 3 * tokens + start + first)
         held = h.to(kind)
         read = tl.dot(held, tl.trans(k), input_precision="ieee") * since[None, :]
         y = tl.dot(held, tl.trans(q), input_precision="ieee") * since_q[None, :]
