@@ -61,6 +61,12 @@ RWKV5 = {
     "layer_norm_epsilon": 1e-5, "model_version": "5_2", "intermediate_size": None,
 }  # fmt: skip
 """As the publisher's world models say it, smaller."""
+RWKV6_OF_FLA = {
+    "model_type": "rwkv6", "hidden_size": 256, "num_heads": 2, "expand_k": 0.5, "expand_v": 1.0,
+    "num_hidden_layers": 2, "attn_mode": "chunk", "proj_low_rank_dim": 32, "gate_low_rank_dim": 64,
+    "hidden_act": "sqrelu", "hidden_ratio": 3.5, "norm_first": True, "norm_bias": True, "attn": None,
+}  # fmt: skip
+"""The fields of fla 0.6's class."""
 
 
 def refused(values: dict[str, Any], **options: Any) -> str:
@@ -229,6 +235,8 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
         (RWKV5 | {"head_size": 48}, "head_size=48 doesn't divide attention_hidden_size=256"),
         (RWKV5 | {"model_version": "5_1"}, "model_version='5_1' can't be served"),
         (RWKV5 | {"model_type": "rwkv6", "expand_k": 0.5}, "expand_k=0.5 isn't understood"),
+        (RWKV6_OF_FLA | {"num_heads": 3}, "expand_k=0.5 x hidden_size isn't a multiple of num_heads=3"),
+        (RWKV6_OF_FLA | {"attn": {"layers": [1]}}, "attn={'layers': [1]}"),
         ({"model_type": "rwkv", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-4"),
         (RWKV7 | {"attn": {"layers": [1]}}, "attn={'layers': [1]}"),
         (RWKV7 | {"num_heads": 3}, "num_heads=3 x head_dim=64 isn't hidden_size=256"),
@@ -288,6 +296,13 @@ def test_rwkv_5_and_6_are_one_recurrence(name: str) -> None:
     assert (
         layer_specs(values | {"attention_hidden_size": None, "hidden_size": 512})[0].num_heads == 8
     )
+
+
+def test_rwkv_6_in_flas_fields() -> None:
+    spec = layer_specs(RWKV6_OF_FLA)[1]
+    assert (spec.kind, spec.num_heads, spec.scale) == (AttentionKind.RWKV6, 2, 1.0)
+    assert (spec.head_size, spec.v_head_size) == (64, 128)
+    assert layer_specs(RWKV6_OF_FLA | {"expand_k": 1, "expand_v": None})[0].head_size == 128
 
 
 def test_rwkv7_is_its_recurrence() -> None:

@@ -48,7 +48,10 @@ SPECS = {
         for kind in ("linear", "gdn")
     },
 }  # fmt: skip
+# Chunks are long where products are of 16 bits.
+SPECS["gdn float16"] = SPECS["gdn"].replace(num_heads=4, dtype="float16")
 STEPS = {
+    "long chunks": ([70, 64, 1, 0], [70, 90, 9, 5]),
     "chunks": ([19, 16, 1, 0], [19, 20, 9, 5]),
     "decode": ([1, 1], [1, 40]),
     "whole": ([19, 63, 1, 0], [19, 83, 9, 5]),
@@ -74,6 +77,7 @@ CASES = [
     *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
+    *(("gdn float16", "long chunks", change) for change in (None, all_forget)),
 ]  # fmt: skip
 
 

@@ -9,16 +9,18 @@ import pytest
 from interpreting import interpreted
 
 pytest.importorskip("triton")
-TOLERANCE = {"float32": 2e-6, "float16": 5e-4}
-"""Half a place of float16 is 2.4e-4 of the largest element; states are float32. With a chunk's sum of
+TOLERANCE = {"float32": 2e-6, "float16": 5e-4, "chunks of float16": 1e-3}
+"""Half a place of float16 is 2.4e-4 of the largest element; states are float32, of long chunks sums of
+products of float16. With a chunk's sum of
 decays taken apart from its running sums, states that forget all were off by 6.8e-4 and 6.0e-5."""
 
 
 @pytest.mark.slow
 def test_each_way_is_the_formula() -> None:
     errors = json.loads(interpreted(Path(__file__).with_name("interpreted_recurrences.py")))
-    assert len(errors) == 20
+    assert len(errors) == 23
     for what, (out, state, pieces) in errors:
-        assert out < TOLERANCE["float16" if "relu" in what else "float32"], what
-        assert state < TOLERANCE["float32"], what
+        of_state = "chunks of float16" if "float16" in what else "float32"
+        assert out < TOLERANCE["float16" if "relu" in what else of_state], what
+        assert state < TOLERANCE[of_state], what
         assert (pieces >= 4) is ("pieces" in what), what

@@ -282,7 +282,8 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
         made = [compile_mla(spec, arch, split) for split in (False, True)]
         made += [compile_mla(spec, arch, True, few=way) for way in few]
     else:
-        parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
+        more = {AttentionKind.MAMBA1: ("left", "out"), AttentionKind.GDN: ("system",)}
+        parts = more.get(spec.kind, ())
         made = [
             compile_scan(spec, arch, phase) for phase in ("prefill", "decode", "drafts", *parts)
         ]

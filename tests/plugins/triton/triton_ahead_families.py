@@ -12,14 +12,16 @@ from polyattn_triton.channels import (
     chunk_constants,
     pair_constants,
 )
-from polyattn_triton.configs import SCANS
+from polyattn_triton.configs import SCANS, prompt_config
+from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_constants
 from polyattn_triton.hopper.choice import DEFAULT_WARPS
 from polyattn_triton.hopper.descriptors import SHARED
 from polyattn_triton.hopper.latents import latents_kernel
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
+from polyattn_triton.kernels.delta import delta_kernel, system_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
-from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
+from polyattn_triton.kernels.scan import conv_kernel, gated_kernel
 from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
@@ -130,8 +132,8 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     """Compile TRITON_SCAN's kernel for prefill, decode or drafts of a recurrent layer to machine code.
 
-    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts. KDA and RWKV-7 have
-    kernels of their own: `compile_channels`.
+    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts; the delta rule "system".
+    KDA and RWKV-7 have kernels of their own: `compile_channels`.
     """
     kind, element = spec.kind, ELEMENT[spec.dtype]
     kernel = PREFILLS[kind]
@@ -140,13 +142,18 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     if phase == "drafts" and kind is AttentionKind.SHORT_CONV:
         kernel = conv_drafts_kernel
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
-    if phase in ("left", "out"):
+    if phase == "system":
+        kernel, constants = system_kernel, system_constants(spec, arch)
+    elif phase == "prefill" and kernel is delta_kernel:
+        constants = delta_constants(spec, arch)
+    elif phase in ("left", "out"):
         assert spec.recurrent is not None
         first = selective_configs(spec.recurrent.state_size)[0]
         constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
     else:
         constants = scan_constants(spec, phase, given)
-    pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z"), element)
+    names = ("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z", "WORK")
+    pointers = dict.fromkeys(names, element)
     pointers |= dict.fromkeys(
         ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START", "PIECE_SEQ", "PIECE_START"), "i32"
     )
@@ -155,6 +162,11 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     options = {"num_warps": 4}
     if kernel is selective_kernel:
         options = OPTIONS
+    elif kernel is system_kernel:
+        options = SYSTEM_OPTIONS
+    elif kernel is delta_kernel:
+        config = prompt_config(spec, arch)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     elif kind is not AttentionKind.SHORT_CONV:
         config = SCANS[kind, "decode" if phase in ("decode", "drafts") else "prefill"]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -180,32 +180,54 @@ RWKV_BESIDE = (
 )  # fmt: skip
 """Fields of RWKV-5 and RWKV-6 that their recurrence doesn't depend on: heads are `head_size` wide, and
 `num_attention_heads` is 64 in files of every size."""
+FLA_BESIDE = (
+    "attn_mode", "hidden_ratio", "gate_low_rank_dim", "norm_first", "norm_bias", "norm_eps",
+    "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+)  # fmt: skip
+"""Fields of fla's configs that RWKV's recurrences don't depend on."""
+RWKV7_BESIDE = (*FLA_BESIDE, "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
 
 
 def _rwkv6(cfg: Config) -> Towers:
-    """RWKV-6, and RWKV-5.2, whose decay is a parameter: in the fields of their publisher's code."""
-    cfg.get(*RWKV_BESIDE)
-    cfg.only("model_version", "5_2", "6_0")
-    hidden, size = cfg.need("attention_hidden_size", "hidden_size"), cfg.integer("head_size") or 64
-    if hidden % size:
-        raise cfg.error("head_size", size, f"doesn't divide attention_hidden_size={hidden}")
+    """RWKV-6, in its publisher's fields or fla's; and RWKV-5.2, whose decay is a parameter.
+
+    A file of fla's has `num_heads`. fla scales no query, as the publisher doesn't.
+    """
+    if "num_heads" in cfg.values:
+        cfg.get(*FLA_BESIDE, "proj_low_rank_dim")
+        cfg.only("attn")
+        heads = cfg.need("num_heads")
+        keys, values = _expanded(cfg, "expand_k", 0.5), _expanded(cfg, "expand_v", 1.0)
+    else:
+        cfg.get(*RWKV_BESIDE)
+        cfg.only("model_version", "5_2", "6_0")
+        hidden, keys = (
+            cfg.need("attention_hidden_size", "hidden_size"),
+            cfg.integer("head_size") or 64,
+        )
+        if hidden % keys:
+            raise cfg.error("head_size", keys, f"doesn't divide attention_hidden_size={hidden}")
+        heads, values = hidden // keys, keys
     layer = LayerSpec(
         kind=AttentionKind.RWKV6,
-        num_heads=hidden // size,
-        head_size=size,
+        num_heads=heads,
+        head_size=keys,
+        v_head_size=values,
         scale=1.0,
         dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=size),
+        recurrent=RecurrentSpec(state_size=keys),
     )
     return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
 
 
-RWKV7_BESIDE = (
-    "attn_mode", "hidden_ratio", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim",
-    "v_low_rank_dim", "norm_first", "norm_bias", "norm_eps", "fuse_norm", "fuse_cross_entropy",
-    "fuse_linear_cross_entropy", "use_l2warp",
-)  # fmt: skip
-"""Fields of RWKV-7 that its recurrence doesn't depend on."""
+def _expanded(cfg: Config, name: str, usual: float) -> int:
+    """Return a head's share of `hidden_size` times a factor."""
+    factor, heads = cfg.number(name, usual), cfg.need("num_heads")
+    assert factor is not None
+    size = factor * cfg.need("hidden_size") / heads
+    if size < 1 or size != int(size):
+        raise cfg.error(name, factor, f"x hidden_size isn't a multiple of num_heads={heads}")
+    return int(size)
 
 
 def _rwkv7(cfg: Config) -> Towers:

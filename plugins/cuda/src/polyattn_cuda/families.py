@@ -207,7 +207,11 @@ FLA = BackendInfo(
     capabilities=FLA_CLAIMS,
     priorities=(
         Priority(
-            score=75, kind=AttentionKind.GDN, phase="prefill", why="chunks of a prompt in parallel"
+            score=75,
+            archs=("sm_80-sm_89", "sm_120+"),
+            kind=AttentionKind.GDN,
+            phase="prefill",
+            why="long chunks in parallel, where TRITON_SCAN's are short",
         ),
         Priority(score=60, why="several launches, states copied out of their slots and back"),
     ),

@@ -268,7 +268,7 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.MAMBA1, "decode"): ScanConfig(64, 1, 2, 1),
     (AttentionKind.MAMBA2, "prefill"): ScanConfig(64, 64, 4, 2),  # H200: 1087 us at 8 x 4,096
     (AttentionKind.LINEAR, "prefill"): ScanConfig(64, 64, 4, 2),
-    (AttentionKind.GDN, "prefill"): ScanConfig(64, 16, 4, 1),
+    (AttentionKind.GDN, "prefill"): ScanConfig(64, 64, 4, 1),
     (AttentionKind.KDA, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,726 us at 8 x 4,096
     (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,050 us at 8 x 4,096
     (AttentionKind.MAMBA2, "decode"): ScanConfig(64, 1, 4, 1),
@@ -276,6 +276,16 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.GDN, "decode"): ScanConfig(64, 1, 4, 1),
 }
 """By kind and phase, whatever the chip."""
+FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}
+"""Where products are of float32, keys are wide, or a multiprocessor has less than 228 KiB for tiles."""
+
+
+def prompt_config(spec: LayerSpec, arch: str) -> ScanConfig:
+    """Return the configuration of a layer's prompts, in chunks."""
+    usual = SCANS[spec.kind, "prefill"]
+    little = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90-sm_103", arch)
+    few = spec.dtype == "float32" or spec.head_size > 128 or little
+    return FEW_TOKENS.get(spec.kind, usual) if few else usual
 
 
 @dataclass(frozen=True)

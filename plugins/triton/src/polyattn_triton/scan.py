@@ -19,9 +19,10 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, given_inputs
-from polyattn_triton.configs import SCANS, SelectiveConfig
-from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
+from polyattn_triton.channels import TOKEN_OPTIONS, Channels, by_token, given_inputs
+from polyattn_triton.configs import SCANS, SelectiveConfig, prompt_config
+from polyattn_triton.delta import Deltas
+from polyattn_triton.kernels.scan import conv_kernel, gated_kernel
 from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.selective import (
@@ -35,12 +36,10 @@ from polyattn_triton.selective import (
 
 CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64
 CHANNELS = (AttentionKind.KDA, AttentionKind.RWKV7)
-TILES = {AttentionKind.SHORT_CONV: CONV_TOKENS} | dict.fromkeys(CHANNELS, CHUNK)
-"""Tokens of a tile of a prefill, of the kinds that have tiles planned."""
 
 _conv, _conv_drafts = Launcher(conv_kernel), Launcher(conv_drafts_kernel)
 _mamba1 = Launcher(mamba1_kernel)
-_gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
+_gated, _step = Launcher(gated_kernel), Launcher(step_kernel)
 
 
 def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
@@ -102,8 +101,6 @@ def scan_constants(spec: LayerSpec, phase: str, params: frozenset[str]) -> tuple
     softplus = mamba and form.dt_softplus
     if decode:
         return (*sizes, mamba, delta, softplus, *has, form.qk_norm, form.gated, several, drafts)
-    if delta:
-        return (*sizes, config.chunk, form.qk_norm)
     return (*sizes, config.chunk, mamba, softplus, *has, form.gated)
 
 
@@ -172,8 +169,14 @@ class TritonScan(RecurrentBackend):
             spec.batch_invariant >= Invariance.STEPS and spec.kind is not AttentionKind.SHORT_CONV
         )
         self._channels: Channels | None = None
+        self._deltas: Deltas | None = None
+        self._tile = CONV_TOKENS if spec.kind is AttentionKind.SHORT_CONV else 0
         if spec.kind in CHANNELS:
             self._channels = Channels(spec, self.torch_device)
+        elif spec.kind is AttentionKind.GDN:
+            self._deltas = Deltas(spec, device.arch, self.torch_device)
+        if self._channels or self._deltas:
+            self._tile = prompt_config(spec, device.arch).chunk
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
@@ -182,8 +185,8 @@ class TritonScan(RecurrentBackend):
             plan.phase = "tokens"
         if plan.phase != "prefill" or plan.take(reuse):
             return plan
-        if self.spec.kind in TILES:
-            plan.pieces = Pieces(batch, TILES[self.spec.kind], self.torch_device)
+        if self._tile:
+            plan.pieces = Pieces(batch, self._tile, self.torch_device)
         elif self._selective is not None:
             plan.config, plan.pieces = self._selective.cut(batch)
         return plan
@@ -191,6 +194,11 @@ class TritonScan(RecurrentBackend):
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         if self._channels is not None:
             self._by_channel(plan, frame)
+            return
+        if self._deltas is not None and plan.phase == "prefill":
+            if plan.pieces is not None and plan.pieces.count:
+                tensors = tuple(dense(frame.inputs[x]) for x in ("q", "k", "v", "g", "beta"))
+                self._deltas(tensors, frame.out, frame.states, plan.meta, plan.pieces)
             return
         names, phase = frozenset(frame.params), plan.phase
         constants = self._constants.get((phase, names))
@@ -259,7 +267,7 @@ class TritonScan(RecurrentBackend):
     def _matrix(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
         inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
         spec, none = self.spec, self._none
-        mamba, delta = spec.kind is AttentionKind.MAMBA2, spec.kind is AttentionKind.GDN
+        mamba = spec.kind is AttentionKind.MAMBA2
         names = ("C", "B", "x") if mamba else ("q", "k", "v")
         q, k, v = (dense(inputs[name]) for name in names)
         dt, g, beta = (inputs.get(name, none) for name in ("dt", "g", "beta"))
@@ -286,11 +294,6 @@ class TritonScan(RecurrentBackend):
             _step(
                 grid, (q, k, v, dt, g, beta, rate, *optional, z, out, states, *plan.meta, to), scale,
                 (*strides, *rows, *of_z, *o, s[0], s[1], each, *along), (), constants, options,
-            )  # fmt: skip
-        elif delta:
-            _delta(
-                grid, (q, k, v, g, beta, out, states, *plan.meta), scale,
-                (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
             )  # fmt: skip
         else:
             _gated(

@@ -1,5 +1,5 @@
-"""The recurrent kernels: convolution, the gated scan of Mamba-2 and linear attention, and the gated
-delta rule. By the token: `kernels.step`.
+"""The recurrent kernels: convolution, and the gated scan of Mamba-2 and linear attention. By the token:
+`kernels.step`; the delta rule: `kernels.delta`.
 
 A program owns a sequence's part of the state from its first token to its last, in registers: one
 launch, each input read once, no state written between chunks. Chunks as in Dao and Gu (2024) and
@@ -214,66 +214,3 @@ def gated_kernel(
 @triton.jit
 def unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def delta_kernel(
-    Q, K, V, G, BETA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, g_t, b_t, o_t, o_h, st_s, st_h,
-    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """The gated delta rule in chunks; a chunk's triangular system is solved row by row.
-
-    Grid: (sequences, heads, value blocks).
-    """
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
-    if count == 0:
-        return
-    kk = tl.arange(0, BLOCK_K)
-    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_ok = kk < KS
-    v_ok = vv < VS
-    place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
-    group = head // EACH
-    rows = tl.arange(0, CHUNK)
-    for first in range(0, count, CHUNK):
-        at = first + rows
-        ok = at < count
-        row = (start + at).to(tl.int64)
-        q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
-        k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
-        v = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
-        kind = v.dtype
-        g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
-        beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
-        if NORM:
-            q = unit(q.to(tl.float32)).to(kind)
-            k = unit(k.to(tl.float32)).to(kind)
-        total = tl.cumsum(g, 0)
-        last = _at_end(total, at, first, count, CHUNK)
-        decay = tl.exp(
-            tl.where(rows[:, None] >= rows[None, :], total[:, None] - total[None, :], float("-inf"))
-        )
-        low = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
-        low = tl.where(rows[:, None] > rows[None, :], low, 0.0)
-        # (I + low)^-1 by forward substitution: row i is e_i - sum_j low[i, j] row j.
-        inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-        for i in range(1, CHUNK):
-            mine = tl.sum(tl.where(rows[:, None] == i, low, 0.0), 0)
-            done = tl.sum(mine[:, None] * inverse, 0)
-            inverse = tl.where(rows[:, None] == i, inverse - done[None, :], inverse)
-        right = v.to(tl.float32) * beta[:, None]
-        carried = tl.dot(k, h.to(kind), input_precision="ieee")
-        right -= carried * (beta * tl.exp(total))[:, None]
-        fresh = tl.dot(inverse, right, input_precision="ieee").to(kind)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
-        y = tl.dot(q, h.to(kind), input_precision="ieee") * tl.exp(total)[:, None]
-        y = tl.dot(s.to(kind), fresh, y, input_precision="ieee") * scale
-        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
-        h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
-        store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
