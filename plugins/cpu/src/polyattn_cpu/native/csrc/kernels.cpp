@@ -49,10 +49,8 @@ namespace {
 #if defined(PA_BASE) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define PA_PAIR_DOTS 1
 #endif
-#if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
+#if !defined(PA_BASE) || defined(__AVX512BF16__)
 #include "dot_path.h"
-#endif
-#if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "row_path.h"
 #endif
 #if !defined(PA_BASE)
@@ -113,10 +111,19 @@ int32_t dot_rows(const pa_layer *layer) {
 #endif
 }
 
+#if defined(__AMX_BF16__)
+// Rows of bytes that are decoded here, as this instruction set multiplies integers at the best rate.
+bool few_bytes(const pa_layer &layer, const Item &item) { return !layer.invariant && is_few(layer, item, DOT_ROWS); }
+#endif
+
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
-  if (!run->plan->layer.key_format && rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
+  if (run->plan->layer.key_format) {
+    if (few_bytes(run->plan->layer, item)) return row_item(run, item, turn);
+  } else if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) {
+    return tile_item<T>(run, item, turn);
+  }
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
   if (!layer.invariant && is_few(layer, item, few_rows(layer))) {
@@ -128,7 +135,9 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
 bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
-#if !defined(PA_PAIR_DOTS)
+#if defined(__AMX_BF16__)
+  if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer) && !few_bytes(layer, item);
+#elif !defined(PA_PAIR_DOTS)
   if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer);
 #endif
 #if defined(__AMX_BF16__)

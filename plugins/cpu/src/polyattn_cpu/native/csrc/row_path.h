@@ -145,7 +145,7 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 #if defined(PA_PAIR_DOTS)
 #include "row_pairs.h"
 #endif
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(PA_PAIR_DOTS)
 #define PA_INT_DOTS
 #include "row_ints.h"
 #endif
