@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +157,32 @@ def test_rows_are_read_as_decoded(
             backend.run(backend.plan(batch), frame)
             assert output_error(frame.out, wanted) <= tolerance.output, isa
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
+
+
+@pytest.mark.skipif(
+    (platform.machine(), platform.libc_ver()[0]) != ("x86_64", "glibc"), reason="x86's flags"
+)
+@pytest.mark.parametrize("size", [32, 64, 96])
+def test_what_ends_a_row_is_no_subnormal_number(size: int) -> None:
+    """As scales of no group were, of fewer groups than a vector's: Intel multiplies these slowly."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=size, kv_cache_dtype="mxfp4")
+    frame, batch, _ = step(spec, [1], [65])
+    libm, state = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            backend = NativeAttention(spec, frame.cache.format, CPU)
+            backend.by = isa
+            plan = backend.plan(batch)
+            libm.fegetenv(state)
+            state[7] &= ~2  # MXCSR: that an operand was subnormal
+            libm.fesetenv(state)
+            backend.run(plan, frame)
+            libm.fegetenv(state)
+            assert not state[7] & 2, isa
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name, size, v_size", [("turboquant4", 64, 256), ("int8_rows", 16, 16)])

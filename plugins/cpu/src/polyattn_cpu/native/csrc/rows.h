@@ -215,7 +215,11 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const cha
     return {repeated<EACH>(loadf(each[0])), repeated<EACH>(loadf(each[1]))};
 #endif
   } else {
-    const vf found = byte_scales<SCALE>(some_lanes(some_bytes(scales + first, count)));
+    vf found = byte_scales<SCALE>(some_lanes(some_bytes(scales + first, count)));
+    if (SCALE == PA_POWERS && count < W / EACH) {  // a power of byte 0 is subnormal: Intel multiplies it slowly
+      PA_UNROLLED
+      for (int i = 0; i < W / EACH; i++) found[i] = i < count ? found[i] : 0.0f;
+    }
     return {repeated<EACH>(found), vf{}};
   }
 }
