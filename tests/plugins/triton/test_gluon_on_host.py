@@ -190,20 +190,33 @@ def test_packed_decode(form: str, name: str) -> None:
     ("lens", "changes", "way"),
     [
         ([131072], {}, "many"),
-        ([131072] + [1024] * 7, {}, "listed"),
+        ([8192] * 4, {}, "many"),
+        ([131072] + [1024] * 63, {}, "listed"),
         ([1024], {}, None),
+        ([4096] * 16, {}, None),
+        ([8192] * 32, {"num_heads": 28, "num_kv_heads": 4}, "many"),
+        ([8192] * 64, {"num_heads": 28, "num_kv_heads": 4}, None),
         ([131072], {"graph_capture": "single_token_decode"}, None),
         ([4096] * 64, {}, "decode"),
     ],
-    ids=["long", "one long", "short", "captured", "many"],
+    ids=[
+        "long",
+        "a few",
+        "one long",
+        "short",
+        "of 4k",
+        "few heads",
+        "many heads",
+        "captured",
+        "many",
+    ],
 )
 def test_long_decodes_over_e4m3_are_packed(
     lens: list[int], changes: dict[str, Any], way: str | None
 ) -> None:
     """And those that fill the chip uncut; `way`: None where the portable kernel serves."""
-    spec = PLAIN.replace(
-        num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3", **changes
-    )
+    heads = {"num_heads": 32, "num_kv_heads": 8} | changes
+    spec = PLAIN.replace(head_size=128, kv_cache_dtype="fp8_e4m3", **heads)
     backend = backend_of(spec, format_of(spec, HOPPER, "NHD", 16), 132)
     table = torch.zeros(len(lens), max(lens) // 16, dtype=torch.int32)
     plan = backend.plan_rows(Batch.from_lens([1] * len(lens), lens, table, 16))

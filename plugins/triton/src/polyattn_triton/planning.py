@@ -75,8 +75,9 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2)
 """Key tiles that a tile of queries costs beside its own, and that are worth a program."""
-LONG = 64
-"""Key tiles of a multiprocessor from which on decodes over e4m3 are those of rows."""
+LONG, LONG_KEYS = 32, 4096
+"""Decodes over e4m3 are those of rows from LONG key tiles of a multiprocessor on, if a sequence has more
+keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09."""
 HOPPER_RATES = replace(RATES, merge=6)
 """And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
 tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
@@ -222,16 +223,18 @@ class PlannedAttention(AttentionBackend):
         return planner
 
     def _is_long(self, batch: Batch) -> bool:
-        """Whether a step over e4m3, not of rows, is planned as if it were: few sequences of many keys.
+        """Whether a step over e4m3, not of rows, is planned as if it were: long, and few or uneven.
 
-        What a captured graph runs doesn't follow from lengths.
+        What a captured graph runs doesn't follow from lengths. Of even lengths, 256 programs
+        of the portable kernel took 0.89 of the time.
         """
         bound = self.spec.graph_capture or self.spec.length_bounds
         if self.packed is None or self.in_rows or bound or not self.least_split:
             return False
         heads, least = self.spec.num_kv_heads, LONG * self.packed.block_n * self.num_sms
-        few = batch.num_seqs * heads <= FEW_ON_ONE * self.num_sms
-        return few and int(batch.host_lens.sum()) * heads >= least
+        total, longest = int(batch.host_lens.sum()), int(batch.host_lens.max(initial=0))
+        few = batch.num_seqs * heads <= self.num_sms or longest * batch.num_seqs > EVEN * total
+        return few and longest > LONG_KEYS and total * heads >= least
 
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
