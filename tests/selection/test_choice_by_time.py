@@ -482,11 +482,11 @@ def test_padded_heads_prompts_go_to_torch_on_a_gpu(changes: dict[str, Any], pref
     [
         (16, [8192], "TRITON_MLA"),
         (16, [131_072, *[1024] * 63], "TRITON_MLA"),
-        (128, [4096] * 64, "FLASHINFER_MLA"),
+        (128, [2500] * 90, "TRITON_MLA"),
     ],
 )
 def test_latent_decodes_are_chosen_by_time(heads: int, lens: list[int], name: str) -> None:
-    """Up to 1.22 of the best by priority alone."""
+    """The fastest of each on an H200; the table of an older kernel took up to 1.6 of the best."""
     spec = LayerSpec(
         kind="mla", num_heads=heads, head_size=192, v_head_size=128,
         latent=LatentSpec(rank=512, rope_head_size=64),

@@ -46,6 +46,7 @@ from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import (
     ROOM,
+    Line,
     Rates,
     Tiles,
     in_lanes,
@@ -53,6 +54,7 @@ from polyattn_triton.schedule import (
     max_parts,
     rows_of,
     segments,
+    stretches,
     whole,
 )
 
@@ -63,8 +65,10 @@ PLACES = 512
 SEGMENT = 32
 """Keys of a segment for each row of a tile, where bits must not follow from the step: a part, which is
 written and read in float32, is a ninth of 16-bit latents of 576."""
-RATES, HOPPER_RATES = Rates(item=2, least=2), Rates(item=4, least=0)
+RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
+ROLES_RATES = Rates(item=4, least=0)
+"""The same of Hopper's kernel with roles, whose pipeline is deeper."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -125,7 +129,6 @@ class Kernels:
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
         self.early = launches_early(device.arch)
-        self.rates = HOPPER_RATES if self.config.hopper else RATES
         self.workspace = Workspace(self.torch_device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
@@ -153,14 +156,17 @@ class Kernels:
             return self._in_segments(batch, tiles, few)
         roles = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
         cuts = roles or self.spec.graph_capture
-        order = None if cuts else whole(tiles.keys, programs, self.rates)
+        order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
             return LatentPlan(
                 batch, Way(False, few), count, to_device(work, self.torch_device, before)
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
-        dealt, tiles = in_lanes(tiles, programs, self.rates)
+        if roles:
+            dealt, tiles = in_lanes(tiles, programs, ROLES_RATES)
+        else:
+            dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
         cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
         most = count
