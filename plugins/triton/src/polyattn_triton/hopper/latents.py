@@ -95,14 +95,39 @@ def _store(
     m = gl.convert_layout(m * by, ROW)
     if cut:
         store_part(
-            acc, m, l, PARTS + GROUP * HALF, PART_LSE, place, query_len, start,
-            HEADS, HALF, 2 * HALF, 64, GROUP == 0,
-        )  # fmt: skip
+            acc,
+            m,
+            l,
+            PARTS + GROUP * HALF,
+            PART_LSE,
+            place,
+            query_len,
+            start,
+            HEADS,
+            HALF,
+            2 * HALF,
+            64,
+            GROUP == 0,
+        )
     else:
         store_whole(
-            acc, m, l, OUT + GROUP * HALF, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
-            HEADS, HALF, 64, FORM[2] and GROUP == 0,
-        )  # fmt: skip
+            acc,
+            m,
+            l,
+            OUT + GROUP * HALF,
+            LSE,
+            v_scale,
+            token0,
+            query_len,
+            start,
+            o_t,
+            o_h,
+            lse_t,
+            HEADS,
+            HALF,
+            64,
+            FORM[2] and GROUP == 0,
+        )
 
 
 @gluon.jit
