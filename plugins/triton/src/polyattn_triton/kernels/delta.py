@@ -7,7 +7,7 @@ solves every chunk's by itself; `delta_kernel` walks a sequence's chunks with th
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import _at_end, sequence_of
+from polyattn_triton.kernels.scan import at_end, sequence_of
 from polyattn_triton.kernels.tiles import load_tile
 
 
@@ -83,7 +83,7 @@ def system_kernel(
         unit_q = _unit(q)
         unit_k = _unit(k)
     total = tl.cumsum(g, 0)
-    last = _at_end(total, at, first, count, CHUNK)
+    last = at_end(total, at, first, count, CHUNK)
     before = rows[:, None] >= rows[None, :]
     decay = tl.exp(tl.where(before, total[:, None] - total[None, :], float("-inf")))
     decay *= unit_k[None, :]

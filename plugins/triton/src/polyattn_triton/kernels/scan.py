@@ -134,7 +134,7 @@ def conv_kernel(
 
 
 @triton.jit
-def _at_end(total, at, first, count, CHUNK: tl.constexpr):
+def at_end(total, at, first, count, CHUNK: tl.constexpr):
     """The running sum at a chunk's last token: a sum taken apart from it is rounded otherwise.
 
     The last token's own share is the exponential of their difference, which must be 1; where a
@@ -194,7 +194,7 @@ def gated_kernel(
         else:
             g = tl.where(ok, rate, 0.0)
         total = tl.cumsum(g, 0)
-        last = _at_end(total, at, first, count, CHUNK)
+        last = at_end(total, at, first, count, CHUNK)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = s * tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
         y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * tl.exp(total)[:, None]
@@ -209,8 +209,3 @@ def gated_kernel(
             y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
         store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
     tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
-
-
-@triton.jit
-def unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
