@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from defined_flex import without_compiler
 from polyattn import (
     Attention,
     AttentionVariant,
@@ -33,8 +34,6 @@ from polyattn.workload.pages import fill
 from torch import Tensor
 
 BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
-BACKENDS = ("TORCH_SDPA", pytest.param("FLEX_ATTENTION", marks=pytest.mark.slow))
-"""Compiling takes a quarter of a minute for each function."""
 LENS = ([5, 1, 0, 20, 1], [21, 7, 3, 20, 33])
 
 
@@ -77,6 +76,13 @@ def registered() -> Iterator[None]:
     yield
     for variant in VARIANTS:
         unregister_variant(variant.name)
+
+
+@pytest.fixture(params=["TORCH_SDPA", "FLEX_ATTENTION"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that takes functions; FLEX_ATTENTION calls torch's definition, which needs no compiler."""
+    without_compiler(monkeypatch)
+    return str(request.param)
 
 
 def run(
@@ -129,7 +135,6 @@ def assert_functions_right(backend: str, lens: tuple[list[int], list[int]]) -> N
         assert_right(*run(BASE.replace(variant=name), backend, lens, inputs=layer, step=step))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_over_pages(backend: str) -> None:
     plain = run(BASE, backend)[0]
     functions = functions_of_each_kind()
@@ -138,6 +143,18 @@ def test_functions_over_pages(backend: str) -> None:
         out, expected = run(BASE.replace(variant=name), backend, inputs=layer, step=step)
         assert_right(out, expected)
         assert not torch.allclose(out, plain, atol=1e-3), f"{name} changes nothing"
+
+
+@pytest.mark.slow
+def test_compiled_functions() -> None:
+    """What the compiler makes of tensors that a layer brings, a step, and a step's mask.
+
+    A function takes it six seconds.
+    """
+    for name, layer, step in functions_of_each_kind()[2:5:2]:
+        assert_right(*run(BASE.replace(variant=name), "FLEX_ATTENTION", inputs=layer, step=step))
+    spec, mask, lens = masks_of_each_kind()[0]
+    assert_right(*run(spec, "FLEX_ATTENTION", lens, mask=mask))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +204,6 @@ def masks_of_each_kind() -> list[tuple[LayerSpec, Any, tuple[list[int], list[int
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_that_a_step_brings(backend: str) -> None:
     for spec, mask, lens in masks_of_each_kind():
         out, expected = run(spec, backend, lens, mask=mask)
@@ -212,7 +228,6 @@ def test_masks_are_what_they_are_named() -> None:
     assert bits.tolist() == [[ids[k] == ids[q] for k in range(5)] for q in (3, 4)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_trees_and_windows_are_blocks(backend: str) -> None:
     """The same output as by the tree itself, and as by the layer's own window."""
     tree = CustomMask.tree([[-1, 0, 0, 1, 2], [-1], [], [-1, *range(19)], [-1]])
