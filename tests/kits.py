@@ -30,7 +30,7 @@ def kit(
 
 
 OVER_FAKES = ("-k", "not published", "-x")
-"""Published layers are values that other cases have one by one; what a fake computes joins them."""
+"""Published layers are values that other cases have one by one, and that searches join."""
 
 
 def conforms(

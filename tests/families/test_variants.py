@@ -80,7 +80,7 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture(params=["TORCH_SDPA", "FLEX_ATTENTION"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend that takes functions; FLEX_ATTENTION calls torch's definition, which needs no compiler."""
+    """A backend that takes functions; FLEX_ATTENTION calls the definition, which nothing compiles."""
     without_compiler(monkeypatch)
     return str(request.param)
 
