@@ -41,24 +41,32 @@ def attention(
     if is_causal is None:
         # `make_mask` leaves a causal mask out only where the lengths are equal: other layers see all.
         is_causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
-    sinks = _sinks(module, kwargs)
+    sinks = kwargs.get("s_aux")
+    if sinks is None:
+        sinks = module._parameters.get("sinks")
     # A single query is a decode: it sees all keys, wherever they are aligned.
     causal = is_causal and query.shape[2] > 1
-    own, others = _own_attention(type(module).__module__)
-    _check_known(module, others, kwargs)
+    own, others, unknown = _own_attention(type(module).__module__, *kwargs)
+    for name in unknown:  # the model may expect a kernel of its own to read it
+        if kwargs[name] is not None:
+            raise PolyattnError(
+                f"{type(module).__name__} calls attention with {name}=, which polyattn doesn't know; "
+                'load the model with attn_implementation="eager"'
+            )
     indices = kwargs.pop("indices", None)
     if indices is not None:
         attention_mask = _selected(module, attention_mask, indices, key.shape[2])
-    why = _refused(module, others, (query, key, value, sinks), dropout, kwargs)
+    compiling = torch.compiler.is_compiling()
+    why = _refused(module, others, (query, key, value, sinks), dropout, kwargs, compiling)
     if "write_index" in kwargs:  # a step of continuous batching
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
     # Of a missing attribute, `Module.__getattr__` makes a message.
-    if why not in TRAINING and module.__dict__.get("_polyattn_invariance"):
+    if module.__dict__.get("_polyattn_invariance") and why not in TRAINING:
         call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
         return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None
-    if why is None and torch.compiler.is_compiling():
+    if why is None and compiling:
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
         ), None
@@ -72,7 +80,7 @@ def attention(
         except PolyattnError as error:
             why = str(error)
     by_sdpa = why in TRAINING and softcap is None and sinks is None
-    if not torch.compiler.is_compiling():
+    if not compiling:
         LEDGER.count_fallback(type(module).__name__, f"{why}; sdpa serves" if by_sdpa else why)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if by_sdpa:
@@ -105,11 +113,6 @@ def _invariant(
     )[0]
 
 
-def _sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    sinks: Tensor | None = kwargs.get("s_aux")
-    return module._parameters.get("sinks") if sinks is None else sinks
-
-
 def _as_added(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
     """Return a mask as models' eager functions take it: what is added to the scores."""
     if mask is None and is_causal and query.shape[2] > 1:
@@ -134,16 +137,6 @@ KNOWN |= {
 """Arguments that are served, or that no attention needs beside the mask."""
 
 
-def _check_known(module: nn.Module, others: frozenset[str], kwargs: dict[str, Any]) -> None:
-    """Raise for an argument that nobody reads: the model may expect a kernel of its own to read it."""
-    for name, value in kwargs.items():
-        if value is not None and name not in KNOWN and name not in others:
-            raise PolyattnError(
-                f"{type(module).__name__} calls attention with {name}=, which polyattn doesn't know; "
-                'load the model with attn_implementation="eager"'
-            )
-
-
 def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     """Return the bool mask of what `mask` shows at `indices` (batch, queries, keys that are seen)."""
     if Version("5.18") > VERSION:  # there such layers add masks to numbers themselves
@@ -163,10 +156,14 @@ def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int
 
 
 @lru_cache(maxsize=256)
-def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
-    """Return the eager attention of a model's file, and those of its arguments that aren't served."""
+def _own_attention(
+    module: str, *names: str
+) -> tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]:
+    """Return the eager attention of a model's file, and which arguments it alone serves, or nobody."""
     own = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
-    return own, frozenset(inspect.signature(own).parameters) - SERVED
+    reads = inspect.signature(own).parameters.keys() - SERVED
+    others = tuple(name for name in names if name in reads)
+    return own, others, tuple(name for name in names if name not in KNOWN | reads)
 
 
 TRAINING = ("gradients are asked for", "dropout")
@@ -175,13 +172,18 @@ TRAINING = ("gradients are asked for", "dropout")
 
 def _refused(
     module: nn.Module,
-    others: frozenset[str],
+    others: tuple[str, ...],
     tensors: tuple[Tensor | None, ...],
     dropout: float,
     kwargs: dict[str, Any],
+    compiling: bool,
 ) -> str | None:
     """Return why a call can't be served, None where it can, for all but its mask."""
-    if _weights_wanted(kwargs):
+    # Models collect attention weights by hooks.
+    collected = None if compiling else _active_collector.get()  # type: ignore[no-untyped-call]
+    if kwargs.get("output_attentions") or (
+        collected and any("attentions" in name for name in collected)
+    ):
         return "output_attentions=True"
     for name in others:
         if kwargs.get(name) is not None:
@@ -191,13 +193,3 @@ def _refused(
     if dropout and module.training:
         return TRAINING[1]
     return None
-
-
-def _weights_wanted(kwargs: dict[str, Any]) -> bool:
-    """Return whether the caller of the model wants attention weights: models collect them by hooks."""
-    if kwargs.get("output_attentions"):
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    collected = _active_collector.get()  # type: ignore[no-untyped-call]
-    return bool(collected) and any("attentions" in name for name in collected)
