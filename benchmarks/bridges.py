@@ -112,7 +112,7 @@ def main() -> None:
         calls = {"scaled_dot_product_attention": torchs} | ways(rows)
         whole = least_us(calls)
         with nothing():
-            own = least_us(calls)
+            own = least_us({"scaled_dot_product_attention": torchs} | ways(rows))
         base, base_own = (found["scaled_dot_product_attention"] for found in (whole, own))
         for name in calls:
             print(

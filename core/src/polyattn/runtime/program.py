@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -346,6 +347,8 @@ class Call(Op):
         self.block_size = block_size
         # Of the cache, by reading once what rows share.
         self.saved_bytes = saved_bytes
+        if block_size is None:  # as below, a frame of Python less at each layer's call
+            self.run = partial(backend.run, plan)  # type: ignore[method-assign]
 
     def run(self, frame: Any) -> None:
         """Run the backend, over the cache in the blocks that it walks."""

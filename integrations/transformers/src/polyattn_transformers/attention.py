@@ -42,17 +42,12 @@ def attention(
         # `make_mask` leaves a causal mask out only where the lengths are equal: other layers see all.
         is_causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
     sinks = kwargs.get("s_aux")
-    if sinks is None:
-        sinks = module._parameters.get("sinks")
+    sinks = module._parameters.get("sinks") if sinks is None else sinks
     # A single query is a decode: it sees all keys, wherever they are aligned.
     causal = is_causal and query.shape[2] > 1
     own, others, unknown = _own_attention(type(module).__module__, *kwargs)
-    for name in unknown:  # the model may expect a kernel of its own to read it
-        if kwargs[name] is not None:
-            raise PolyattnError(
-                f"{type(module).__name__} calls attention with {name}=, which polyattn doesn't know; "
-                'load the model with attn_implementation="eager"'
-            )
+    if unknown:
+        _check_known(module, unknown, kwargs)
     indices = kwargs.pop("indices", None)
     if indices is not None:
         attention_mask = _selected(module, attention_mask, indices, key.shape[2])
@@ -72,11 +67,10 @@ def attention(
         ), None
     if why is None:
         try:
-            out, _ = sdpa(
+            return sdpa(
                 query, key, value, attention_mask, is_causal=causal, scale=scaling,
                 logit_soft_cap=softcap, sinks=sinks, count=LEDGER.count,
-            )  # fmt: skip
-            return out, None
+            )[0], None  # fmt: skip
         except PolyattnError as error:
             why = str(error)
     by_sdpa = why in TRAINING and softcap is None and sinks is None
@@ -135,6 +129,16 @@ KNOWN |= {
     "token_type_ids", "mm_token_type_ids", "image_sizes",
 }  # fmt: skip
 """Arguments that are served, or that no attention needs beside the mask."""
+
+
+def _check_known(module: nn.Module, unknown: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for an argument that nobody reads: the model may expect a kernel of its own to read it."""
+    for name in unknown:
+        if kwargs[name] is not None:
+            raise PolyattnError(
+                f"{type(module).__name__} calls attention with {name}=, which polyattn doesn't know; "
+                'load the model with attn_implementation="eager"'
+            )
 
 
 def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:

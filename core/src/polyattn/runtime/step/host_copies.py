@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -46,8 +46,8 @@ def values_of(tensor: Tensor) -> list[int]:
         [3, 1]
 
     """
-    values: list[int] = _copied(tensor)[0]
-    return values
+    _refuse_capture(tensor)
+    return stored(tensor, "_polyattn_host", True, None, tensor.tolist)
 
 
 def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
@@ -65,19 +65,21 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
         (5, 1)
 
     """
-    copied = _copied(cumulative)
-    if not gap and copied[0][0] != 0:
-        raise BatchError(f"cumulative lengths begin with {copied[0][0]}; they must begin with 0")
-    if copied[1] is None:
-        copied[1] = tuple([b - a for a, b in pairwise(copied[0])])
-    return copied[1]  # type: ignore[no-any-return]
+    _refuse_capture(cumulative)
+    return stored(
+        cumulative, "_polyattn_lens", True, gap, lambda: _differences(values_of(cumulative), gap)
+    )
 
 
-def _copied(tensor: Tensor) -> list[Any]:
-    """Return [values, lengths between them or None]."""
+def _differences(starts: list[int], gap: bool) -> tuple[int, ...]:
+    if not gap and starts[0] != 0:
+        raise BatchError(f"cumulative lengths begin with {starts[0]}; they must begin with 0")
+    return tuple([b - a for a, b in pairwise(starts)])
+
+
+def _refuse_capture(tensor: Tensor) -> None:
     if capturing(tensor):  # known values, too: a replay would go on with them, whatever it holds
         raise BatchError(
             "this call reads lengths on the host, and a graph is being captured; run it outside "
             "the capture, or use the call whose lengths stay on the device"
         )
-    return stored(tensor, "_polyattn_host", True, None, lambda: [tensor.tolist(), None])

@@ -252,7 +252,8 @@ class NativeAttention(AttentionBackend):
         self.stored = spec.dtype if cache is None else cache.dtype
         self.layer, self.by = layer_bytes(spec, self.stored, cache), isa()
         rows = None if cache is None else cache.rows
-        self.turns = tuple(f if f.turn else None for f in rows or ()) or (None, None)
+        turns = tuple(f if f.turn else None for f in rows or ())
+        self.turns = turns if any(turns) else None
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
         layer = self.layer
@@ -276,6 +277,9 @@ class NativeAttention(AttentionBackend):
         return addressed(plan.step, self.spec, strides)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
+        if self.turns is None:
+            plan.attend(frame)
+            return
         of_key, of_value = self.turns
         out = frame.out
         if of_key is not None:  # rows stay turned: queries turn with keys, outputs back
