@@ -60,7 +60,8 @@ def test_decode_compiles_without_spilling_much() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_each_kernel_compiles(arch: str) -> None:
-    for spec in (STREAM, PART, PART.replace(kv_cache_dtype="fp8_e4m3")):
+    """A part that is turned over bfloat16 has less to do than over eight bits: the sweep compiles it."""
+    for spec in (STREAM, PART.replace(kv_cache_dtype="fp8_e4m3")):
         for phase in ("listed", "paged pieces"):
             assert compile_phase(spec, arch, phase).asm
 

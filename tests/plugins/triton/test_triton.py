@@ -367,7 +367,11 @@ def test_compilation_can_fail() -> None:
     [
         pytest.param("pair and (sliding_window or chunked)", marks=sweep),
         pytest.param("pair and not (sliding_window or chunked)", marks=sweep),
-        pytest.param("feature_lse or isolation or plans", marks=pytest.mark.slow),
+        # The sweep has infinities, which spoil as NaN does, and numbers in decodes.
+        pytest.param(
+            "feature_lse or isolation-nan or isolation-numbers-mixed or plans",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("decoder and not pair", marks=sweep),
         pytest.param("not pair and not decoder", marks=sweep),
     ],
