@@ -98,7 +98,12 @@ def always(rows: Any, args: Options) -> None:
     for model, dtype, own, changed in (
         ("llama", "float16", "FLASH_ATTN", {"head_dim": 64}),
         ("llama", "float32", "TRITON_ATTN", {"head_dim": 64}),
-        ("deepseek_v3", "float16", "TRITON_MLA", {"first_k_dense_replace": 2}),
+        (
+            "deepseek_v3",
+            "float16",
+            "TRITON_MLA",
+            {"first_k_dense_replace": 2, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        ),
     ):
         what = f"FULL graphs, {model}, {dtype}, beside {own}"
         rows.add(what, partial(tokens.compared, model, dtype, own, **changed))
@@ -152,6 +157,8 @@ def environment(section: str) -> dict[str, str]:
     """Return the environment of a section: this tree's sources first, whatever is installed."""
     paths = [str(ROOT / folder / "src") for folder in FOLDERS] + [str(ROOT / "benchmarks")]
     found = dict(os.environ, PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    # FlashInfer's sampler is compiled for two minutes at the first engine's start.
+    found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if section in COMPARED:
         found["OMP_NUM_THREADS"] = "1"
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])
