@@ -251,7 +251,5 @@ def middles(rows: dict[tuple[str, str], list[Row]]) -> Iterator[Row]:
         own = [
             r["tokens/s"] for (load, who), r in middle.items() if load == name and who != "polyattn"
         ]
-        yield {"what": f"{name}: {side}"} | row | {
-            "rounds": len(rows[name, side]),
-            "tokens/s, of the engine's own best": row["tokens/s"] / max(own),
-        }  # fmt: skip
+        best = {"tokens/s, of the engine's own best": row["tokens/s"] / max(own)} if own else {}
+        yield {"what": f"{name}: {side}"} | row | {"rounds": len(rows[name, side])} | best
