@@ -83,7 +83,13 @@ def compared(model: str, dtype: str, own: str, drafts: str = "", **changed: Any)
         theirs, _ = answers(folder, own, dtype, "NONE")
         if drafts:
             drafter = folder if drafts == "draft_model" else save_head(drafts, Path(path))
-            speculation = {"model": str(drafter), "method": drafts, "num_speculative_tokens": 3}
+            speculation: dict[str, Any] = {
+                "model": str(drafter),
+                "method": drafts,
+                "num_speculative_tokens": 3,
+            }
+            if serving.GPU:  # vLLM chooses for a drafter's layers by itself
+                speculation["attention_backend"] = "CUSTOM"
             options = {
                 "speculative_config": speculation, "async_scheduling": False,
                 "max_num_batched_tokens": 128,
