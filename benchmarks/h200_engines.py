@@ -8,7 +8,7 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
-- `always`: vLLM's engine, whose graphs hold prompts and decodes: greedy tokens beside its own backends'.
+- `always`: vLLM's engine, whose graphs hold prompts and decodes, or drafts: tokens beside its own.
 - `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
@@ -98,9 +98,17 @@ def always(rows: Any, args: Options) -> None:
     for model, dtype, own, changed in (
         ("llama", "float16", "FLASH_ATTN", {"head_dim": 64}),
         ("llama", "float32", "TRITON_ATTN", {"head_dim": 64}),
-        ("deepseek_v3", "float16", "TRITON_MLA", {"first_k_dense_replace": 2}),
+        ("llama", "float32", "TRITON_ATTN", {"head_dim": 64, "drafts": "draft_model"}),
+        ("llama", "float32", "TRITON_ATTN", {"head_dim": 64, "drafts": "eagle"}),
+        (
+            "deepseek_v3",
+            "float16",
+            "TRITON_MLA",
+            {"first_k_dense_replace": 2, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        ),
     ):
-        what = f"FULL graphs, {model}, {dtype}, beside {own}"
+        drafts = str(changed.get("drafts", ""))
+        what = f"FULL graphs, {f'{model}, {drafts}'.rstrip(', ')}, {dtype}, beside {own}"
         rows.add(what, partial(tokens.compared, model, dtype, own, **changed))
 
 
@@ -152,6 +160,8 @@ def environment(section: str) -> dict[str, str]:
     """Return the environment of a section: this tree's sources first, whatever is installed."""
     paths = [str(ROOT / folder / "src") for folder in FOLDERS] + [str(ROOT / "benchmarks")]
     found = dict(os.environ, PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    # FlashInfer's sampler is compiled for two minutes at the first engine's start.
+    found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if section in COMPARED:
         found["OMP_NUM_THREADS"] = "1"
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,21 @@ def test_the_rehearsal_of_vllms_graphs(rows: str, environ: dict[str, str]) -> No
     )
     ran = python("-c", code, cwd=BENCHMARKS, **environ)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_a_side_of_the_engines_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side is measured, in each round."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
+    from engines import serving
+
+    def served(folder: Path, side: str, wanted: str) -> Iterator[tuple[str, dict[str, float]]]:
+        if side == "vLLM":
+            raise RuntimeError("no engine")
+        yield "chat", {"tokens/s": 2.0}
+
+    monkeypatch.setattr(serving, "served", served)
+    monkeypatch.setattr(serving, "SIDES", ("vLLM", "polyattn"))
+    assert [row["what"] for row in serving.measured(60, rounds=2)] == [
+        "round 0 of vLLM", "chat: polyattn, round 0", "chat: polyattn, round 1", "round 1 of vLLM",
+        "chat: polyattn",
+    ]  # fmt: skip

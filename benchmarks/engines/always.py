@@ -1,9 +1,10 @@
-"""vLLM's engine with graphs that hold prompts and decodes (`FULL`): tokens beside its own backends'."""
+"""vLLM's engine, whose graphs hold prompts and decodes, or drafts: tokens beside its own backends'."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,24 @@ Answers = list[tuple[list[int], list[float]]]
 """Of each prompt: greedy tokens, and how much likelier each was than the second."""
 
 
-def answers(folder: Path, side: str, dtype: str, graphs: str) -> tuple[Answers, int]:
-    """Return an engine's answers, and how many of polyattn's steps a graph of any step held."""
+def answers(
+    folder: Path, side: str, dtype: str, graphs: str, **changed: Any
+) -> tuple[Answers, int]:
+    """Return an engine's answers, and how many of polyattn's steps graphs held; `changed` are options."""
     from engine import NEW, Engine, prompts
     from polyattn_vllm.step import Builder
     from vllm import SamplingParams
 
     serving.stand_in()
-    held, refilled = [0], Builder._refilled
+    planned = {name: getattr(Builder, name) for name in ("_refilled", "_replayed")}
+    held = [0]
 
-    def counted(builder: Builder, *args: Any) -> Any:
-        held[0] += 1
-        return refilled(builder, *args)
+    def counted(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            held[0] += 1
+            return plan(*args)
+
+        return call
 
     named = "CUSTOM" if side == "polyattn" else side
     options: dict[str, Any] = {}
@@ -43,11 +50,13 @@ def answers(folder: Path, side: str, dtype: str, graphs: str) -> tuple[Answers, 
     asked = SamplingParams(
         temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2
     )
-    Builder._refilled = counted  # type: ignore[method-assign]
+    for name, plan in planned.items():
+        setattr(Builder, name, counted(plan))
     try:
         with Engine(
-            folder, own=side != "polyattn", dtype=dtype, max_num_batched_tokens=32, **options
-        ) as one:
+            folder, own=side != "polyattn", dtype=dtype,
+            **{"max_num_batched_tokens": 32, **options, **changed},
+        ) as one:  # fmt: skip
             held[0] = 0
             found: Answers = []
             for output in one.llm.generate(prompts(), asked, use_tqdm=False):
@@ -56,18 +65,37 @@ def answers(folder: Path, side: str, dtype: str, graphs: str) -> tuple[Answers, 
                 ]
                 found.append((list(output.outputs[0].token_ids), [w[-1] - w[-2] for w in words]))
     finally:
-        Builder._refilled = refilled  # type: ignore[method-assign]
+        for name, plan in planned.items():
+            setattr(Builder, name, plan)
     return found, held[0]
 
 
-def compared(model: str, dtype: str, own: str, **changed: Any) -> dict[str, Any]:
-    """Compare 8 prompts of 40 tokens; the first of each that differs must have been a tie."""
-    from tiny_checkpoints import save
+def compared(model: str, dtype: str, own: str, drafts: str = "", **changed: Any) -> dict[str, Any]:
+    """Compare 8 prompts of 40 tokens; the first of each that differs must have been a tie.
+
+    `drafts` is a method of vLLM's, of a head or, as `draft_model`, the model itself: 3 tokens a draft,
+    in graphs of 4 tokens a request. vLLM's own side drafts nothing.
+    """
+    from tiny_checkpoints import save, save_head
 
     with tempfile.TemporaryDirectory() as path:
-        folder = save(model, Path(path), **changed)
+        folder, graphs, options = save(model, Path(path), **changed), "FULL", dict[str, Any]()
         theirs, _ = answers(folder, own, dtype, "NONE")
-        ours, held = answers(folder, "polyattn", dtype, "FULL")
+        if drafts:
+            drafter = folder if drafts == "draft_model" else save_head(drafts, Path(path))
+            speculation: dict[str, Any] = {
+                "model": str(drafter),
+                "method": drafts,
+                "num_speculative_tokens": 3,
+            }
+            if serving.GPU:  # vLLM chooses for a drafter's layers by itself
+                speculation["attention_backend"] = "CUSTOM"
+            options = {
+                "speculative_config": speculation, "async_scheduling": False,
+                "max_num_batched_tokens": 128,
+            }  # fmt: skip
+            graphs = "FULL_DECODE_ONLY"
+        ours, held = answers(folder, "polyattn", dtype, graphs, **options)
     equal = ties = 0
     for (tokens, gaps), (wanted, margins) in zip(ours, theirs, strict=True):
         differ = [i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b]

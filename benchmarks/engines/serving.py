@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -215,7 +216,7 @@ def measured(seconds: float, wanted: str = "", rounds: int = 3) -> Iterator[Row]
 
     Of the loads, those whose names `wanted` matches.
 
-    No side is begun that would not end within `seconds`.
+    No side is begun that would not end within `seconds`; one that fails is a row, and the others go on.
     """
     end, took = time.monotonic() + seconds, 0.0
     rows: dict[tuple[str, str], list[Row]] = {}
@@ -228,9 +229,14 @@ def measured(seconds: float, wanted: str = "", rounds: int = 3) -> Iterator[Row]
                 if begun + took > end:
                     print(f"  no time for round {turn} of {side}", flush=True)
                     continue
-                for name, row in served(folder, side, wanted):
-                    rows.setdefault((name, side), []).append(row)
-                    yield {"what": f"{name}: {side}, round {turn}"} | row
+                try:
+                    for name, row in served(folder, side, wanted):
+                        rows.setdefault((name, side), []).append(row)
+                        yield {"what": f"{name}: {side}, round {turn}"} | row
+                except Exception as error:
+                    traceback.print_exc()
+                    said = f"{type(error).__name__}: {error}"[:200]
+                    yield {"what": f"round {turn} of {side}", "failed": said}
                 took = max(took, time.monotonic() - begun)
     yield from middles(rows)
 
@@ -245,7 +251,5 @@ def middles(rows: dict[tuple[str, str], list[Row]]) -> Iterator[Row]:
         own = [
             r["tokens/s"] for (load, who), r in middle.items() if load == name and who != "polyattn"
         ]
-        yield {"what": f"{name}: {side}"} | row | {
-            "rounds": len(rows[name, side]),
-            "tokens/s, of the engine's own best": row["tokens/s"] / max(own),
-        }  # fmt: skip
+        best = {"tokens/s, of the engine's own best": row["tokens/s"] / max(own)} if own else {}
+        yield {"what": f"{name}: {side}"} | row | {"rounds": len(rows[name, side])} | best

@@ -41,12 +41,16 @@ class Engine:
         if not own:
             polyattn_vllm.register()
         selector._cached_get_attn_backend.cache_clear()
-        self.llm = LLM(
-            str(path), **{
-                "dtype": "float32", "enforce_eager": True, "disable_log_stats": False,
-                "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options,
-            },
-        )  # fmt: skip
+        try:
+            self.llm = LLM(
+                str(path), **{
+                    "dtype": "float32", "enforce_eager": True, "disable_log_stats": False,
+                    "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options,
+                },
+            )  # fmt: skip
+        except BaseException:  # its parallel groups would serve the next engine
+            cleanup_dist_env_and_memory()
+            raise
         known = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
         self.impls = [layer.impl for layer in known.values() if hasattr(layer, "impl")]
         ours = {type(impl).__module__.split(".")[0] == "polyattn_vllm" for impl in self.impls}

@@ -395,7 +395,8 @@ def test_vllms_own_runner_gives_the_steps_that_mixed_graphs_hold() -> None:
     prepare = DefaultModelState.prepare_attn
     state.prepare_attn = lambda *args, **options: prepare(state, *args, **options)
     tables: Any = SimpleNamespace(
-        cp_size=1, get_dummy_block_tables=lambda rows: (runner.table[:rows],),
+        cp_size=1, cp_rank=0, cp_interleave=1,
+        get_dummy_block_tables=lambda rows: (runner.table[:rows],),
         get_dummy_slot_mappings=lambda tokens: slots[:, :tokens],
     )  # fmt: skip
     group = AttentionGroup(
