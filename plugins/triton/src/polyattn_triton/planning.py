@@ -77,9 +77,10 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2)
 """Key tiles that a tile of queries costs beside its own, and that are worth a program."""
-LONG, LONG_KEYS = 32, 4096
+LONG, LONG_KEYS = 15, 5120
 """Decodes over e4m3 are those of rows from LONG key tiles of a multiprocessor on, if a sequence has more
-keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09."""
+keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09. H100:
+1 x 8k 0.90, 2 x 5k 1.06, and with one KV head 12 x 6k 0.97, 1 x 128k 0.69."""
 HOPPER_RATES = replace(RATES, merge=6)
 """And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
 tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
