@@ -36,11 +36,11 @@ def of_format(name: str, label: str = "", **changes: object) -> Other:
 
 
 def decode_of(name: str, step: str, lens: list[int], bar: Bar, **changes: int) -> Row:
-    """A decode beside e4m3's, bf16's and a copy that moves its bytes."""
+    """A decode beside e4m3's, bf16's, a copy that moves its bytes and a sum that reads them."""
     by = [of_format(name), *(of_format(n) for n in ("fp8_e4m3", "auto") if n != name)]
     spec = SMALL_BLOCKS.replace(**changes)
     return Row(f"formats: {name}, {step}", spec, [(1, n) for n in lens], {"cuda": by}, bar,
-               ["machine.copy"], "attend")  # fmt: skip
+               ["machine.copy", "machine.read"], "attend")  # fmt: skip
 
 
 def prefill_of(name: str, tokens: int, before: int = 0) -> Row:

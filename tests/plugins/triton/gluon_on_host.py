@@ -516,10 +516,12 @@ def inline(
             continue
         assert pack * BYTES[x.dtype] == 4
         registers.append(np.ascontiguousarray(bits).view(np.uint32))
-    each = [pack * BYTES[kind] // 4 for kind in kinds]  # registers
+    each = [max(1, pack * BYTES[kind] // 4) for kind in kinds]  # registers
     results, found = iter(run_ptx(asm, sum(each), registers)), []
     for count, kind in zip(each, kinds, strict=True):
         bits = np.stack([next(results) for _ in range(count)], -1).reshape(-1)
+        if pack * BYTES[kind] < 4:
+            bits = bits.astype(RAW[BYTES[kind]])
         found.append(Value(decoded(bits.view(RAW[BYTES[kind]]).reshape(shape), kind), kind))
     return tuple(found) if isinstance(dtype, tuple) else found[0]
 

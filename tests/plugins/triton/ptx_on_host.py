@@ -74,6 +74,7 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by,
     "and.b32": lambda a, b: a & b,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": lop3,
@@ -99,7 +100,7 @@ def run_ptx(asm: str, results: int, given: Sequence[Bits]) -> list[Bits]:
         if name in held:
             return held[name]
         number = int(name.removeprefix("0f"), 16) if name.startswith("0f") else int(name, 0)
-        return np.full(count, number, np.uint32)
+        return np.full(count, number & 0xFFFFFFFF, np.uint32)
 
     with np.errstate(all="ignore"):
         for said in re.sub(r"[{}]", "", asm).split(";"):

@@ -164,7 +164,9 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
     # A sequence ends where a program does: it isn't cut.
     "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [64, 32, 128], 4),
-    "many": ({}, [500, 470], 2),
+    "many": ({}, [500, 470], 8),
+    # More parts than a program usually merges at once: a row's columns are several programs'.
+    "many, of many": ({"num_heads": 2, "num_kv_heads": 1}, [2300], 24),
 }
 
 
@@ -192,6 +194,9 @@ def test_packed_decode(form: str, name: str) -> None:
         ([131072], {}, "many"),
         ([8192] * 4, {}, "many"),
         ([131072] + [1024] * 63, {}, "listed"),
+        ([8192], {}, "many"),
+        ([131072], {"num_heads": 8, "num_kv_heads": 1}, "many"),
+        ([5120] * 2, {}, None),
         ([1024], {}, None),
         ([4096] * 16, {}, None),
         ([8192] * 32, {"num_heads": 28, "num_kv_heads": 4}, "many"),
@@ -203,6 +208,9 @@ def test_packed_decode(form: str, name: str) -> None:
         "long",
         "a few",
         "one long",
+        "of 8k",
+        "one KV head",
+        "of 5k",
         "short",
         "of 4k",
         "few heads",

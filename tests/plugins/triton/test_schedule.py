@@ -257,7 +257,7 @@ def test_fewer_programs_end_no_later_than_as_many_as_fit(
 
     def us(programs: int) -> float:
         share = max(total / programs, least)
-        return chip.reading(total, share) + chip.merging(math.ceil(longest / share))
+        return chip.reading(total, share) + chip.merging(math.ceil(longest / share), chip.at_once)
 
     found = chip.programs(most, total, longest, least)
     assert 1 <= found <= most and us(found) <= us(most)
@@ -273,7 +273,7 @@ def test_parts_are_as_many_as_their_merging_is_worth() -> None:
     # Where as many as the chip holds are merged at once, nobody else merges them.
     assert Chip(132, 8).splits(16, 128, 1, 16) == 16
     # Programs of one warp: of 100 splits of 8 heads some multiprocessors would have seven, most six.
-    assert Chip(528, 8, 4).splits(132, 4096, 1, 0) == 132
+    assert Chip(528, 8, 4, wide=256).splits(198, 4096, 1, 0) == 198
     assert Chip(132, 4).splits(2, 49, 64, 8) == 2
     # Where memory is what takes the time, more splits than one merges bring nothing.
     assert Chip(132, 8).splits(12, 256, 16, 8) == 8

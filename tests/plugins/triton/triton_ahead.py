@@ -50,7 +50,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-MERGES = {"merge": "pieces", "merge listed": "listed", "merge many": "many"}
+MERGES = {"merge": "pieces", "merge listed": "listed", "merge many": "many", "merge wide": "many"}
 """What merges parts, each with the way of a plan that cut them: tiles of rows, stretches, even splits."""
 OTHERS = ("paged", "paged pieces", *MERGES, "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
@@ -278,12 +278,13 @@ def _compile_merge(spec: LayerSpec, arch: str, phase: str, query: str) -> Any:
     config = tile_config(spec, arch, "prefill")
     way = MERGES[phase]
     height = config.block_m if way == "pieces" else part_rows(spec, config, few=False)
+    merge = Merge(99, 1, 99, phase == "merge wide")
     constants = merging_constants(
-        spec, Merge(99, 1, 99), way, height, spec.needs_lse, launches_early(arch), summed
+        spec, merge, way, height, spec.needs_lse, launches_early(arch), summed
     )
     out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
     return compile_kernel(
-        merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
+        merge_kernel, {"OUT": out}, constants, arch, merge_options(merge, spec.v_head_size, False)
     )
 
 

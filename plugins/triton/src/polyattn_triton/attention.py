@@ -162,7 +162,8 @@ class TritonAttention(AlikeAttention):
                 self.run(plan, frame)
                 if cache is not None and plan.fresh:
                     self.run(plan, context)
-                for merging in () if plan.merging is None else plan.merging.of_each_variant():
+                cut, wide = plan.merging, plan.way == "many" and plan.config == self.packed
+                for merging in () if cut is None else cut.of_each_variant(wide):
                     plan.merging = merging
                     self.merge(plan, params, out, lse, quantized)
         return compiled

@@ -66,46 +66,63 @@ def merge_rows(height: int, width: int) -> int:
 
 FEW_PARTS = 4
 """Parts of a tile up to which a program merges several rows."""
+WIDE_PARTS, WIDE_COLUMNS = 256, 32
+"""Parts that one merges at once of so many columns of one row, where few tiles are of many parts. H100,
+198 splits of 128k: 62 us, 68 by sixteen parts at once of all columns."""
 
 
 class Merge(NamedTuple):
     """What `merge_kernel` is to do: `programs` have parts of so many tiles, at most `parts` of one.
 
-    A thread holds four columns of sixteen parts: of one row, or four of each of four rows.
+    A thread holds four columns of sixteen parts: of one row, or four of each of four rows. `wide`:
+    tiles are so few that a row's columns are several programs', of four warps.
     """
 
     programs: int
     tiles: int
     parts: int
+    wide: bool = False
 
     @property
     def few(self) -> bool:
-        """Whether parts are few: all that a compiled kernel depends on."""
+        """Whether parts are few: what a compiled kernel depends on, beside `wide`."""
         return self.parts <= FEW_PARTS
+
+    @property
+    def at_once(self) -> int:
+        """How many parts are merged at once."""
+        return WIDE_PARTS if self.wide else FEW_PARTS if self.few else MOST_AT_ONCE
+
+    def columns(self, width: int) -> int:
+        """Return how many columns of a row a program takes, of `width` padded ones."""
+        return min(width, WIDE_COLUMNS) if self.wide else width
 
     @property
     def by_tile(self) -> bool:
         """Whether cut tiles are looked for among the tiles, not among the programs that end one."""
         return self.tiles < self.programs
 
-    def of_each_variant(self) -> Iterator[Merge]:
-        """Yield one for each compiled kernel, for callers that compile them all."""
+    def of_each_variant(self, wide: bool) -> Iterator[Merge]:
+        """Yield one for each compiled kernel, for callers that compile them all; `wide`, too."""
         for parts in (FEW_PARTS, FEW_PARTS + 1):
-            yield self._replace(parts=parts)
+            yield self._replace(parts=parts, wide=False)
+        if wide:
+            yield self._replace(wide=True)
 
     def rows(self, height: int) -> int:
         """Return how many of a tile's rows a program takes."""
         return min(height, 4 if self.few else 1)
 
-    def grid(self, height: int, heads: int) -> tuple[int, int, int]:
-        """Return the kernel's grid for tiles of so many rows."""
-        return min(self.tiles, self.programs), -(-height // self.rows(height)), heads
+    def grid(self, height: int, heads: int, width: int = 1) -> tuple[int, int, int]:
+        """Return the kernel's grid for tiles of so many rows, of heads whose outputs are `width` wide."""
+        rows = -(-height // self.rows(height)) * (power(width) // self.columns(power(width)))
+        return min(self.tiles, self.programs), rows, heads
 
 
-def merge_options(width: int, early: bool) -> dict[str, Any]:
+def merge_options(merge: Merge, width: int, early: bool) -> dict[str, Any]:
     """Return `merge_kernel`'s launch options: warps in which a row's columns lie side by side."""
     pdl = {"launch_pdl": True} if early else {}
-    return {"num_warps": max(1, power(width) // 128)} | pdl
+    return {"num_warps": 4 if merge.wide else max(1, power(width) // 128)} | pdl
 
 
 def merge_constants(
@@ -117,8 +134,8 @@ def merge_constants(
     `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
-        group, width, power(width), height, merge.rows(height),
-        FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
+        group, width, merge.columns(power(width)), power(width) // merge.columns(power(width)), height,
+        merge.rows(height), merge.at_once, listed, tiled, by_token, sinks, lse, early, scales,
         summed,
     )  # fmt: skip
 

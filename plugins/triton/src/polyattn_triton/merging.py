@@ -41,16 +41,16 @@ class Merger:
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few)
+        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few, merging.wide)
         site = self._sites.get(key)
         if site is None:
             constants = merging_constants(
                 spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
             )
-            options = merge_options(spec.v_head_size, self.early)
+            options = merge_options(merging, spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(
-            merging.grid(plan.rows, spec.num_kv_heads),
+            merging.grid(plan.rows, spec.num_kv_heads, spec.v_head_size),
             (
                 parts,
                 part_lse,

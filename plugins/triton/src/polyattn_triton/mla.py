@@ -245,7 +245,7 @@ class Kernels:
             return
         height = config.block_h
         _merge(
-            plan.merging.grid(height, 1),
+            plan.merging.grid(height, 1, self.rank),
             (
                 space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
@@ -257,7 +257,7 @@ class Kernels:
                 plan.merging, spec.num_heads, self.rank, height, True, not plan.way.few, False,
                 lse is not None, self.early,
             ),
-            merge_options(self.rank, self.early),
+            merge_options(plan.merging, self.rank, self.early),
         )  # fmt: skip
 
     def _by_roles(

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import hopper_prefill
-from polyattn_triton.hopper.packing import PLACES, packed_bytes, packed_config
+from polyattn_triton.hopper.packing import ON_ONE, PLACES, packed_bytes, packed_config
 from polyattn_triton.launch import (
+    MOST_AT_ONCE,
+    WIDE_PARTS,
     Kept,
     Merge,
     Workspace,
@@ -75,12 +77,18 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2)
 """Key tiles that a tile of queries costs beside its own, and that are worth a program."""
-LONG, LONG_KEYS = 32, 4096
+LONG, LONG_KEYS = 15, 5120
 """Decodes over e4m3 are those of rows from LONG key tiles of a multiprocessor on, if a sequence has more
-keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09."""
+keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09. H100:
+1 x 8k 0.90, 2 x 5k 1.06, and with one KV head 12 x 6k 0.97, 1 x 128k 0.69."""
 HOPPER_RATES = replace(RATES, merge=6)
 """And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
 tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
+
+
+def chip_of(places: int, heads: int, packed: bool) -> Chip:
+    """Return what programs run on; `packed`: of one warp, whose many splits are merged at once."""
+    return Chip(places, heads, PLACES, wide=WIDE_PARTS) if packed else Chip(places, heads)
 
 
 class PlannedAttention(AttentionBackend):
@@ -119,7 +127,7 @@ class PlannedAttention(AttentionBackend):
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
         least = -(-(asked or 0) // self.few_config.block_n)
         self.decode_rates = Rates(RATES.item, max(RATES.least, least))
-        self.chip = Chip(self.places, spec.num_kv_heads, PLACES if self.in_rows else 0)
+        self.chip = chip_of(self.places, spec.num_kv_heads, self.in_rows)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
@@ -209,7 +217,7 @@ class PlannedAttention(AttentionBackend):
         """How many programs over packed numbers a multiprocessor holds at once."""
         assert self.packed is not None and self.cache is not None
         needed = packed_bytes(self.cache, self.packed)
-        return fitting(self.torch_device, needed, FEW_ON_ONE * PLACES)
+        return fitting(self.torch_device, needed, ON_ONE)
 
     @cached_property
     def of_long(self) -> PlannedAttention:
@@ -219,7 +227,7 @@ class PlannedAttention(AttentionBackend):
         planner.in_rows, planner.by_one = True, 0
         planner.decode_config = planner.few_config = self.packed
         planner.places = self.num_sms * PLACES
-        planner.chip = replace(self.chip, processors=planner.places, on_one=PLACES)
+        planner.chip = chip_of(planner.places, self.spec.num_kv_heads, True)
         return planner
 
     def _is_long(self, batch: Batch) -> bool:
@@ -271,7 +279,8 @@ class PlannedAttention(AttentionBackend):
         plan.grid = (count, heads, splits)
         plan.way, plan.splits = "split" if splits > 1 else "decode", splits
         if splits > max(1, self.by_one):
-            plan.way, plan.merging = "many", Merge(count, count, splits)
+            wide = self.in_rows and splits > MOST_AT_ONCE
+            plan.way, plan.merging = "many", Merge(count, count, splits, wide)
         self._reserve(plan.rows, MANY_ON_ONE * self.places)
 
     def splits(self, batch: Batch) -> int:
@@ -281,11 +290,12 @@ class PlannedAttention(AttentionBackend):
             return 1
         longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        # To merge many splits takes longer than a second program in a place gains, but for small ones.
-        each = self.places // programs
+        # To merge many splits takes longer than a second program in a place gains, but for packed ones.
         if self.in_rows:
-            each = self.num_sms * min(2 * PLACES, self.packed_on_one) // programs
-        wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
+            wanted = max(1, self.num_sms * self.packed_on_one // programs)
+        else:
+            each = self.places // programs
+            wanted = min(even_splits(programs, self.places), max(FEW_SPLITS, each))
         limit = MAX_SPLITS * (PLACES if self.in_rows else 1)
         most = max(1, min(wanted, -(-longest // self.least_split), limit))
         keys = -(-longest // self.few_config.block_n)

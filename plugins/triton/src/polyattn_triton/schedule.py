@@ -59,7 +59,8 @@ class Chip:
     `full`: of the processors, how many read all that memory gives, a program each, each reading its
     key tiles one after the other. The others are in key tiles, 0.63 us each (fitted to 390 decodes and
     short steps): `own`, to merge splits by the program that ends last, all at once; `launch`, of a
-    kernel that merges, and `round`, for it to load each `at_once` of a row's parts.
+    kernel that merges, and `round`, for it to load each `at_once` of a row's parts, or `wide`, where
+    these are even splits.
     """
 
     processors: int
@@ -70,6 +71,7 @@ class Chip:
     launch: float = 1.5
     round: float = 1.0
     at_once: int = 16
+    wide: int = 16
 
     def reading(self, total: int, share: float) -> float:
         """Return how long programs read `total` key tiles of a KV head, `share` each."""
@@ -77,9 +79,9 @@ class Chip:
         # What is slower hides the other, but for a tenth where they are nearly alike.
         return float((share**4 + memory**4) ** 0.25)
 
-    def merging(self, parts: int) -> float:
+    def merging(self, parts: int, at_once: int) -> float:
         """Return how long a kernel merges so many parts of a tile."""
-        return self.launch + self.round * -(-parts // self.at_once) if parts > 1 else 0.0
+        return self.launch + self.round * -(-parts // at_once) if parts > 1 else 0.0
 
     def programs(self, most: int, total: int, longest: int, least: int) -> int:
         """Return how many programs a KV head's tiles end first with: `most`, or fewer by processors.
@@ -95,7 +97,8 @@ class Chip:
 
         def duration(programs: int) -> float:
             share = max(total / programs, least)
-            return self.reading(total, share) + self.merging(math.ceil(longest / share))
+            parts = math.ceil(longest / share)
+            return self.reading(total, share) + self.merging(parts, self.at_once)
 
         return min(tries, key=duration)
 
@@ -110,10 +113,10 @@ class Chip:
 
         def duration(splits: int) -> float:
             itself = splits == by_one
-            merging = self.own if itself else self.merging(splits)
+            merging = self.own if itself else self.merging(splits, self.wide)
             share, total = -(-keys // splits), keys * count
-            if self.on_one:  # the fullest multiprocessor's
-                fullest = -(-count * self.heads * splits * self.on_one // self.processors)
+            if self.on_one:  # the fullest multiprocessor's, and one: few hide less of each other
+                fullest = 1 - (-count * self.heads * splits * self.on_one // self.processors)
                 total = -(-fullest * share * self.processors // (self.on_one * self.heads))
             return self.reading(total, share) + merging
 

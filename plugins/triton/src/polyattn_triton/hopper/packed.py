@@ -27,9 +27,10 @@ from polyattn_triton.hopper.packed_rows import (
     NVFP4,
     blocks_of_tile,
     copy_tile,
+    halves_layout,
     longer,
     numbers_of,
-    pairs_layout,
+    quads_layout,
     scale_words,
     units_layout,
     wide_layout,
@@ -43,8 +44,7 @@ from polyattn_triton.hopper.unpacking import (
     BYTES_BELOW,
     BYTES_BESIDE,
     CODES,
-    E2M1_BELOW,
-    E2M1_BESIDE,
+    E2M1,
     HALVES,
     INTEGERS,
     POWERS,
@@ -57,12 +57,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(15)
 """Weights are 2^15 times as large, as in `kernels.decode`: float16 then holds small ones."""
 LEAST = gl.constexpr(2.0**-126)
-"""The smallest unit of values that rows have scales of."""
+"""The smallest unit of values that rows have scales of, and factor of scores."""
 
 
 UNPACKING = (
     (CODES, INTEGERS, 0),
-    (E2M1_BESIDE, E2M1_BELOW, 3),
+    (E2M1, E2M1, 1),
     (POWERS, POWERS, 1),
     (STEPS, STEPS, 2),
     (QUARTERS, QUARTERS, 2),
@@ -73,7 +73,7 @@ UNPACKING = (
 """By form: what makes numbers of two units of one row, and of two rows; registers of their scales."""
 
 
-OF_PAIRS = gl.constexpr(HALVES)
+OF_QUADS = gl.constexpr(HALVES)
 
 
 @gluon.constexpr_function
@@ -85,16 +85,16 @@ def instructions(form, below):
 
 
 @gluon.jit
-def _numbers(units, by, which, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
+def _numbers(units, by, FORM: gl.constexpr, BELOW_ONE: gl.constexpr):
     """Return operands, a unit's first numbers, its second and so on, of units int16.
 
-    `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of pairs of scales
-    (nvfp4) `which` says which is meant; what is returned is then the 2^14th part. Of codes beside one
-    another (int4) it is the 2^24th part, and of the second and the fourth the 2^20th.
+    `by`: their groups' scales. `BELOW_ONE`: two units are of two rows, not of one. Of nvfp4 it is the
+    -2^14th part. Of codes beside one another (int4) it is the 2^24th part, and of the second and the
+    fourth the 2^20th.
     """
     MADE: gl.constexpr = instructions(FORM, BELOW_ONE)
     UNSCALED: gl.constexpr = FORM >= E4M3 or FORM == INT4
-    read = (units,) if UNSCALED else (units, by, which) if FORM == NVFP4 else (units, by)
+    read = (units,) if UNSCALED else (units, by)
     return gl.inline_asm_elementwise(MADE[0], MADE[1], read, MADE[2], is_pure=True, pack=2)
 
 
@@ -104,13 +104,6 @@ def _powers(codes):
     codes = codes.to(gl.int32)
     bits = gl.maximum(codes << 7, 64) | (((codes + 1) >> 2) & 64)
     return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
-def _which(LAYOUT: gl.constexpr, one: gl.constexpr, other: gl.constexpr):
-    """Of eight units, of two groups: the bytes that are the first one's scale, or the other's."""
-    unit = gl.arange(0, 8, layout=LAYOUT)
-    return gl.where(unit < 4, one, other).to(gl.int16)
 
 
 @gluon.jit
@@ -152,7 +145,7 @@ def _codes(units, SHAPE: gl.constexpr, ORDER: gl.constexpr, BELOW_ONE: gl.conste
     groups = _groups(units, SHAPE[0] * SHAPE[1])
     operands = ()
     for i in gl.static_range(4):
-        a, b, c, d = _numbers(groups[i], groups[i], groups[i], INT4, BELOW_ONE)
+        a, b, c, d = _numbers(groups[i], groups[i], INT4, BELOW_ONE)
         codes = gl.join(gl.join(a, b), gl.join(c, d)).reshape((SHAPE[0], SHAPE[1], 2, 2))
         operands = longer(operands, codes.permute(ORDER))
     return operands
@@ -183,20 +176,48 @@ def _exponent(held, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _halves(quads, AXIS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return nvfp4's scales, float16 (keys, groups), or (groups, keys), of a key's two words of four.
+
+    A lane's units are of one of each pair of groups. What it converts at once is two of one key, or
+    one of two keys, as they then meet a register's two units.
+    """
+    LANES: gl.constexpr = halves_layout(BLOCK_N, AXIS)
+    if AXIS == 1:
+        one, other = gl.split(quads.reshape((BLOCK_N // 2, 2, 2)).permute((0, 2, 1)))
+        WORDS: gl.constexpr = gl.SliceLayout(2, LANES)
+        PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LANES))
+        which = gl.where(gl.arange(0, 2, layout=PAIR) == 0, 0x6240, 0x7351)[None, None, :]
+        one = gl.convert_layout(one, WORDS, assert_trivial=True)[:, :, None]
+        other = gl.convert_layout(other, WORDS, assert_trivial=True)[:, :, None]
+    else:
+        one, other = gl.split(quads)
+        WORD: gl.constexpr = gl.SliceLayout(1, LANES)
+        which = gl.where(gl.arange(0, 2, layout=gl.SliceLayout(0, LANES)) == 0, 0x6420, 0x7531)
+        which = which[None, :]
+        one = gl.convert_layout(one, WORD, assert_trivial=True)[:, None]
+        other = gl.convert_layout(other, WORD, assert_trivial=True)[:, None]
+    a, b, c, d = gl.inline_asm_elementwise(
+        OF_QUADS, "=h,=h,=h,=h,r,r,r", (one, other, which), (gl.float16,) * 4, is_pure=True, pack=1
+    )
+    scales = gl.join(gl.join(a, b), gl.join(c, d))
+    if AXIS == 1:  # (pairs of keys, words, halves, keys of a pair, pairs of groups)
+        scales = scales.permute((1, 4, 2, 0, 3)).reshape((8, BLOCK_N))
+    else:  # (keys, halves, pairs of groups, words)
+        scales = scales.permute((0, 3, 2, 1)).reshape((BLOCK_N, 8))
+    return scales
+
+
+@gluon.jit
 def _scales(
     held, UNITS_OF: gl.constexpr, AXIS: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """Load a tile's scales as they meet units, in a layout of three dimensions that lacks `AXIS`."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(AXIS, UNITS_OF)
-    if FORM == NVFP4:  # two of a row are converted at once
-        held = held._reinterpret(gl.int16, [BLOCK_N, 4], PLAIN).load(pairs_layout(BLOCK_N, AXIS))
-        scales = gl.inline_asm_elementwise(
-            OF_PAIRS, "=r,=r,r", (held,), gl.int32, is_pure=True, pack=2
-        )
-        if AXIS == 1:
-            scales = scales.permute((1, 0))
-        scales = gl.convert_layout(scales, LAYOUT, assert_trivial=True)
+    if FORM == NVFP4:
+        quads = held._reinterpret(gl.int32, [BLOCK_N, 2], PLAIN).load(quads_layout(BLOCK_N, AXIS))
+        scales = gl.convert_layout(_halves(quads, AXIS, BLOCK_N), LAYOUT, assert_trivial=True)
     elif FORM == MXFP4:
         ROW: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
         scales = _powers(held._reinterpret(gl.uint8, [BLOCK_N, 4], PLAIN).load(ROW))
@@ -230,6 +251,7 @@ def _attend(
     WIDE: gl.constexpr = wide_layout(FORM)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
+    SIGN: gl.constexpr = -1.0 if FORM == NVFP4 else 1.0
     RAISED_BY: gl.constexpr = 2.0**14 if FORM == NVFP4 else 1.0
     SCORED_BY: gl.constexpr = 2.0**20 if FORM == INT4 else RAISED_BY
     RAISE: gl.constexpr = RAISED - 1 if FORM == INT4 else RAISED
@@ -268,20 +290,22 @@ def _attend(
     less = ()  # codes begin at 0, int4's numbers at -8
     acc = ()
     for i in gl.static_range(COUNT):
-        of_query = (rows[i] / power[None, :]).to(KIND)
+        of_query = (rows[i] / (power * SIGN)[None, :]).to(KIND)
         if FORM == INT4:
             of_query = of_query.to(gl.float32)
             less = longer(less, gl.convert_layout(gl.sum(of_query, 0) * (-8.0 * 2.0**-20), HEAD))
             of_query = (of_query * gl.where(unit // 8 % 2 == 0, 16.0, 1.0)[:, None]).to(KIND)
         q = longer(q, gl.convert_layout(of_query, B))
         acc = longer(acc, gl.zeros([UNITS, BLOCK_G], gl.float32, SCORES))
+    # Scores are compared before they are scaled: their factor is above 0.
     by = gl.convert_layout(power, HEAD) * (scale * LOG2E * SCORED_BY)
+    by = gl.where(by < LEAST, LEAST, by)
 
     m = gl.full([BLOCK_G], float("-inf"), gl.float32, HEAD)
     sums = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     LIE: gl.constexpr = units_layout(UNITS)
-    SPAN: gl.constexpr = UNITS // 4  # of the units that have one scale, or of nvfp4's two
+    SPAN: gl.constexpr = UNITS // (8 if FORM == NVFP4 else 4)  # of the units that have one scale
     BY_ROW: gl.constexpr = FORM > E4M3
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     of_values = length.to(gl.float32) * 0.0 + LEAST
@@ -300,21 +324,17 @@ def _attend(
 
         k = k_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE).load(A)
         if FORM >= E4M3:
-            k = _numbers(k, k, k, FORM, False)
+            k = _numbers(k, k, FORM, False)
         elif FORM == INT4:
             k = k.reshape((BLOCK_N, 4, 8))
             OF_CODES_K: gl.constexpr = k.type.layout
             k_by = _groups(_scales(k_scales.index(slot), OF_CODES_K, 2, FORM, BLOCK_N), BLOCK_N)
             k = _codes(k.permute((0, 2, 1)), (BLOCK_N, 8), (0, 3, 2, 1), False)
         else:
-            k = k.reshape((BLOCK_N, 4, SPAN))
+            k = k.reshape((BLOCK_N, UNITS // SPAN, SPAN))
             OF_K: gl.constexpr = k.type.layout
             k_by = _scales(k_scales.index(slot), OF_K, 2, FORM, BLOCK_N)[:, :, None]
-            which = k_by
-            if FORM == NVFP4:
-                IN_K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_K))
-                which = _which(IN_K, 0x1010, 0x3232)[None, None, :]
-            k = _numbers(k, k_by, which, FORM, False)
+            k = _numbers(k, k_by, FORM, False)
         s = gl.zeros([BLOCK_N, BLOCK_G], gl.float32, SCORES)
         for i in gl.static_range(COUNT):
             if FORM == INT4:
@@ -324,12 +344,13 @@ def _attend(
                 s = _product(k[i], q[i], s)
         if BY_ROW:
             s = s * k_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
-        s = gl.where((key < length - tile * BLOCK_N)[:, None], s * by[None, :], float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 0))
+        s = gl.where((key < length - tile * BLOCK_N)[:, None], s, float("-inf"))
+        top = gl.max(s, 0) * by
         if FORM == INT4:  # weights times scales stay inside of float16's range
-            m_new = gl.maximum(m, gl.max(s, 0) + _exponent(v_scales.index(slot), BLOCK_N))
+            top += _exponent(v_scales.index(slot), BLOCK_N)
+        m_new = gl.maximum(m, top)
         alpha = gl.exp2(m - m_new)
-        p = gl.exp2(s - (m_new - RAISE)[None, :])
+        p = gl.exp2(s * by[None, :] - (m_new - RAISE)[None, :])
         m = m_new
         sums = sums * alpha[None, :] + p
         if BY_ROW:  # weights are multiplied by a value's scale over a power of two above all so far
@@ -344,7 +365,7 @@ def _attend(
         v = v_codes.index(slot)._reinterpret(gl.int16, [BLOCK_N, UNITS], LIE)
         v = v.permute((1, 0)).load(A)
         if FORM >= E4M3:
-            v = _numbers(v, v, v, FORM, True)
+            v = _numbers(v, v, FORM, True)
         elif FORM == INT4:
             v = v.reshape((4, 8, BLOCK_N))
             OF_CODES_V: gl.constexpr = v.type.layout
@@ -352,14 +373,10 @@ def _attend(
             v_by = _groups(v_by.permute((1, 0)), BLOCK_N)
             v = _codes(v.permute((1, 2, 0)), (8, BLOCK_N), (3, 2, 0, 1), True)
         else:
-            v = v.reshape((4, SPAN, BLOCK_N))
+            v = v.reshape((UNITS // SPAN, SPAN, BLOCK_N))
             OF_V: gl.constexpr = v.type.layout
             v_by = _scales(v_scales.index(slot), OF_V, 1, FORM, BLOCK_N)[:, None, :]
-            which = v_by
-            if FORM == NVFP4:
-                IN_V: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OF_V))
-                which = _which(IN_V, 0x5410, 0x7632)[None, :, None]
-            v = _numbers(v, v_by, which, FORM, True)
+            v = _numbers(v, v_by, FORM, True)
         so_far = acc
         acc = ()
         for i in gl.static_range(COUNT):
@@ -375,7 +392,7 @@ def _attend(
     async_copy.wait_group(0)
     total = gl.sum(sums, 0)
     safe = gl.where(total == 0.0, 1.0, total)
-    norm = (RAISED_BY / safe)[None, :]
+    norm = (SIGN * RAISED_BY / safe)[None, :]
     if BY_ROW:
         norm = norm * of_values
     lse = gl.where(total == 0.0, float("-inf"), m - RAISE + gl.log2(safe))

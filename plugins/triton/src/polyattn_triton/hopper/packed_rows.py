@@ -37,17 +37,30 @@ def wide_layout(form):
 
 
 @gluon.constexpr_function
-def pairs_layout(keys, axis):
-    """How a lane holds the scales of nvfp4's keys: a row's four pairs are neighbours.
+def quads_layout(keys, axis):
+    """How a lane holds the scales of nvfp4's keys, as two words of four: a row's are neighbours.
 
     `axis`: 2 where keys are the rows of a product's first operand, 1 where they are its columns.
     """
     high = [[1 << i, 0] for i in range(3, keys.bit_length() - 1)]
     if axis == 1:
-        registers, lanes = [[0, 1], [0, 2], [1, 0], *high], [[2, 0], [4, 0], *[[0, 0]] * 3]
+        registers, lanes = [[0, 1], [1, 0], *high], [[2, 0], [4, 0], *[[0, 0]] * 3]
     else:
-        registers, lanes = [[0, 1], [0, 2], *high], [*[[0, 0]] * 2, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [keys, 4])
+        registers, lanes = [[0, 1], *high], [*[[0, 0]] * 2, [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [keys, 2])
+
+
+@gluon.constexpr_function
+def halves_layout(keys, axis):
+    """And which of each pair of groups a lane's units are of: the last dimension."""
+    if axis == 1:
+        high = [[1 << i, 0, 0] for i in range(2, keys.bit_length() - 2)]
+        registers, shape = [[0, 1, 0], *high], [keys // 2, 2, 2]
+        lanes = [[1, 0, 0], [2, 0, 0], *[[0, 0, 0]] * 2, [0, 0, 1]]
+    else:
+        registers, shape = [[1 << i, 0] for i in range(3, keys.bit_length() - 1)], [keys, 2]
+        lanes = [[0, 0], [0, 1], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], shape)
 
 
 @gluon.constexpr_function

@@ -37,37 +37,39 @@ INTEGERS = """
     fma.rn.f16x2 $3, t, part, by;
 }
 """
-# e2m1's sign, exponent and mantissa in the places of float16's high byte are its 2^14th part. $5 and
-# $6 are the units' pairs of scales, of which $7 says which is meant.
+# e2m1's exponent and mantissa, and its inverted sign, in the places of float16's are its -2^14th part:
+# of code n, the fourth to the second bit of 240 - 14 n, and the highest. $5 is the units' scales.
 E2M1 = """
-    .reg .b32 a, b, low, high, none, by;
-    mov.b32 none, 0;
-    shl.b32 a, $4, 4;
-    shl.b32 b, $4, 1;
-    and.b32 a, a, 0x80808080;
-    lop3.b32 low, b, 0x0e0e0e0e, a, 0xea;
-    shr.u32 b, $4, 3;
-    and.b32 a, $4, 0x80808080;
-    lop3.b32 high, b, 0x0e0e0e0e, a, 0xea;
-    prmt.b32 a, low, none, 0x2404;
-    mul.rn.f16x2 $0, a, by;
-    prmt.b32 a, high, none, 0x2404;
-    mul.rn.f16x2 $1, a, by;
-    prmt.b32 a, low, none, 0x3414;
-    mul.rn.f16x2 $2, a, by;
-    prmt.b32 a, high, none, 0x3414;
-    mul.rn.f16x2 $3, a, by;
+{
+    .reg .b32 a, low, high;
+    and.b32 a, $4, 0x0f0f0f0f;
+    mad.lo.s32 low, a, -14, 0xf0f0f0f0;
+    shr.u32 a, $4, 4;
+    and.b32 a, a, 0x0f0f0f0f;
+    mad.lo.s32 high, a, -14, 0xf0f0f0f0;
+    shl.b32 a, low, 8;
+    and.b32 a, a, 0x8e008e00;
+    mul.rn.f16x2 $0, a, $5;
+    shl.b32 a, high, 8;
+    and.b32 a, a, 0x8e008e00;
+    mul.rn.f16x2 $1, a, $5;
+    and.b32 a, low, 0x8e008e00;
+    mul.rn.f16x2 $2, a, $5;
+    and.b32 a, high, 0x8e008e00;
+    mul.rn.f16x2 $3, a, $5;
+}
 """
-# Of two units in a row, which are of one group; of two rows, each of which has its own.
-E2M1_BESIDE = "{" + E2M1.replace("mov.b32 none", "prmt.b32 by, $5, $5, $7;\n    mov.b32 none") + "}"
-E2M1_BELOW = E2M1_BESIDE.replace("by, $5, $5", "by, $5, $6")
-# Four scales in e4m3, as two pairs of float16.
+# Of eight scales in e4m3, four as float16: bytes that $6 selects.
 HALVES = """
 {
+    .reg .b32 t, low, high;
     .reg .b16 first, second;
-    mov.b32 {first, second}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, first;
-    cvt.rn.f16x2.e4m3x2 $1, second;
+    prmt.b32 t, $4, $5, $6;
+    mov.b32 {first, second}, t;
+    cvt.rn.f16x2.e4m3x2 low, first;
+    cvt.rn.f16x2.e4m3x2 high, second;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
 }
 """
 # Two units of e4m3, beside one another in a row: each one's two numbers are neighbours of an operand.

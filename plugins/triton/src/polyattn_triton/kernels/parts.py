@@ -121,14 +121,15 @@ def as_merged(acc, m, l):
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
     programs, by_tile,
-    G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
-    BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr, SUMMED: tl.constexpr,
+    G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLICES: tl.constexpr,
+    HEIGHT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr,
+    TILED: tl.constexpr, BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    EARLY: tl.constexpr, SCALES: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
-    Grid: (programs, HEIGHT / ROWS, KV heads); one that ended no tile of others has nothing to do.
+    Grid: (programs, HEIGHT / ROWS x SLICES, KV heads); one that ended no tile of others has nothing to
+    do. `SLICES`: of a row's columns, BLOCK_DV each, where DV is as many.
     `by_tile`: (tiles, ...), where these are fewer; one that has an uncut tile has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
@@ -163,14 +164,15 @@ def merge_kernel(
         if not BY_TOKEN:
             token0 = tl.load(STARTS + seq)
             query_len = tl.load(STARTS + seq + 1) - token0
-        rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        rows = tl.program_id(1) // SLICES * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) % SLICES * BLOCK_DV
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
         acc, m, l = _gathered(
-            PARTS, PART_LSE, part * HEIGHT + rows, count, ok, HEIGHT, LISTED, ROWS, DV, BLOCK_DV,
-            AT_ONCE, SUMMED,
+            PARTS + column, PART_LSE, part * HEIGHT + rows, count, ok, HEIGHT, LISTED, ROWS, DV,
+            BLOCK_DV, AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
+            acc, m, l, OUT + column, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
             kv_head * G + (start + rows) % G, ok,
-            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE, column == 0,
         )  # fmt: skip

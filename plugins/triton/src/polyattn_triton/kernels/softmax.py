@@ -81,10 +81,12 @@ def value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES: tl.constexpr):
 def finish(
     acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    first=True,
 ):  # fmt: skip
     """Add the sinks, normalise and store rows' outputs and LSE.
 
     A row that saw no key has no state, so its sinks don't count either. An output in e4m3 saturates.
+    `first`: of programs that have a row's columns, it is the one that stores the LSE.
     """
     offs_dv = tl.arange(0, BLOCK_DV)
     if HAS_SINKS:
@@ -102,4 +104,4 @@ def finish(
     store_tile(OUT + (token * o_t + head * o_h), out, offs_dv, row_ok, DV)
     if HAS_LSE:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe)) * LN2)
-        tl.store(LSE + token * lse_t + head, lse, mask=row_ok)
+        tl.store(LSE + token * lse_t + head, lse, mask=row_ok & first)
