@@ -84,6 +84,10 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t one = tile_scratch(*layer, 1, pa_min(rows, TILE_ROWS));
   own = own > few ? own : few;
   own = own > one ? own : one;
+  if (layer->key_format) {
+    const int64_t bytes = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS)) + row_scratch(*layer);
+    own = own > bytes ? own : bytes;
+  }
 #elif defined(PA_PAIR_DOTS)
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, few_rows(*layer)));
   own = own > dot ? own : dot;
