@@ -207,7 +207,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
   static constexpr bool PAIRS = false;
 #endif
 #if defined(__AMX_BF16__)
-  static constexpr bool TILES = true;
+  static constexpr bool TILES = ROWS > 4;  // fewer waste most of a tile register
 #else
   static constexpr bool TILES = false;
 #endif
@@ -259,12 +259,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #if defined(__AMX_BF16__)
   // Groups of 32, and no least numbers.
   bool in_tiles(const pa_row_format &f, int elements) const {
-    return f.form == PA_CODES && (f.scale == PA_HALVES || f.scale == PA_POWERS) && f.group == TILE_GROUP && elements == f.size;
+    return TILES && f.form == PA_CODES && (f.scale == PA_HALVES || f.scale == PA_POWERS) && f.group == TILE_GROUP && elements == f.size;
   }
   const bool key_tiles = in_tiles(key, size), value_tiles = in_tiles(value, v_size);
   // int8, of whole tile registers.
-  const bool key_bytes = key.form == PA_ROWS_INT8 && size == key.size && size % 64 == 0 && size <= 512;
-  const bool value_bytes = value.form == PA_ROWS_INT8 && v_size == value.size && v_size % 16 == 0;
+  const bool key_bytes = TILES && key.form == PA_ROWS_INT8 && size == key.size && size % 64 == 0 && size <= 512;
+  const bool value_bytes = TILES && value.form == PA_ROWS_INT8 && v_size == value.size && v_size % 16 == 0;
   char *const query_tiles = arena.template take<char>(key_bytes ? (int64_t)used / ROWS * size / 64 * TILE_BYTES : 0);
   int64_t query_bytes() const { return (int64_t)size / 64 * TILE_BYTES; }  // of a part
   void byte_tile_scores_of(const char *const *k, int count) {
