@@ -46,7 +46,7 @@ BASES = {
 """An instruction set that only multiplies bfloat16: its base has the other kernels."""
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         "avx512_bf16": _BF16,
         "avx512": _AVX512,
         "avx2": _AVX2,

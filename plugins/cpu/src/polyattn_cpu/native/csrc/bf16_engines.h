@@ -113,6 +113,13 @@ PA_INLINE void load_tile_config(const void *config) {
   _tile_loadconfig(config);
 }
 
+// Eight registers of 16 rows of 64 bytes.
+struct TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
 constexpr int TILE_STEP = 256;   // keys of a tile of these
 constexpr int TILE_WORDS = 256;  // of a tile register: 16 rows of 64 bytes
 
@@ -128,16 +135,7 @@ struct TileEngine {
     return {pa_round_up(layer.head_size, 32) / 2, pa_round_up(layer.v_head_size, 32), TILE_STEP};
   }
   static void begin() {
-    struct {
-      uint8_t palette, start, reserved[14];
-      uint16_t bytes[16];
-      uint8_t rows[16];
-    } config = {};
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) {
-      config.bytes[i] = 64;
-      config.rows[i] = 16;
-    }
+    const TileConfig config;
     load_tile_config(&config);
   }
   static void end() { _tile_release(); }

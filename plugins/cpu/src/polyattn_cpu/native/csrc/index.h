@@ -195,35 +195,39 @@ struct Index {
     for (int i = count; i < pa_round_up(count, W); i++) factors[i] = 0.0f;
   }
 
+  // W keys' sums of ROWS rows, from `lane0` on, to scores: a vector of each row.
+  template <int ROWS>
+  PA_ALWAYS void fold_block(vf *block, int lane0, int t) {
+    const vf factor = loadf(factors + t);
+    PA_UNROLLED
+    for (int i = 0; i < ROWS; i++) {
+      block[i] *= factor;
+      if (x.relu) block[i] = vmax(vf{}, block[i]);
+    }
+    const int group = pa_min(rows, ROWS);
+    for (int i = 0; i < ROWS; i += group) {
+      const int token = (lane0 + i) / rows, head = (lane0 + i) % rows;
+      if (token >= item.tokens) break;
+      if (x.choices > 1) {
+        for (int j = 0; j < group && head + j < x.num_heads; j++) {
+          write(scores + (int64_t)(token * x.choices + head + j) * INDEX_TILE + t, block[i + j]);
+        }
+        continue;
+      }
+      float *to = scores + (int64_t)token * INDEX_TILE + t;
+      vf sum = head ? loadf(to) : vf{};
+      for (int j = 0; j < group; j++) sum += block[i + j] * splat(weights[lane0 + i + j]);
+      write(to, sum);
+    }
+  }
   // Rows of V vectors, from the `first`th on, to scores. s is [key][V * W].
   PA_NOINLINE void fold(const float *s, int V, int first, int count) {
-    const int group = pa_min(rows, W);
     for (int t = 0; t < count; t += W) {
-      const vf factor = loadf(factors + t);
       for (int v = 0; v < V; v++) {
         vf block[W];
         for (int i = 0; i < W; i++) block[i] = loadf(s + (int64_t)(t + i) * V * W + v * W);
         transpose(block);
-        PA_UNROLLED
-        for (int i = 0; i < W; i++) {
-          block[i] *= factor;
-          if (x.relu) block[i] = vmax(vf{}, block[i]);
-        }
-        const int lane0 = (first + v) * W;
-        for (int i = 0; i < W; i += group) {
-          const int token = (lane0 + i) / rows, head = (lane0 + i) % rows;
-          if (token >= item.tokens) break;
-          if (x.choices > 1) {
-            for (int j = 0; j < group && head + j < x.num_heads; j++) {
-              write(scores + (int64_t)(token * x.choices + head + j) * INDEX_TILE + t, block[i + j]);
-            }
-            continue;
-          }
-          float *to = scores + (int64_t)token * INDEX_TILE + t;
-          vf sum = head ? loadf(to) : vf{};
-          for (int j = 0; j < group; j++) sum += block[i + j] * splat(weights[lane0 + i + j]);
-          write(to, sum);
-        }
+        fold_block<W>(block, (first + v) * W, t);
       }
     }
   }
@@ -245,9 +249,12 @@ struct Index {
     for (int i = 0; i < n; i += W) {
       const vf some = read<vf>(score + i);
       const bool forced = id + i < x.forced_first || id + i + W > r.sight.there - x.forced_last;
-      const vi good = ~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i));
+      const vi there = (vi)(place < splati(n - i)), good = ~(vi)(some <= splat(r.floor)) & there;
       if (!forced && !any(good)) continue;
-      for (int j = i; j < pa_min(i + W, n); j++) add(r, id + j, score[j]);
+      for (uint32_t lanes = lanes_of(forced ? there : good); lanes; lanes &= lanes - 1) {
+        const int j = i + __builtin_ctz(lanes);
+        add(r, id + j, score[j]);
+      }
     }
   }
   void end_candidate(Ranked &r) {
@@ -378,9 +385,14 @@ struct Index {
 #else
       const vf found = dots<T, ROWS>(at + t, 0, q, row_floats(), x.head_size, asks);
 #endif
-      put_scores<ROWS>(found, s + (int64_t)t * W, W);
+      write(s + (int64_t)t * ROWS, found);
     }
-    fold(s, 1, 0, count);
+    for (int t = 0; t < count; t += W) {
+      vf block[ROWS];
+      for (int r = 0; r < ROWS; r++) block[r] = loadf(s + (int64_t)t * ROWS + r * W);
+      apart_by_turns<ROWS>(block);
+      fold_block<ROWS>(block, 0, t);
+    }
   }
   void dot_few(int count, int next) {
     if (rows <= 1) return dot_all<1>(count, next);

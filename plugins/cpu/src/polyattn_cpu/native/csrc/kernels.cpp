@@ -22,6 +22,9 @@
 #if defined(PA_BASE)
 extern "C" {
 extern const KernelTable PA_BASE;
+#if defined(__AMX_BF16__)
+extern const KernelTable pa_kernels_avx512_bf16;  // whose index is the faster: it multiplies bfloat16 as it lies
+#endif
 }
 #endif
 
@@ -81,6 +84,10 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t one = tile_scratch(*layer, 1, pa_min(rows, TILE_ROWS));
   own = own > few ? own : few;
   own = own > one ? own : one;
+  if (layer->key_format) {
+    const int64_t bytes = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS)) + row_scratch(*layer);
+    own = own > bytes ? own : bytes;
+  }
 #elif defined(PA_PAIR_DOTS)
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, few_rows(*layer)));
   own = own > dot ? own : dot;
@@ -172,9 +179,11 @@ void scan_item(const pa_scan *scan, int64_t index, const Room &scratch) {
 }
 #if defined(__AMX_BF16__)
 int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
-  return PA_BASE.index_scratch(run, tokens, entries);
+  return pa_kernels_avx512_bf16.index_scratch(run, tokens, entries);
 }
-void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) { PA_BASE.index_item(run, item, scratch); }
+void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
+  pa_kernels_avx512_bf16.index_item(run, item, scratch);
+}
 #endif
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {

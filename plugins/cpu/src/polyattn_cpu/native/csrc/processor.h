@@ -42,7 +42,7 @@ bool has(const char *name) {
 #if defined(__linux__)
   if (!std::strcmp(name, "amx")) {
     const unsigned more = Leaf(7).d;
-    bool tiles = (more >> 22 & 1) && (more >> 24 & 1);  // AMX-BF16, AMX-TILE
+    const bool tiles = (more >> 22 & 1) && (more >> 24 & 1) && (more >> 25 & 1);  // AMX-BF16, AMX-TILE, AMX-INT8
     // Tile registers are the kernel's to give: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
     return bf16 && tiles && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   }

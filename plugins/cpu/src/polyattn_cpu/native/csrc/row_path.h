@@ -143,7 +143,11 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
 }
 
 #if defined(PA_PAIR_DOTS)
+#include "row_lanes.h"
 #include "row_pairs.h"
+#elif defined(__AMX_BF16__)
+#include "row_lanes.h"
+#include "row_tiles.h"
 #endif
 #if defined(__AVX2__) && !defined(PA_PAIR_DOTS)
 #define PA_INT_DOTS
@@ -167,13 +171,31 @@ PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up(f.size / W
 
 constexpr int ROW_TILE = 64;  // keys
 
+// Bytes that tiles take of a format's rows: two of each group, then as many rows of sums, or of weights, and scales.
+PA_INLINE int64_t tile_room([[maybe_unused]] const pa_row_format &f) {
+#if defined(__AMX_BF16__)
+  // Of bytes a tile of each 16 elements, and one of weights.
+  return pa_max(pa_round_up(f.size, 4 * TILE_GROUP) / TILE_GROUP * 2 * (TILE_BYTES + PART_ROWS * 64 + 64),
+                pa_max((pa_round_up(f.size, 64) / 16 + 1) * TILE_BYTES, ROW_TILE * (f.size + 64)));
+#else
+  return 0;
+#endif
+}
+
+// And of queries of int8.
+PA_INLINE int64_t query_room([[maybe_unused]] const pa_layer &layer) {
+#if defined(__AMX_BF16__)
+  if (layer.key_format->form == PA_ROWS_INT8) return (int64_t)layer.num_kv_heads * (DOT_ROWS / PART_ROWS) * (layer.head_size / 64) * TILE_BYTES;
+#endif
+  return 0;
+}
 PA_ONCE int64_t row_scratch(const pa_layer &layer) {
   const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
   const int64_t widest = pa_max(row_width(k), row_width(v));
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * (code_width(k) + W) + row_registers(k) +
                          row_registers(v);
-  return 4 * floats + 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + Walk::scratch(layer, ROW_TILE + W) + 13 * 64;
+  return 4 * floats + 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + tile_room(k) + tile_room(v) + query_room(layer) + Walk::scratch(layer, ROW_TILE + W) + 16 * 64;
 }
 
 template <int ROWS>
@@ -184,7 +206,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #else
   static constexpr bool PAIRS = false;
 #endif
-  static constexpr int KEYS = W / ROWS, SCORED = PAIRS ? W : KEYS < W / 4 ? W / 4 : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
+#if defined(__AMX_BF16__)
+  static constexpr bool TILES = ROWS > 4;  // fewer waste most of a tile register
+#else
+  static constexpr bool TILES = false;
+#endif
+  static constexpr int KEYS = W / ROWS, SCORED = PAIRS || TILES ? W : KEYS < W / 4 ? W / 4 : KEYS, PASS = W / ROWS < 8 ? (W / ROWS < 2 ? 1 : W / ROWS) : 8;
   static constexpr int RUN = 16;  // keys between asks
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
       Base::used, Base::arena, Base::source, Base::pairs, Base::key_base, Base::value_base, Base::ldq, Base::run;
@@ -229,6 +256,96 @@ struct RowDecode : Decode<float, ROWS, 1> {
 #else
   static constexpr bool key_ints = false, value_ints = false;
 #endif
+#if defined(__AMX_BF16__)
+  // Groups of 32, and no least numbers.
+  bool in_tiles(const pa_row_format &f, int elements) const {
+    return TILES && f.form == PA_CODES && (f.scale == PA_HALVES || f.scale == PA_POWERS) && f.group == TILE_GROUP && elements == f.size;
+  }
+  const bool key_tiles = in_tiles(key, size), value_tiles = in_tiles(value, v_size);
+  // int8, of whole tile registers.
+  const bool key_bytes = TILES && key.form == PA_ROWS_INT8 && size == key.size && size % 64 == 0 && size <= 512;
+  const bool value_bytes = TILES && value.form == PA_ROWS_INT8 && v_size == value.size && v_size % 16 == 0;
+  char *const query_tiles = arena.template take<char>(key_bytes ? (int64_t)used / ROWS * size / 64 * TILE_BYTES : 0);
+  int64_t query_bytes() const { return (int64_t)size / 64 * TILE_BYTES; }  // of a part
+  void byte_tile_scores_of(const char *const *k, int count) {
+    bool even[ROW_TILE / W];
+    for (int i = 0; i < ROW_TILE / W; i++) {
+      even[i] = true;
+      for (int j = 2; j < W; j++) even[i] = even[i] && k[i * W + j] - k[i * W + j - 1] == k[i * W + 1] - k[i * W];
+    }
+    const int64_t room = size + 64;
+    for (int h = 0; h < heads; h++) {
+      const int64_t offset = key_base + h * source.key_head;
+      ByteRows rows[ROW_TILE / W];
+      for (int i = 0; i < ROW_TILE / W; i++) {
+        const char *const *from = k + i * W;
+        char *copy = key_room + i * W * room;
+        rows[i] = {from[0] + offset, from[1] - from[0]};
+        if (even[i]) continue;
+        rows[i] = {copy, room};
+        for (int j = 0; j < W; j++, copy += room) __builtin_memcpy(copy, from[j] + offset, size + 4);
+      }
+      for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
+        byte_tile_scores<ROWS>(rows, size, query_tiles + lane / ROWS * query_bytes(), key_units + lane / ROWS * W, s + lane,
+                               is.lanes, ask(count, 128));
+      }
+    }
+  }
+  void add_bytes(const char *const *v, int count) {
+    for (int h = 0; h < heads; h++) {
+      const int64_t offset = value_base + h * source.value_head;
+      char *const by = value_room + (int64_t)v_size / 16 * TILE_BYTES;
+      tiles_of_bytes(v, offset, v_size, value_room, ask(count * is.parts, 16 * (v_size / 16)));
+      for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
+        tile_of_byte_weights<ROWS>(v, offset + v_size, count, s + lane, is.lanes, by, units);
+        add_byte_tiles<ROWS>(by, units, value_room, v_size, o + (int64_t)lane * is.ldo, is.ldo);
+      }
+    }
+  }
+  char *const key_room = arena.template take<char>(tile_room(key)), *const value_room = arena.template take<char>(tile_room(value));
+  template <class Each>
+  static void by_tile_scale(const pa_row_format &f, Each each) {
+    if (f.scale == PA_HALVES) each(std::integral_constant<int, PA_HALVES>());
+    else each(std::integral_constant<int, PA_POWERS>());
+  }
+  void tile_scores(int h, const Codes &of, int count) {
+    const PairTable table((const float *)key.table);
+    const int groups = of.groups, room = pa_round_up(groups, 4);  // as many scales are written
+    char *const tiles[2] = {key_room, key_room + (int64_t)groups * TILE_BYTES};
+    vf *const scales = (vf *)(key_room + 2L * groups * TILE_BYTES), *const by[2] = {scales, scales + room};
+    float *const products = (float *)(scales + 2 * room);
+    for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
+      auto to = [&](int t) { return products + (int64_t)t / W % 2 * groups * ROWS * W; };
+      auto add = [&](int t) { add_tile_scores<ROWS>(to(t), by[t / W % 2], groups, s + (int64_t)t * is.lanes + lane, is.lanes); };
+      for (int t = 0; t < count; t += W) {
+        const int side = t / W % 2;
+        by_tile_scale(key, [&](auto scale) {
+          tiles_of_keys<scale()>(of, table, of.rows + t, tiles[side], by[side], ask(W, of.words + of.words / 2));
+        });
+        if (t) add(t - W);
+        tile_products(tiles[side], groups, q + (int64_t)lane * ldq, ldq, ROWS, to(t));
+      }
+      add((count - 1) / W * W);
+    }
+  }
+  void add_tiles(int h, const Codes &of, int count) {
+    const PairTable table((const float *)value.table);
+    const int groups = of.groups;
+    char *const by = value_room + 2L * groups * TILE_BYTES;
+    for (int t = 0; t < count; t += 32) {
+      const Codes some = {of.rows + t, of.offset, of.by, of.least, of.words, of.ld, of.scales, of.groups};
+      tiles_of_values(some, table, some.rows, value_room, ask(pa_min(32, count - t) * is.parts, 32));
+      for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
+        by_tile_scale(value, [&](auto scale) {
+          tiles_of_weights<scale(), ROWS>(some, some.rows, count - t, s + (int64_t)t * is.lanes + lane, is.lanes, by);
+        });
+        add_tile_values(by, value_room, groups, ROWS, o + (int64_t)lane * is.ldo, is.ldo);
+      }
+    }
+  }
+#else
+  static constexpr bool key_tiles = false, value_tiles = false;
+#endif
   static bool in_pairs(const pa_row_format &f) {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
   }
@@ -239,7 +356,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const int width = code_width(f);
     Codes of = {rows, offset, by, least, pa_round_up(elements, WORD_CODES) / WORD_CODES, width,
                 offset + f.size / 2, f.size / f.group};
-    if (&f == &key ? key_ints : value_ints) return of;
+    if (&f == &key ? key_ints || key_tiles : value_ints || value_tiles) return of;
     if (f.form == PA_CODES) {
       if (in_pairs(f)) return of;
       switch (f.scale) {
@@ -288,6 +405,13 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void turn_rows() {
+#if defined(__AMX_BF16__)
+    for (int lane = 0; key_tiles && lane < used; lane++) to_tile_rows(q + (int64_t)lane * ldq, size);
+    for (int lane = 0; key_bytes && lane < used; lane += ROWS) {
+      tiles_of_queries<ROWS>(q + (int64_t)lane * ldq, ldq, size, query_tiles + lane / ROWS * query_bytes(), key_units + lane / ROWS * W);
+    }
+    if (key_tiles || key_bytes) return;
+#endif
 #if defined(PA_INT_DOTS)
     if (key_ints) return turn_to_ints();
 #endif
@@ -503,6 +627,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 #endif
   void scores(const char *const *k, int count) {
+#if defined(__AMX_BF16__)
+    if (key_tiles) begin_code_tiles(ROWS);
+    if (key_bytes) TileEngine::begin();
+    if (key_bytes) return byte_tile_scores_of(k, count);
+#endif
 #if defined(PA_PAIR_DOTS)
     if (key_pairs && key.form == PA_ROWS_INT8) return byte_quad_scores(k, count);
     if (key_pairs && key.form == PA_ROWS_E4M3) return byte_scores<e4m3>(k, count);
@@ -510,6 +639,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = key_base + h * source.key_head;
       const Codes of = look_at(key, k, offset, pa_round_up(count, SCORED), size);
+#if defined(__AMX_BF16__)
+      if (key_tiles) {
+        tile_scores(h, of, count);
+        continue;
+      }
+#endif
 #if defined(PA_INT_DOTS)
       if (key_ints) {
         int_scores(h, k, offset, of, count);
@@ -647,6 +782,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 #endif
   void add(const char *const *v, int count) {
+#if defined(__AMX_BF16__)
+    if (value_tiles) begin_code_tiles(ROWS);
+    if (value_bytes) TileEngine::begin();
+    if (value_bytes) return add_bytes(v, count);
+#endif
 #if defined(PA_PAIR_DOTS)
     if (value_pairs && value.form == PA_ROWS_INT8) return add_byte_quads(v, count);
     if (value_pairs && value.form == PA_ROWS_E4M3) return add_byte_pairs<e4m3>(v, count);
@@ -654,6 +794,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int h = 0; h < heads; h++) {
       const int64_t offset = value_base + h * source.value_head;
       const Codes of = look_at(value, v, offset, count, v_size);
+#if defined(__AMX_BF16__)
+      if (value_tiles) {
+        add_tiles(h, of, count);
+        continue;
+      }
+#endif
 #if defined(PA_INT_DOTS)
       if (value_ints) {
         add_int_values(h, v, offset, of, count);
@@ -682,6 +828,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
   }
 
   void in_order(float *sums) {
+#if defined(__AMX_BF16__)
+    if (value_tiles) return tile_sums_in_order(sums, v_size);
+    if (value_bytes) return;
+#endif
 #if defined(PA_PAIR_DOTS)
     if (value_pairs && value.form == PA_CODES) {
       return by_scale(value, [&](auto scale) { sums_in_order<CODE_GROUPS<scale()>>(sums, v_size); });
@@ -704,7 +854,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const Logits how = logits_of(run);
     while (walk.step([&](int count) { return 2 * count * heads * is.parts; })) {
       const int count = walk.tile.count;
-      for (int t = count; t < pa_round_up(count, SCORED); t++) walk.keys[t] = walk.keys[count - 1];
+      for (int t = count; t < (TILES ? ROW_TILE : pa_round_up(count, SCORED)); t++) {
+        walk.keys[t] = walk.keys[count - 1];
+        walk.values[t] = walk.values[count - 1];
+      }
       scores(walk.keys, count);
       this->weigh(count, walk.tile.first_key, how);
       add(in_keys ? walk.keys : walk.values, count);
@@ -714,6 +867,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
       __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
       return;
     }
+#if defined(__AMX_BF16__)
+    if (key_tiles || value_tiles || key_bytes || value_bytes) _tile_release();
+#endif
     for (int lane = 0; lane < used; lane++) in_order(o + (int64_t)lane * is.ldo);
     this->leave_rows();
   }

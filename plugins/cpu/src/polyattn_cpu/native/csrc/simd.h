@@ -67,6 +67,18 @@ PA_INLINE vf vmax(vf a, vf b) {
 }
 PA_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
+// A bit for each lane: its highest.
+PA_INLINE uint32_t lanes_of(vi mask) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+  uint32_t found = 0;
+  for (int i = 0; i < W; i++) found |= (uint32_t)mask[i] >> 31 << i;
+  return found;
+#endif
+}
 PA_INLINE bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -132,6 +144,28 @@ PA_INLINE vf low(vf a, vf b) {
 template <int B>
 PA_INLINE vf high(vf a, vf b) {
   return __builtin_shufflevector(a, b, PA_LANES(interleaved, B, true));
+}
+
+// Every other lane of (a, b), from the first or the second one on.
+template <int, bool SECOND>
+constexpr int every_other(int lane) {
+  return 2 * lane + SECOND;
+}
+// N vectors that hold N numbers, again and again, as a vector of each.
+template <int N>
+PA_INLINE void apart_by_turns(vf *v) {
+  if constexpr (N > 1) {
+    vf half[2][N / 2];
+    PA_UNROLLED
+    for (int i = 0; i < N / 2; i++) {
+      half[0][i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], PA_LANES(every_other, 0, false));
+      half[1][i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], PA_LANES(every_other, 0, true));
+    }
+    apart_by_turns<N / 2>(half[0]);
+    apart_by_turns<N / 2>(half[1]);
+    PA_UNROLLED
+    for (int i = 0; i < N; i++) v[i] = half[i % 2][i / 2];
+  }
 }
 
 #if defined(__x86_64__)
