@@ -339,7 +339,7 @@ def test_pages_from_an_offset_are_read_from_there() -> None:
 
 
 def test_what_the_tensors_contradict_is_named() -> None:
-    cache, (starts, pages, last), rows = paged(LENS)
+    cache, (starts, pages, last), _ = paged(LENS)
     sizes, query = (HEADS, KV_HEADS, SIZE, PAGE), torch.randn(len(LENS), HEADS, SIZE)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
     for place, name in enumerate(("num_qo_heads", "num_kv_heads", "head_dim", "page_size")):

@@ -49,7 +49,7 @@ class Wrapper:
         return self._step
 
     def _planned(self, step: Step, dtype: Any, sizes: dict[str, int], **dtypes: Any) -> None:
-        """Keep a plan. `sizes`: what it says of `run`'s tensors. `dtypes`: read for their spelling alone."""
+        """Keep a plan. `sizes`: what it says of `run`'s tensors. `dtypes`: only their spelling counts."""
         for name, word in dtypes.items():
             plain_dtype(name, word)
         self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
