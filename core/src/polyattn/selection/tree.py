@@ -282,7 +282,7 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         answer = f"{each}: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
         steps.append(Step("Does each call choose the keys?", answer))
     if spec.chooses:
-        steps.append(Step("Who chooses the keys?", _chooser(spec)))
+        steps.append(Step("Which indexer chooses the keys?", _chooser(spec)))
     return steps
 
 
