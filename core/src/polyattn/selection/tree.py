@@ -287,7 +287,7 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
 
 
 def _chooser(spec: LayerSpec) -> str:
-    """Return who chooses, and what a token of context costs its index."""
+    """Return the indexer that chooses, and the bytes of its index for a token of context."""
     if spec.indexer is None:
         return "another layer's indexer, or the caller"
     size, m = spec.indexer.key_bytes(spec.dtype), spec.indexer.tokens_per_entry

@@ -109,9 +109,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim, page_size)
         self._planned(
-            step, o_data_type, sizes | {"q_len_per_req": q_len_per_req}, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, data_type=data_type,
-        )  # fmt: skip
+            step,
+            o_data_type,
+            sizes | {"q_len_per_req": q_len_per_req},
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            data_type=data_type,
+        )
 
     begin_forward = plan
 

@@ -52,13 +52,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         scores = Scores(causal or all(n == 1 for n in query_lens), sm_scale=sm_scale)
         table = block_table(kv_indptr, counts, kv_indices, self.device)
         sizes = {
-            "num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe,
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
             "page_size": page_size,
-        }  # fmt: skip
+        }
         self._planned(
-            Step(query_lens, lens, scores, self.device, table), None, sizes,
-            q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
+            Step(query_lens, lens, scores, self.device, table),
+            None,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     def run(
         self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
@@ -78,10 +83,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         )
         self._check(
             {
-                "num_heads": q_nope.shape[1], "head_dim_ckv": ckv_cache.shape[2],
-                "head_dim_kpe": kpe_cache.shape[2], "page_size": ckv_cache.shape[1],
+                "num_heads": q_nope.shape[1],
+                "head_dim_ckv": ckv_cache.shape[2],
+                "head_dim_kpe": kpe_cache.shape[2],
+                "page_size": ckv_cache.shape[1],
             }
-        )  # fmt: skip
+        )
         rank, query = ckv_cache.shape[2], torch.cat([q_nope, q_pe], -1)
         rows, step = _joined(ckv_cache, kpe_cache, self._planned_step)
         cache = KVCache(rows[:, :, None], rows[:, :, None, :rank])

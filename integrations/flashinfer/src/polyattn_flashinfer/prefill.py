@@ -107,9 +107,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         table = block_table(paged_kv_indptr, counts, paged_kv_indices, self.device)
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self._planned(
-            Step(query_lens, lens, scores, self.device, table), o_data_type, sizes,
-            q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
+            Step(query_lens, lens, scores, self.device, table),
+            o_data_type,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     begin_forward = plan
 
@@ -177,9 +180,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk)
         self._planned(
-            Step(query_lens, lens, scores, self.device), o_data_type, sizes,
-            q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
+            Step(query_lens, lens, scores, self.device),
+            o_data_type,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     begin_forward = plan
 

@@ -89,4 +89,4 @@ def _copied(tensor: Tensor) -> list[Any]:
 def _integers(tensor: Tensor) -> list[int]:
     if tensor.dtype.is_floating_point:
         raise BatchError(f"lengths are {tensor.dtype}; they must be integers: int32")
-    return tensor.tolist()  # type: ignore[no-any-return]
+    return tensor.tolist()
