@@ -49,7 +49,8 @@ def register(plugin: Any, name: str | None = None) -> None:
         name: the plugin's; default: its `__name__`.
 
     Raises:
-        PluginError: the name is taken, or a declaration is wrong.
+        PluginError: the name is taken, or can't be a plugin's. What is wrong with a declaration is among
+            `discover().problems`, as of an installed plugin.
 
     Examples:
         >>> from polyattn.kernel import backend
