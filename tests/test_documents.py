@@ -70,10 +70,10 @@ def test_the_list_has_what_native_code_says() -> None:
 
 
 def test_settings_are_documented() -> None:
-    from polyattn.settings import FOREIGN_VARIABLES, VARIABLES
+    from polyattn.settings import FOREIGN_VARIABLES, SCOPES, VARIABLES
 
     text = (ROOT / "docs" / "settings.md").read_text()
-    assert all(f"`{name}`" in text for name in (*VARIABLES, *FOREIGN_VARIABLES))
+    assert all(f"`{name}`" in text for name in (*VARIABLES, *FOREIGN_VARIABLES, *SCOPES))
 
 
 PAGES = sorted(

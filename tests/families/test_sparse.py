@@ -421,7 +421,7 @@ def test_layers_know_whose_choice_they_attend_to() -> None:
     groups = {g.spec: g.choice_source for g in polyattn.select_layers(specs, "x86-avx512")}
     assert groups == {dense: (None, None), full: (2, 6), shared: (None, 2, 2, 6)}
     steps = {s.question: s.answer for s in select(full, "x86-avx512").decision.steps}
-    assert "128 bytes of index key for each token" in steps["Who chooses the keys?"]
+    assert "128 bytes of index key for each token" in steps["Which indexer chooses the keys?"]
     blocks = layer_for(replace(INDEXERS["tokens"], pool=8), "float32")
     within = layer_for(replace(INDEXERS["tokens"], within=8), "float32")
     found = polyattn.select_layers([within, blocks, dense, within], "x86-avx512")

@@ -184,6 +184,45 @@ def test_a_store_is_asked_for_what_it_excludes() -> None:
     assert found.field == "dtype" and found.remedy == "halves are not for this one"
 
 
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"platforms": {"gpu": ()}}, "platforms: 'gpu' is no platform; write 'cuda', 'rocm'"),
+        ({"platforms": {"cuda": ("sm90+",)}}, r"no device has the arch 'sm90\+'; write 'sm_90\+'"),
+        (
+            {"platforms": {"cuda": ()}, "fp8_formats": frozenset({"e4m3"})},
+            r"fp8_formats: unknown \['e4m3'\]",
+        ),
+    ],
+)
+def test_what_no_device_can_have_is_refused(claims: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Capabilities(**claims)
+
+
+def test_a_platform_that_nobody_brings_is_a_problem() -> None:
+    info = BackendInfo(
+        name="LOST", summary="", path="a:b", capabilities=Capabilities(platforms={"cudaa": ()})
+    )
+
+    class Plugin:
+        @hookimpl
+        def polyattn_api_versions(self) -> tuple[int, int]:
+            return (1, 1)
+
+        @hookimpl
+        def polyattn_backends(self) -> list[BackendInfo]:
+            return [info]
+
+    register(Plugin(), "lost")
+    try:
+        (problem,) = discover().problems
+        assert "LOST of plugin 'lost'" in problem
+        assert "Capabilities.platforms: 'cudaa' is unknown; did you mean 'cuda'?" in problem
+    finally:
+        unregister("lost")
+
+
 def test_a_name_that_cannot_be_named_is_refused() -> None:
     with pytest.raises(PolyattnError, match="can't be used"):
         register(object(), "a, b")

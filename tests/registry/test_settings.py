@@ -35,6 +35,8 @@ def test_precedence_argument_then_variable_then_file() -> None:
             {},
             "POLYATTN_BATCH_INVARIANT has no effect; valid: POLYATTN_",
         ),
+        ({"POLYATN_BACKEND": "X"}, {}, "did you mean 'POLYATTN_BACKEND'"),
+        ({"polyattn_backend": "X"}, {}, "polyattn_backend has no effect; did you mean"),
         ({"POLYATTN_BACKEND": "prefil=X"}, {}, "scope 'prefil' is unknown; did you mean 'prefill'"),
         ({"POLYATTN_BACKEND": ""}, {}, "is empty"),
         ({"POLYATTN_BACKEND": "decode="}, {}, "names no backend"),

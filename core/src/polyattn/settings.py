@@ -15,6 +15,8 @@ from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
 PREFIX = "POLYATTN_"
+MEANT = ("POLYATTN", "POLYATN", "POLYATTEN", "POLY_ATT")
+"""What a variable begins with, in any case, that is meant for polyattn, and ignored if misspelt."""
 VARIABLES: dict[str, str] = {
     "POLYATTN_BACKEND": "a backend's name, or scoped names: prefill=NAME,decode=NAME,mla=NAME",
     "POLYATTN_PLUGINS": "comma-separated plugins to load; all others stay unimported",
@@ -247,7 +249,7 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
 def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str) -> Settings:
     """Resolve variables over a configuration file's values. Pure. Raises `SettingsError`."""
     for name in environ:
-        if name.startswith(PREFIX) and name not in VARIABLES:
+        if name.upper().startswith(MEANT) and name not in VARIABLES:
             raise SettingsError(
                 f"environment variable {name} has no effect{nearest(name, VARIABLES)}"
             )

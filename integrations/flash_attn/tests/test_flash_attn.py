@@ -309,6 +309,14 @@ def test_what_is_refused() -> None:
         flash_attn_3.flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=3, rotary_seqlens=torch.tensor([1]), **turns
         )
+    with pytest.raises(PolyattnError, match=r"window_size=\(2, None\): write -1"):
+        flash_attn_2.flash_attn_func(q, q, q, window_size=(2, None))
+    packed, starts = q[0], torch.tensor([0, 3])
+    for wrong, says in (([0, 3], r"lengths are \[0, 3\]"), (starts.float(), "are torch.float32")):
+        with pytest.raises(PolyattnError, match=says):
+            flash_attn_2.flash_attn_varlen_func(packed, packed, packed, wrong, starts, 3, 3)
+    with pytest.raises((PolyattnError, RuntimeError), match="are torch.float32"):
+        flash_attn_2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=starts[1:].float())
     with pytest.raises(PolyattnError, match="begin with 1; they must begin with 0"):
         flash_attn_2.flash_attn_varlen_func(q[0, 1:], q[0], q[0], cu - 1, cu, 2, 2)
     with pytest.raises(PolyattnError, match="num_heads_q"):

@@ -328,6 +328,42 @@ def test_what_is_refused_is_named() -> None:
         wrapper.run(query[:3], cache)
 
 
+def test_pages_from_an_offset_are_read_from_there() -> None:
+    """A part of a step's `indptr` is one, too."""
+    cache, (starts, pages, last), rows = paged(LENS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(starts[1:], pages, last[1:], HEADS, KV_HEADS, SIZE, PAGE)
+    query = torch.randn(len(LENS) - 1, HEADS, SIZE)
+    wanted = [attention(query[i : i + 1], *own) for i, own in enumerate(rows[1:])]
+    close(wrapper.run(query, cache, return_lse=True), wanted)
+
+
+def test_what_the_tensors_contradict_is_named() -> None:
+    cache, (starts, pages, last), _ = paged(LENS)
+    sizes, query = (HEADS, KV_HEADS, SIZE, PAGE), torch.randn(len(LENS), HEADS, SIZE)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    for place, name in enumerate(("num_qo_heads", "num_kv_heads", "head_dim", "page_size")):
+        wrong = [*sizes]
+        wrong[place] *= 2
+        wrapper.plan(starts, pages, last, *wrong)
+        with pytest.raises(PolyattnError, match=f"{name}={wrong[place]}.*have {sizes[place]}"):
+            wrapper.run(query, cache)
+    with pytest.raises(PolyattnError, match=rf"ends with {len(pages)}.*{len(pages) - 1} indices"):
+        wrapper.plan(starts, pages[:-1], last, *sizes)
+    with pytest.raises(PolyattnError, match="last_page_len has 1 entries"):
+        wrapper.plan(starts, pages, last[:1], *sizes)
+    with pytest.raises(PolyattnError, match="q_data_type='float23'"):
+        wrapper.plan(starts, pages, last, *sizes, q_data_type="float23")
+    wrapper.plan(starts, pages, last, *sizes)
+    with pytest.raises(PolyattnError, match="q_len_per_req=1.*have 2"):
+        wrapper.run(query, cache, q_len_per_req=2)
+    with pytest.raises(PolyattnError, match=r"out is \(1, .*must be \("):
+        wrapper.run(query, cache, out=query[:1])
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(PolyattnError, match="kv_indptr begins with"):
+        ragged.plan(indptr(QUERY_LENS[1:]), indptr(LENS)[1:], *sizes[:3])
+
+
 def test_install_and_uninstall() -> None:
     polyattn_flashinfer.install()
     try:

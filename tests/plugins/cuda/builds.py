@@ -96,6 +96,29 @@ def vllm_flash_3(
     return [out, lse]
 
 
+def later_keys_seen(
+    query: int, length: int, group: int, left: int, right: int, told: int, tile: tuple[int, int]
+) -> int:
+    """Return how many keys beyond its window a row sees at most, as vLLM's FlashAttention-3 masks them.
+
+    A tile has `tile` rows (tokens by a group's heads) and blocks of so many keys. Its keys count from
+    its window's first. Its last block is masked; of the others those that are from `causal` on or
+    before `left_masked`, which follow from the length that it is `told`.
+    """
+    rows, keys = tile
+    worst = 0
+    for start in range(0, query * group, rows):
+        first, last = start // group, (start + rows - 1) // group + 1
+        own = length - max(0, first + length - query - left)
+        blocks = min(-(-own // keys), -(-(last + own - query + right) // keys))
+        causal = max(0, int((first + told - query + right) / keys))
+        left_masked = max(0, -((query + left - last - told) // keys))
+        for block in range(left_masked, min(causal, blocks - 1)):
+            worst = max(worst, (block + 1) * keys - 1 - (first + own - query + right))
+            worst = max(worst, min(last, query) - 1 + own - query - left - block * keys)
+    return worst
+
+
 def vllm_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's operators, as torch prints their schemas, on top of the other builds' fakes."""
     flash_2 = SimpleNamespace(varlen_fwd=vllm_varlen, fwd_kvcache=vllm_kvcache)

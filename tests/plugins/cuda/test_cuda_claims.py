@@ -48,15 +48,6 @@ def test_fp8_products_are_asked_for() -> None:
     assert tolerance_of(QUANTISED.replace(fp8_compute=True)).output > 0.1
 
 
-def test_flash_attention_3_has_no_windows_over_a_cache_with_heads_of_192() -> None:
-    """Its kit drew such a prompt on an H200, and rows were wrong."""
-    spec = SPEC.replace(head_size=192, sliding_window=256)
-    with pytest.raises(SelectionError, match="53 of 770 rows"):
-        select(spec, "h200", backend="FLASH_ATTN_V3")
-    for other in (spec.replace(head_size=128), spec.replace(sliding_window=None)):
-        select(other, "h200", backend="FLASH_ATTN_V3")
-
-
 def test_bf16_begins_with_ampere() -> None:
     turing = Device("cuda", "sm_75")
     info = discover().backends["XFORMERS"].capabilities

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 from adapters import Step, check_given, check_paged, paged_batch
-from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
+from builds import (
+    CPU,
+    HALF,
+    MASKS,
+    SMALL,
+    fake_varlen,
+    later_keys_seen,
+    vllm_flash_3,
+    vllm_operators,
+)
 from polyattn import Batch, LayerSpec, select
-from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams
+from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams, window_sizes
 from polyattn.workload.compare import output_error
 
 pytest.importorskip("triton")
@@ -93,6 +102,46 @@ def test_vllms_builds(mask: str, fakes: None, monkeypatch: pytest.MonkeyPatch) -
     check_given(VllmFlashAttention2, spec, HALF)
     check_paged(VllmFlashAttention3, spec, 8, HALF)
     check_given(VllmFlashAttention3, spec, HALF)
+
+
+@pytest.mark.parametrize("sides", [{}, {"causal": False}])
+@pytest.mark.parametrize("window", [256, 257, 300])
+def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
+    window: int, sides: dict[str, Any], fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the lengths themselves it shows rows later keys, where blocks of keys don't divide a window."""
+    from polyattn_cuda.flash_attn_v3 import VllmFlashAttention3
+
+    vllm_operators(monkeypatch)
+    told: list[torch.Tensor] = []
+
+    def fwd(*args: Any) -> list[Any]:
+        told.append(args[-1])
+        return vllm_flash_3(*args)
+
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd))
+    spec = SMALL.replace(num_heads=2, num_kv_heads=1, sliding_window=window, **sides)
+    form = CacheFormat(block_size=8, num_kv_heads=1, head_size=64, v_head_size=64, dtype="float16")
+    queries, lens = [256, 2 * window, 9, 40], [512, 2 * window, 3 * window, 40]
+    blocks = sum(-(-n // 8) for n in lens)
+    batch = paged_batch(form, lens, lens, list(range(blocks)))
+    batch = Batch.from_lens(queries, lens, batch.block_table, 8)
+    step = Step(spec, KVCache.allocate(form, blocks), batch, LayerParams(), 1)
+    backend = VllmFlashAttention3(spec, form, CPU)
+    out, lse = torch.empty_like(step.query), torch.empty(step.query.shape[:2])
+    frame = Frame(step.query, None, None, step.cache, step.params, out, lse)
+    backend.run(backend.plan(batch), frame)
+    left, right = window_sizes(spec)
+    steps = list(zip(queries, lens, told[0].tolist(), strict=True))
+    tiles = [(128, 64), (128, 96), (128, 128), (192, 128), (128, 192)]
+    assert not spec.causal or any(
+        later_keys_seen(query, length, 2, left, right, length, tile)
+        for query, length, _ in steps
+        for tile in tiles
+    )
+    for query, length, bound in steps:
+        for tile in tiles:
+            assert not later_keys_seen(query, length, 2, left, right, bound, tile)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -25,7 +25,7 @@ from polyattn.runtime.step.host_copies import values_of
 FEW = 16
 """Tokens of a row that are taken as a decode: drafts that are verified."""
 BY_DEVICE = frozenset({"cuda"})
-"""Devices whose lengths are left where they are; a CPU's cost nothing to read."""
+"""Devices on which lengths stay; reading them costs nothing on a CPU."""
 
 
 class CallerCache(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which calls of a host were served, by which backends, and which were not? A fallback warns once."""
+"""Which backends served which calls of a host, and which calls fell back? A fallback warns once."""
 
 from __future__ import annotations
 

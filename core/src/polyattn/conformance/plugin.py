@@ -174,7 +174,7 @@ class _Kit:
                 self._write()
 
     def _write(self) -> None:
-        """Write the report as it is: who is killed goes on from there."""
+        """Write the report so far: a run that is killed can go on from there."""
         self.due = time.monotonic() + WRITTEN_EACH
         if self.report and not self.is_worker:
             Path(self.report).write_text(json.dumps(self.summary(), indent=1) + "\n")
@@ -184,7 +184,7 @@ class _Kit:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What runs, and where. `commit`: of the checkout that ran, "" where there is none."""
+        """The backend, device and versions. `commit`: of the checkout, "" where there is none."""
         import torch
 
         from polyattn.registry.machine import running

@@ -7,7 +7,7 @@ from typing import Any
 from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES, RECURRENT
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
+from polyattn.spec.kinds import DTYPES, FP8_FORMATS, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.norm import OVER
 from polyattn.spec.rope import PAIRINGS
 from polyattn.spec.row_format import ANY_ROWS
@@ -17,7 +17,7 @@ _EVERYWHERE = {
     "platforms": {ANY_PLATFORM: ()},
     "dtypes": frozenset(DTYPES),
     "kv_cache_dtypes": frozenset({*KV_CACHE_DTYPES, ANY_ROWS}),
-    "fp8_formats": frozenset({"ocp", "fnuz"}),
+    "fp8_formats": frozenset(FP8_FORMATS),
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
     "layouts": LAYOUTS,
 }

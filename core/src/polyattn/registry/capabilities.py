@@ -15,6 +15,7 @@ from polyattn.registry.validate import PLATFORM_NAME, is_arch_pattern, require
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import (
     DTYPES,
+    FP8_FORMATS,
     KV_CACHE_DTYPES,
     LAYOUTS,
     PHASES,
@@ -206,6 +207,20 @@ EXCLUDABLE = frozenset(
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and the claimed sizes (`"head_size 192"`)."""
+_NO_PLATFORM = {
+    "gpu": "'cuda', 'rocm', 'xpu' or 'metal'",
+    "nvidia": "'cuda'",
+    "amd": "'rocm'",
+    "hip": "'rocm'",
+    "intel": "'xpu', or 'hpu' for Gaudi",
+    "gaudi": "'hpu'",
+    "apple": "'metal'",
+    "mps": "'metal'",
+    "ascend": "'npu'",
+    "trainium": "'neuron'",
+    "jax": "'tpu'",
+}
+"""Words that a declaration can mistake for a platform's name, and what to write instead."""
 _CPU_ARCHS = re.compile("x86_64|aarch64")
 _ARCH_WORD = re.compile("[a-z]+_?[0-9]+[a-z]*")
 """What an arch looks like, where a platform names none: a feature's name has no number in it."""
@@ -407,6 +422,7 @@ class Capabilities:
         for name, valid in (
             ("dtypes", DTYPES),
             ("kv_cache_dtypes", stored),
+            ("fp8_formats", FP8_FORMATS),
             ("layouts", LAYOUTS),
             ("phases", PHASES),
             ("features", FEATURES),
@@ -428,11 +444,21 @@ class Capabilities:
                     f"Capabilities.platforms: {shown(platform)} can't be a platform's name; use "
                     "lower-case letters, digits and _"
                 )
+            if platform in _NO_PLATFORM:
+                yield (
+                    f"Capabilities.platforms: {shown(platform)} is no platform; write "
+                    f"{_NO_PLATFORM[platform]}"
+                )
             for pattern in archs:
                 if not is_arch_pattern(pattern):
                     yield (
                         f"Capabilities.platforms[{platform!r}]: {shown(pattern)} is no arch pattern; "
                         "write 'sm_90', 'sm_80+' or 'sm_80-sm_90'"
+                    )
+                elif re.match("sm[0-9]", pattern):
+                    yield (
+                        f"Capabilities.platforms[{platform!r}]: no device has the arch "
+                        f"{shown(pattern)}; write {pattern.replace('sm', 'sm_')!r}"
                     )
 
     def _bad_excludes(self) -> Iterator[str]:

@@ -18,7 +18,8 @@ from polyattn.errors import PluginError, SettingsError, describe, nearest, plain
 from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.builtin_variants import SHIPPED
-from polyattn.registry.catalogue import our_distributions
+from polyattn.registry.capabilities import ANY_PLATFORM
+from polyattn.registry.catalogue import catalogue, our_distributions, unknown
 from polyattn.registry.distributions import distributions
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
@@ -48,7 +49,8 @@ def register(plugin: Any, name: str | None = None) -> None:
         name: the plugin's; default: its `__name__`.
 
     Raises:
-        PluginError: the name is taken, or a declaration is wrong.
+        PluginError: the name is taken, or can't be a plugin's. What is wrong with a declaration is among
+            `discover().problems`, as of an installed plugin.
 
     Examples:
         >>> from polyattn.kernel import backend
@@ -335,6 +337,14 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
                 conflicts[f"{what} {name}"] = _settle(what, name, claimants)
         taken.append({name: who[0] for name, who in claims.items() if who})
     backends, platforms, variants, row_formats = taken
+    ours = (name for brings in catalogue().values() for name in brings["platforms"])
+    known = {ANY_PLATFORM, *platforms, *ours}
+    for entry, record in backends.values():
+        for name in sorted(entry.capabilities.platforms.keys() - known):
+            conflicts[f"platform {name} of {entry.name}"] = (
+                f"{entry.name} of {record.origin}: Capabilities.platforms: {name!r} "
+                f"{unknown('platforms', name, platforms)} (or install the plugin that brings it)"
+            )
     return Registry(
         records,
         without_conflicts(

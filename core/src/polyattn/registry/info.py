@@ -26,7 +26,7 @@ from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 OWN = "polyattn"
-"""What the packages of the backends begin with that the records are of."""
+"""The prefix of the packages whose backends the records cover."""
 
 HOST = "x86_64"
 """The architecture whose records are those of the platform `"cpu"`."""
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def text(self) -> str:
-        """How many cases passed, for people."""
+        """The number of cases that passed, as text."""
         return f"{self.cases} of {self.of} cases" if self.of else f"{self.cases} cases"
 
 
@@ -434,7 +434,7 @@ def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
 
 
 def _claims(variant: Variant) -> dict[str, Any]:
-    """What a build says for itself, by the names that a `BackendInfo` has for it."""
+    """The fields of a build, under the names that they have in `BackendInfo`."""
     names = ("path", "capabilities", "probe", "requires", "install")
     return {name: getattr(variant, name) for name in names}
 

@@ -47,7 +47,7 @@ class PluginRecord:
 
     @property
     def removal(self) -> str:
-        """What a user does to be rid of the plugin."""
+        """The command or setting that removes the plugin."""
         if not self.target:
             return f"reinstall or uninstall {self.dist}"
         if self.dist == BY_HAND:

@@ -301,7 +301,7 @@ class IndexBackend(Backend, ABC):
 
     @property
     def multiplies_e4m3(self) -> bool:
-        """Whether queries of e4m3 come as they are, not in the layer's dtype, which holds them."""
+        """Whether e4m3 queries arrive as e4m3, and not converted to the layer's dtype."""
         return False
 
     def plan(self, batch: Batch, reuse: Any = None) -> Plan:

@@ -19,7 +19,7 @@ Phases = dict[Backend, tuple[str, ...]]
 
 
 class Builds:
-    """What a group's backends compile before they run.
+    """The builds that a group's backends need before they run.
 
     `waiting` has the candidates that aren't built yet, with their phases, and `failed` those whose
     build failed. `done` counts the candidates that left `waiting`.

@@ -15,6 +15,7 @@ from polyattn.errors import PluginError, nearest, shown
 from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, one_of
 from polyattn.registry.hooks import hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo
+from polyattn.registry.validate import problems
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import blank, cumulative
@@ -284,6 +285,9 @@ def declared(
     about.setdefault("summary", next(iter((function.__doc__ or name).strip().splitlines())))
     path = f"{function.__module__}:{function.__qualname__}"
     info = BackendInfo(name=name.upper(), path=path, capabilities=caps, **about)
+    wrong = [text for text in problems(info) if not text.startswith("BackendInfo.path")]
+    if wrong:
+        raise PluginError(f"backend {name}: {'; '.join(wrong)}")
     body = {
         "name": info.name,
         "function": staticmethod(function),

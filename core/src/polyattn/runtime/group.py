@@ -62,7 +62,7 @@ class StepPlanner(ABC):
 
     @property
     def padding_rows(self) -> bool:
-        """Whether whatever may run a step takes padding rows of several query tokens."""
+        """Whether all backends that may run a step take padding rows of several query tokens."""
         return False
 
     def own(self, batch: Batch) -> Batch:

@@ -21,7 +21,7 @@ Ints = NDArray[np.signedinteger[Any]]
 
 
 class Portion(NamedTuple):
-    """What a call attends to for neighbouring tokens of a sequence.
+    """The keys that a call attends to for neighbouring tokens of a sequence.
 
     `first`, `last`: tokens of the step, `last` excluded; `begin`, `end`: keys of the sequence likewise.
     """

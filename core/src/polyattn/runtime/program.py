@@ -304,7 +304,7 @@ class Plan:
 
     @property
     def detail(self) -> str:
-        """What `StepPlan.explain` says of the call beside its backend's name; "" for nothing."""
+        """A note for `StepPlan.explain` beside the backend's name; "" for none."""
         return ""
 
 

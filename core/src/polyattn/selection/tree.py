@@ -282,12 +282,12 @@ def _family_steps(spec: LayerSpec) -> list[Step]:
         answer = f"{each}: {spec.sparse}; each token a decode over its pages of {size}, as MQA"
         steps.append(Step("Does each call choose the keys?", answer))
     if spec.chooses:
-        steps.append(Step("Who chooses the keys?", _chooser(spec)))
+        steps.append(Step("Which indexer chooses the keys?", _chooser(spec)))
     return steps
 
 
 def _chooser(spec: LayerSpec) -> str:
-    """Return who chooses, and what a token of context costs its index."""
+    """Return the indexer that chooses, and the bytes of its index for a token of context."""
     if spec.indexer is None:
         return "another layer's indexer, or the caller"
     size, m = spec.indexer.key_bytes(spec.dtype), spec.indexer.tokens_per_entry

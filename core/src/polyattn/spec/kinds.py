@@ -8,6 +8,7 @@ from typing import Any
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
 """What a cache's elements may be; beside these, the formats of rows (`spec.row_format`)."""
+FP8_FORMATS = ("ocp", "fnuz")
 QUANTISED_DTYPES = ("auto", "fp8_e4m3")
 """What queries, keys and values may arrive in, and outputs leave in, beside the layer's dtype."""
 DTYPE_ALIASES = {

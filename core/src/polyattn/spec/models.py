@@ -38,7 +38,7 @@ class ModelConfig(Protocol):
 
 
 class ModelReader(Protocol):
-    """What reads a config; `config` is a mapping, a config object, or a path."""
+    """A reader of configs; `config` is a mapping, a config object, or a path."""
 
     def layer_specs(
         self,

@@ -55,7 +55,7 @@ class CompressorSpec:
 
     @property
     def groups(self) -> int:
-        """How many groups of tokens an entry pools."""
+        """The number of token groups that an entry pools."""
         return 2 if self.overlap else 1
 
     @property
@@ -69,7 +69,7 @@ class CompressorSpec:
         return self.tokens_per_entry * self.groups + self.drafts
 
     def __str__(self) -> str:
-        """How it pools, in a few words, for `explain`."""
+        """A short description of the pooling, for `explain`."""
         words = f"{self.reduction} of {self.tokens_per_entry * self.groups} tokens"
         return f"{words}{', overlapping' * self.overlap}"
 
@@ -174,7 +174,7 @@ class SparseSpec:
         return {"all": 1, "kv_head": num_kv_heads, "head": num_heads}[self.scope]
 
     def __str__(self) -> str:
-        """What is unusual about the choice, for `str(LayerSpec)`."""
+        """The options of the choice that aren't the defaults, for `str(LayerSpec)`."""
         words = f"{self.budget} of {self.granularity}" if self.granularity > 1 else f"{self.budget}"
         whom = {"all": "", "kv_head": " by KV head", "head": " by head"}[self.scope]
         entries = f", entries of {self.tokens_per_entry}" if self.tokens_per_entry > 1 else ""
@@ -278,7 +278,7 @@ class IndexerSpec:
 
     @property
     def choices(self) -> int:
-        """How many choices a token has: the second size of the tensor."""
+        """The number of choices of a token: the second size of the tensor."""
         return self.num_heads if self.fold == "none" else 1
 
     @property
@@ -308,7 +308,7 @@ class IndexerSpec:
         return self.head_size + (4 if self.cache_dtype == "fp8_scaled" else 0)
 
     def __str__(self) -> str:
-        """How it chooses, in a few words, for `explain`."""
+        """A short description of the choice, for `explain`."""
         share = self.budget if isinstance(self.budget, int) else f"{self.budget:.0%}"
         words = [f"{self.num_heads} heads of {self.head_size} for {share}"]
         words += [f"of {self.pool}"] if self.pool > 1 else []

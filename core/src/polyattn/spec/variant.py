@@ -276,12 +276,12 @@ class AttentionVariant:
 
     @property
     def transforms(self) -> bool:
-        """Whether queries, keys, values or outputs are changed."""
+        """Whether the variant changes queries, keys, values or outputs."""
         return any(getattr(self, name) is not None for name in TRANSFORMS)
 
     @property
     def of_scores(self) -> bool:
-        """Whether scores are changed, or hidden: what attention's kernels must know of."""
+        """Whether the variant changes or hides scores, which attention's kernels must do."""
         return self.score_mod is not None or self.mask_mod is not None
 
     @property

@@ -64,12 +64,12 @@ class Workload(ABC):
     @property
     @abstractmethod
     def inputs(self) -> tuple[Any, ...]:
-        """What the layer takes before the plan."""
+        """The arguments of the layer before the plan."""
 
     @cached_property
     @abstractmethod
     def held(self) -> Any:
-        """What the cache must hold after the step, or the states before it."""
+        """The expected cache after the step, or the states before it."""
 
     @cached_property
     @abstractmethod
@@ -105,7 +105,7 @@ class Workload(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs are: the dice's."""
+        """The device of the inputs: the dice's."""
         return self.dice.device
 
     @cached_property
@@ -147,7 +147,7 @@ class Workload(ABC):
 
     @cached_property
     def out(self) -> Tensor:
-        """Where the output goes; NaN at first."""
+        """The tensor for the output; NaN at first."""
         shape = self.layer.output_shape(self.batch.num_tokens)
         return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
 

@@ -38,6 +38,8 @@ def options_of(
 ) -> CallOptions:
     """Return what a call asks for in polyattn's words. `sides`, a window's numbers, may be tensors."""
     left, right = sides
+    if left is None or right is None:
+        raise PolyattnError(f"window_size={sides}: write -1 for a side without a bound")
     return _options(
         scale, causal, int(left), int(right), softcap, slopes is not None, needs_lse, chunk
     )

@@ -169,19 +169,44 @@ class Step:
         return cache.key[block, offset], cache.value[block, offset]
 
 
+def offsets_of(indptr: Tensor | Sequence[int]) -> Sequence[int]:
+    """Return the offsets of an `indptr` on the host."""
+    return values_of(indptr) if isinstance(indptr, Tensor) else indptr
+
+
 def differences(indptr: Tensor | Sequence[int]) -> list[int]:
     """Return the lengths between the offsets of an `indptr`."""
-    offsets = values_of(indptr) if isinstance(indptr, Tensor) else indptr
-    return [after - before for before, after in pairwise(offsets)]
+    return [after - before for before, after in pairwise(offsets_of(indptr))]
 
 
-def block_table(counts: Sequence[int], indices: Tensor, device: torch.device) -> Tensor:
-    """Return pages as int32 (num_seqs, columns), of which each row has its `counts`."""
+def token_counts(name: str, indptr: Tensor | Sequence[int]) -> list[int]:
+    """Return each sequence's tokens. Raises `PolyattnError` unless the first is the tensor's first."""
+    first = next(iter(offsets_of(indptr)), 0)
+    if first:
+        raise PolyattnError(
+            f"{name} begins with {first}; it must begin with 0: pass the tokens from there on, and "
+            f"{name} - {name}[0]"
+        )
+    return differences(indptr)
+
+
+def block_table(
+    indptr: Tensor | Sequence[int], counts: Sequence[int], indices: Tensor, device: torch.device
+) -> Tensor:
+    """Return pages as int32 (num_seqs, columns), of which each row has its `counts`.
+
+    Raises `PolyattnError` where `indices` end before `indptr`.
+    """
+    first, total = next(iter(offsets_of(indptr)), 0), sum(counts)
+    if first + total > len(indices):
+        raise PolyattnError(
+            f"the indptr of pages ends with {first + total}, but there are {len(indices)} indices"
+        )
     width = max(counts, default=0)
     column = torch.arange(width, device=device)
     used = column < torch.tensor(counts, device=device)[:, None]
     table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
-    table[used] = indices[: sum(counts)].to(device, torch.int32)
+    table[used] = indices[first : first + total].to(device, torch.int32)
     return table
 
 
@@ -245,6 +270,8 @@ def result(
     """Return an output, and its LSE if there is one, in the caller's tensors where it passed any."""
     if (by := product(v_scale)) != 1:
         out = out * by
+    if to is not None and to.shape != out.shape:
+        raise PolyattnError(f"out is {tuple(to.shape)}; it must be {tuple(out.shape)}")
     out = out.to(dtype or out.dtype) if to is None else to.copy_(out)
     if lse is None:
         return out

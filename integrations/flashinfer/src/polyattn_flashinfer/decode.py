@@ -103,11 +103,19 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
         counts = differences(indptr)
         lens = paged_lens(counts, last_page_len, page_size)
-        table = block_table(counts, indices, self.device)
+        table = block_table(indptr, counts, indices, self.device)
         if self.is_cuda_graph_enabled:
             table = self._refilled(table, lens)
         step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)
-        self._planned(step, o_data_type)
+        sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._planned(
+            step,
+            o_data_type,
+            sizes | {"q_len_per_req": q_len_per_req},
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            data_type=data_type,
+        )
 
     begin_forward = plan
 
@@ -125,6 +133,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
+        if q_len_per_req is not None:
+            self._check({"q_len_per_req": q_len_per_req})
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
         return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 
@@ -164,7 +174,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return self._table
 
 
+def planned_sizes(heads: int, kv_heads: int, size: int, page: int | None = None) -> dict[str, int]:
+    """Return what a plan says of the tensors of its runs."""
+    sizes = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
+    return sizes if page is None else sizes | {"page_size": page}
+
+
 def paged_lens(counts: list[int], last_page_len: Tensor, page_size: int) -> list[int]:
     """Return the lengths of sequences of these pages."""
     last = values_of(last_page_len)
+    if len(last) != len(counts):
+        raise PolyattnError(
+            f"last_page_len has {len(last)} entries, and the indptr of pages {len(counts)} sequences"
+        )
     return [n and (n - 1) * page_size + m for n, m in zip(counts, last, strict=True)]

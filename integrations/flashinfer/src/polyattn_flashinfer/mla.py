@@ -10,7 +10,16 @@ from polyattn import KVCache, LatentAttention, LatentSpec, LayerGroup
 from polyattn.host import group_for, refuse, values_of
 from torch import Tensor
 
-from polyattn_flashinfer.calls import LOG2E, Result, Scores, Step, block_table, differences, result
+from polyattn_flashinfer.calls import (
+    LOG2E,
+    Result,
+    Scores,
+    Step,
+    block_table,
+    differences,
+    result,
+    token_counts,
+)
 from polyattn_flashinfer.wrappers import Wrapper
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
@@ -38,11 +47,23 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     ) -> None:  # fmt: skip
         """Plan a step."""
         refuse(use_profiler=use_profiler)
-        query_lens, lens = differences(qo_indptr), values_of(kv_len_arr)
+        query_lens, lens = token_counts("qo_indptr", qo_indptr), values_of(kv_len_arr)
         counts = differences(kv_indptr)[: len(lens)]  # FlashInfer reads no further
         scores = Scores(causal or all(n == 1 for n in query_lens), sm_scale=sm_scale)
-        table = block_table(counts, kv_indices, self.device)
-        self._planned(Step(query_lens, lens, scores, self.device, table), None)
+        table = block_table(kv_indptr, counts, kv_indices, self.device)
+        sizes = {
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
+            "page_size": page_size,
+        }
+        self._planned(
+            Step(query_lens, lens, scores, self.device, table),
+            None,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     def run(
         self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
@@ -59,6 +80,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ckv_scale=ckv_scale,
             ckv_scale_arr=ckv_scale_arr,
             kpe_scale=kpe_scale,
+        )
+        self._check(
+            {
+                "num_heads": q_nope.shape[1],
+                "head_dim_ckv": ckv_cache.shape[2],
+                "head_dim_kpe": kpe_cache.shape[2],
+                "page_size": ckv_cache.shape[1],
+            }
         )
         rank, query = ckv_cache.shape[2], torch.cat([q_nope, q_pe], -1)
         rows, step = _joined(ckv_cache, kpe_cache, self._planned_step)

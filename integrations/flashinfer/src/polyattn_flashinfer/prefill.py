@@ -20,9 +20,10 @@ from polyattn_flashinfer.calls import (
     plain_dtype,
     product,
     result,
+    token_counts,
     unpacked,
 )
-from polyattn_flashinfer.decode import paged_lens
+from polyattn_flashinfer.decode import paged_lens, planned_sizes
 from polyattn_flashinfer.wrappers import Wrapper
 
 __all__ = [
@@ -97,14 +98,21 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
         )
-        counts, query_lens = differences(paged_kv_indptr), differences(qo_indptr)
+        counts, query_lens = differences(paged_kv_indptr), token_counts("qo_indptr", qo_indptr)
         lens = paged_lens(counts, paged_kv_last_page_len, page_size)
         scores = Scores(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta, unpacked(packed_custom_mask, custom_mask, query_lens, lens),
         )  # fmt: skip
-        table = block_table(counts, paged_kv_indices, self.device)
-        self._planned(Step(query_lens, lens, scores, self.device, table), o_data_type)
+        table = block_table(paged_kv_indptr, counts, paged_kv_indices, self.device)
+        sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        self._planned(
+            Step(query_lens, lens, scores, self.device, table),
+            o_data_type,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     begin_forward = plan
 
@@ -164,12 +172,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             o_indptr=o_indptr,
         )
         query_lens: Sequence[int]
-        query_lens, lens = differences(qo_indptr), differences(kv_indptr)
+        query_lens = token_counts("qo_indptr", qo_indptr)
+        lens = token_counts("kv_indptr", kv_indptr)
         scores = Scores(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta, unpacked(packed_custom_mask, custom_mask, query_lens, lens),
         )  # fmt: skip
-        self._planned(Step(query_lens, lens, scores, self.device), o_data_type)
+        sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk)
+        self._planned(
+            Step(query_lens, lens, scores, self.device),
+            o_data_type,
+            sizes,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
 
     begin_forward = plan
 

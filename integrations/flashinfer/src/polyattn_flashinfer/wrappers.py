@@ -7,7 +7,7 @@ from functools import partialmethod
 from typing import Any
 
 import torch
-from polyattn import PolyattnError
+from polyattn import KVCache, PolyattnError
 from polyattn.host import refuse
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class Wrapper:
         self.device, self.layout = workspace.device, checked_layout(kv_layout)
         self._step: Step | None = None
         self._out_dtype: torch.dtype | None = None
+        self._sizes: dict[str, int] = {}
 
     captured = False
     """Whether a CUDA graph may hold `run`."""
@@ -47,13 +48,29 @@ class Wrapper:
             raise PolyattnError("run() before plan(): call plan() once a step")
         return self._step
 
-    def _planned(self, step: Step, dtype: Any) -> None:
+    def _planned(self, step: Step, dtype: Any, sizes: dict[str, int], **dtypes: Any) -> None:
+        """Keep a plan. `sizes`: what it says of `run`'s tensors. `dtypes`: only their spelling counts."""
+        for name, word in dtypes.items():
+            plain_dtype(name, word)
         self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
+        self._sizes = sizes
+
+    def _check(self, sizes: dict[str, int]) -> None:
+        """Raise `PolyattnError` where `run`'s tensors aren't what `plan` was told."""
+        for name, size in sizes.items():
+            if size != self._sizes.get(name, size):
+                raise PolyattnError(
+                    f"plan() was told {name}={self._sizes[name]}, and run()'s tensors have {size}"
+                )
 
     def _run(
         self, query: Tensor, keys: Any, out: Tensor | None, lse: Tensor | None, return_lse: bool,
         scales: tuple[Any, Any, Any], window_left: int | None = None, sinks: Tensor | None = None,
     ) -> Result:  # fmt: skip
+        key = keys.key if isinstance(keys, KVCache) else keys[0]
+        page = {"page_size": keys.block_size} if isinstance(keys, KVCache) else {}
+        heads = {"num_qo_heads": query.shape[-2], "num_kv_heads": key.shape[-2]}
+        self._check(heads | {"head_dim": query.shape[-1]} | page)
         q_scale, k_scale, v_scale = scales
         scale = product(q_scale, k_scale)
         values, sums = self._attend(query, keys, scale, return_lse, window_left, sinks)

@@ -135,11 +135,18 @@ class VllmFlashAttention3(FlashAttention3):
         key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
+        left, right = window_sizes(spec)
+        bounds = None
+        if left >= 0 and batch.max_query_len > 1:
+            # The keys of a tile count from its window's first. Since vllm-project/flash-attention#93 the
+            # blocks to mask count from the sequence's first, so rows see later keys where blocks of keys
+            # don't divide the window. Of a length of at most 0 all blocks are masked.
+            bounds = torch.where(batch.seq_lens > left + 1, -right, batch.seq_lens)
         result = torch.ops._vllm_fa3_C.fwd(
             frame.query, key, value, None, None, None, frame.out, batch.query_start_loc, key_starts,
             None, None, lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
-            *scales, spec.scale, spec.causal, *window_sizes(spec), self.cap, True, None,
-            plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, None,
+            *scales, spec.scale, spec.causal, left, right, self.cap, True, None,
+            plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, bounds,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
 

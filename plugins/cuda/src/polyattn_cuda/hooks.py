@@ -92,15 +92,11 @@ FLASH_ATTN = BackendInfo.of_variants(
 # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end
 # (Dao-AILab/flash-attention#2374); larger blocks are walked as several.
 FA3_PAGES = Sizes(low=1, high=64)
-FA3_EXCLUDES = (
+FA3_FP8 = (
     (names("fp8_e4m3 float16"), "its output from fp8 is bf16"),
     (
         names("fp8_inputs uncached"),
         "it rounds weights to e4m3, which fp8_compute allows only over a cache",
-    ),
-    (
-        frozenset({"head_size 192", "sliding_window", "cached"}),
-        "on an H200 53 of 770 rows of such a prompt were wrong (vLLM 0.24's build; not isolated)",
     ),
 )
 FA3_ALIKE = tuple(
@@ -126,7 +122,7 @@ FA3 = PLAIN.but(
     fp8_compute=True,
     features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse"),
     graph_capture=GraphCapture.ANY,
-    excludes=FA3_EXCLUDES,
+    excludes=FA3_FP8,
 )
 FLASH_ATTN_V3 = BackendInfo.of_variants(
     *builds(
@@ -137,7 +133,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         of_vllm=FA3.but(
             adds="learned_sinks batch_invariant",
             excludes=(
-                *FA3_EXCLUDES,
+                *FA3_FP8,
                 (names("learned_sinks float16"), "it reads sinks in bf16"),
                 *FA3_ALIKE,
             ),

@@ -38,7 +38,7 @@ class Harness:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors are drawn."""
+        """The device on which tensors are drawn."""
         return self.dice.device
 
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:

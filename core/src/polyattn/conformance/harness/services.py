@@ -25,7 +25,7 @@ COUNTS = {"some": 97, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
 
 @dataclass
 class NewTokens:
-    """What one layer stores in one step."""
+    """One layer's keys and values of one step, to store."""
 
     key: Tensor
     value: Tensor

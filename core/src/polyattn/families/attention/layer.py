@@ -139,7 +139,7 @@ class Attention(Layer):
 
     @property
     def params(self) -> LayerParams:
-        """What kernels are given of this layer: its sinks and slopes as they are now, its scales."""
+        """The parameters that kernels get: the layer's scales, and its current sinks and slopes."""
         params = self._params
         if self._reads:
             for name, read in (*self._weights.items(), *self.scales.tensors.items()):
@@ -243,7 +243,7 @@ class Attention(Layer):
         plan: StepPlan | Batch | None,
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What `forward` becomes inside `torch.compile`."""
+        """`forward` inside `torch.compile`."""
         heads, rows = in_heads(self.spec, query, key, value), out is not None and out.dim() == 2
         view = out_in_heads(self.spec, out) if rows and out is not None else out
         result = torch_compile.traced(self, heads, cache, plan, view)

@@ -37,7 +37,7 @@ from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
 
 Assignment = tuple[str, BackendInfo, Part]
-"""A phase, who runs it, and the part of the step that it is."""
+"""A phase, the backend that runs it, and its part of the step."""
 
 
 @dataclass(frozen=True)

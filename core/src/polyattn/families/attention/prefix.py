@@ -86,7 +86,7 @@ class PrefixDecode:
 
     @property
     def name(self) -> str:
-        """Which backend reads what, for people."""
+        """The blocks that each backend reads, as text."""
         return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:

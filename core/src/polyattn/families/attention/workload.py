@@ -216,7 +216,7 @@ class AttentionWorkload(AttendingWorkload):
 
     @cached_property
     def held(self) -> KVCache | None:
-        """What the cache must hold after the step."""
+        """The expected cache after the step."""
         if self.cache is None:
             return None
         held, slots = copied(self.cache), self.batch.slot_mapping

@@ -114,7 +114,7 @@ class LatentWorkload(ChoosingWorkload):
 
     @cached_property
     def held(self) -> KVCache:
-        """What the cache must hold after the step."""
+        """The expected cache after the step."""
         held, slots = copied(self.cache), self.batch.slot_mapping
         assert slots is not None
         self._put(held, torch.cat([self.latent, self.rope], dim=1), slots)

@@ -27,7 +27,7 @@ class TorchIndex(IndexBackend):
 
     @property
     def indexer(self) -> IndexerSpec:
-        """How it chooses."""
+        """The indexer's spec."""
         assert self.spec.indexer is not None
         return self.spec.indexer
 

@@ -136,7 +136,7 @@ class SparseWorkload(ChoosingWorkload):
 
     @cached_property
     def held(self) -> KVCache:
-        """What the cache must hold after the step."""
+        """The expected cache after the step."""
         held, slots = copied(self.cache), self.batch.slot_mapping
         if slots is not None and self.key is not None and self.value is not None:
             put(held, self.key, self.value, slots, self.scales)

@@ -509,7 +509,7 @@ class _Reader:
 
 
 def _changes(node: torch.fx.Node) -> bool:
-    """Whether an operation writes into its first operand, which must be a tensor of its own."""
+    """Whether an operation writes into its first operand, which then must not be shared."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False

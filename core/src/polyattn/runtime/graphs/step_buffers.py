@@ -17,7 +17,7 @@ from polyattn.spec.kinds import GraphCapture
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a captured step has room for.
+    """The capacity of a captured step.
 
     Attributes:
         rows: rows of `query_len` tokens each, an engine's decodes.
@@ -67,7 +67,7 @@ class StepSize:
 
     @property
     def capture(self) -> GraphCapture:
-        """What backends have to claim for it."""
+        """The level of `graph_capture` that backends must claim for it."""
         if self.prompts:
             return GraphCapture.ANY
         return GraphCapture.SINGLE_TOKEN_DECODE if self.query_len == 1 else GraphCapture.UNIFORM
@@ -89,7 +89,7 @@ class StepBuffers:
     `padding_rows`: whether all that runs takes rows of several tokens and no key.
 
     Missing sequences are padding, rows of length 0. Of several tokens, where not all take that, they are
-    rows whose keys are whatever block 0 holds. Neither stores anything, and nobody reads their output.
+    rows that read the keys of block 0. Neither stores anything, and nothing reads their output.
     """
 
     def __init__(

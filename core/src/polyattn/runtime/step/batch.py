@@ -85,11 +85,11 @@ class Batch:
     causal: bool = True
     """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
     num_contexts: int | None = None
-    """In a captured step's buffers: how many sequences, the first ones, are prompts however short."""
+    """In a captured step: the number of leading sequences that count as prompts, however short."""
     decode_start_loc: Tensor | None = None
     """There, where the others' query tokens start, counted from the first of them."""
     block_size: int | None = None
-    """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
+    """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
 
     def __init__(
         self,
@@ -326,14 +326,14 @@ class Batch:
 
     @property
     def text_lens(self) -> list[int]:
-        """How long each sequence's text is: its keys, and what came before the first of them."""
+        """The length of each sequence's text: its keys, and the tokens before its first key."""
         if not self.first_positions:
             return self.lens
         return [a + b for a, b in zip(self.first_positions, self.lens, strict=True)]
 
     @cached_property
     def key_starts(self) -> list[int]:
-        """Where each sequence's keys start, on the host: packed, where nothing else was said."""
+        """The place of each sequence's first key, on the host; packed by default."""
         return [0, *accumulate(self.lens)][:-1]
 
     @cached_property
@@ -682,7 +682,7 @@ def _check_shape_of_positions(batch: Batch) -> None:
 
 
 def _as_wide(tensor: torch.Tensor) -> bool:
-    """Whether int32 is all that the tensor's device has: widened, it stays what it is."""
+    """Whether the tensor's device has no wider integers than int32."""
     if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
         return False
     return tensor[:0].long().dtype == torch.int32

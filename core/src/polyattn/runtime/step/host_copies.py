@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import capturing
 
 T = TypeVar("T")
@@ -39,15 +39,15 @@ def values_of(tensor: Tensor) -> list[int]:
         tensor: integers (values,), on any device.
 
     Raises:
-        BatchError: a graph is being captured.
+        BatchError: it is no tensor of integers, or a graph is being captured.
 
     Examples:
         >>> values_of(torch.tensor([3, 1]))
         [3, 1]
 
     """
-    _refuse_capture(tensor)
-    return stored(tensor, "_polyattn_host", True, None, tensor.tolist)
+    _check(tensor)
+    return stored(tensor, "_polyattn_host", True, None, lambda: _integers(tensor))
 
 
 def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
@@ -58,14 +58,15 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
         gap: whether something may lie before the first sequence.
 
     Raises:
-        BatchError: the first start isn't 0 and `gap` isn't set, or a graph is being captured.
+        BatchError: it is no tensor of integers, the first start isn't 0 and `gap` isn't set, or a graph
+            is being captured.
 
     Examples:
         >>> lens_between(torch.tensor([0, 5, 6]))
         (5, 1)
 
     """
-    _refuse_capture(cumulative)
+    _check(cumulative)
     return stored(
         cumulative, "_polyattn_lens", True, gap, lambda: _differences(values_of(cumulative), gap)
     )
@@ -77,9 +78,17 @@ def _differences(starts: list[int], gap: bool) -> tuple[int, ...]:
     return tuple([b - a for a, b in pairwise(starts)])
 
 
-def _refuse_capture(tensor: Tensor) -> None:
+def _check(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise BatchError(f"lengths are {shown(tensor)}; they must be a tensor of integers")
     if capturing(tensor):  # known values, too: a replay would go on with them, whatever it holds
         raise BatchError(
             "this call reads lengths on the host, and a graph is being captured; run it outside "
             "the capture, or use the call whose lengths stay on the device"
         )
+
+
+def _integers(tensor: Tensor) -> list[int]:
+    if tensor.dtype.is_floating_point:
+        raise BatchError(f"lengths are {tensor.dtype}; they must be integers: int32")
+    return tensor.tolist()

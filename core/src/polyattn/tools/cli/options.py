@@ -77,7 +77,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a command writes."""
+    """The output of a command."""
 
     json: Json = False
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None
@@ -85,7 +85,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(Where, Reading):
-    """Of `polyattn build`."""
+    """The options of `polyattn build`."""
 
     model: Model = None
     spec: Spec = None
@@ -93,7 +93,7 @@ class BuildOptions(Where, Reading):
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(Where, Reading, Output):
-    """Of `polyattn explain`."""
+    """The options of `polyattn explain`."""
 
     model: Model = None
     spec: Spec = None
@@ -108,7 +108,7 @@ class ExplainOptions(Where, Reading, Output):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Where, Reading, Output):
-    """Of `polyattn run`."""
+    """The options of `polyattn run`."""
 
     model: Model = None
     trace: Annotated[
@@ -166,7 +166,7 @@ class RunOptions(Where, Reading, Output):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Reading, Output):
-    """Of `polyattn bench`."""
+    """The options of `polyattn bench`."""
 
     batches: Annotated[
         list[str] | None,
@@ -201,7 +201,7 @@ class BenchOptions(Reading, Output):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Reading, Output):
-    """Of `polyattn tune`."""
+    """The options of `polyattn tune`."""
 
     model: Annotated[
         list[str] | None,

@@ -75,7 +75,7 @@ class Options:
 
 
 class Runner:
-    """What the families share: the group, a source of random numbers, a clock."""
+    """The common part of the families: the group, a source of random numbers, a clock."""
 
     def __init__(self, layers: SelectedLayers, options: Options):
         self.group, self.spec = LayerGroup(layers.selection), layers.spec

@@ -39,7 +39,7 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether every output token was made."""
+        """Whether the request has all its output tokens."""
         return self.generated >= self.request.output
 
 

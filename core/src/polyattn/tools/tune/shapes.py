@@ -13,7 +13,7 @@ from polyattn.tools.lengths import DISTRIBUTIONS, Lengths
 
 @dataclass(frozen=True)
 class Size:
-    """How large steps may get: keys of all rows, query-key pairs of a prefill, both per head."""
+    """The limits of a step: keys of all rows, and query-key pairs of a prefill, both per head."""
 
     keys: int
     pairs: int
@@ -92,7 +92,7 @@ def _short(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int],
 
 
 def _prefill(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int], list[int]]:
-    """Whole prompts; their products bounded."""
+    """Whole prompts, up to the limit of query-key pairs."""
     rows = _log_uniform(source, 1, 16)
     widest = math.sqrt(2 * size.pairs / rows)
     lens = [max(n, 17) for n in _keys(rows, size, draw, source, min(size.keys, int(rows * widest)))]

@@ -142,7 +142,7 @@ class Layer(nn.Module):
 
     @property
     def mixing(self) -> Mixer:
-        """What mixes tokens."""
+        """The module that mixes tokens."""
         return self.get_submodule(self.mixer_name)  # type: ignore[return-value]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> nn.Module:
-        """What makes logits: the embedding itself where they share a weight."""
+        """The module that makes logits: the embedding itself where they share a weight."""
         return self.get_submodule(self.embedding_name) if self.tied else self.lm_head
 
     @property
