@@ -69,8 +69,8 @@ def regrouped(case: Case, harness: Harness) -> None:
         if states is not None and its_states is not None:
             after = its_states[[some.slots[place] for place in real]]
             pairs.append(("the states after ", after, states[[step.slots[i] for i in asked]]))
-        for what, *both in pairs:
-            same_bits(*both, f"{what}requests {asked} of a step of {requests}")
+        for what, its, expected in pairs:
+            same_bits(its, expected, f"{what}requests {asked} of a step of {requests}")
 
 
 def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
