@@ -318,6 +318,26 @@ def test_the_cost_of_a_level_that_was_measured_apart_is_said(table: Any) -> None
     assert "costs" not in free.explain()
 
 
+def test_who_was_measured_faster_at_a_level_runs_it(table: Any) -> None:
+    """Of those measured at it; without a level's times the ranks say, as where a backend is named."""
+    spec = SPEC.replace(batch_invariant="batch")
+    first = select(spec, "cpu").decision.decode
+    able = dict(select(spec, "cpu").decision.candidates)["decode"]
+    second = next(name for name in able if name != first)
+    free = [
+        model(name, kind, launch=us) for kind in KINDS for name, us in ((first, 9), (second, 3))
+    ]
+    table(free)
+    assert select(spec, "cpu").decision.decode == first
+    at_level = [replace(each, level="batch") for each in free]
+    table([*free, *at_level])
+    chosen = select(spec, "cpu").decision
+    assert chosen.decode == chosen.prefill == second
+    assert select(spec, "cpu", backend=first).decision.decode == first
+    table([*free, *at_level[1::2]])
+    assert select(spec, "cpu").decision.decode == first  # one alone is compared with nobody
+
+
 def test_a_refusal_names_who_can_at_what_level_and_time(table: Any) -> None:
     spec = SPEC.replace(batch_invariant="steps", sliding_window=8, sink_tokens=2)
     table([model(n, k, launch=7) for n in ("NATIVE_ATTN", "TORCH_SDPA") for k in KINDS])

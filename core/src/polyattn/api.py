@@ -19,7 +19,7 @@ from polyattn.registry.installed import Registry
 from polyattn.registry.machine import Unset, availability, rerank, running
 from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
-from polyattn.selection.invariance import costs, described
+from polyattn.selection.invariance import by_times, costs, described
 from polyattn.selection.selection import Decision, SelectedLayers, Selection, noted, prepared_for
 from polyattn.selection.tree import Facts, as_built, decide
 from polyattn.settings import PHASE_SCOPES, Settings, current_settings
@@ -311,7 +311,9 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     notes = _unset(decision) + measured.notes(device)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
-        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
+        notes.append(
+            "batch_invariant: one backend runs all steps, whatever times were measured for each"
+        )
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
         notes.append(f"the backend is chosen for each step, by times measured in {sources}")
@@ -360,10 +362,16 @@ def _facts(
 
     seconds = settings.probe_timeout
     unavailable = partial(availability, timeout=seconds)
+    models = timings(settings).models(spec, device) if spec.batch_invariant else ()
+
+    def rank(phase: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        names = by_times(spec, models, phase, names) if models else names
+        return rerank(registry, spec, device, phase, names, seconds=seconds)
+
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=partial(rerank, registry, spec, device, seconds=seconds),
+        rank=rank,
         failed=failed,
         problems=lambda: registry.problems,
         running=cache(partial(running, timeout=seconds)),  # it starts a thread

@@ -78,6 +78,28 @@ def test_graphs_hold_uniform_steps_where_there_are_graphs(monkeypatch: Any) -> N
     assert support(plain) is AttentionCGSupport.UNIFORM_BATCH
 
 
+def test_graphs_hold_single_tokens_at_a_level_that_a_captured_backend_gives(
+    monkeypatch: Any,
+) -> None:
+    """And none where no backend does, so that vLLM goes on without them."""
+    runner = Runner("cpu", torch.float32, graphs="NONE", drafts=3)
+    config = runner.builder.vllm_config
+    plain = object.__new__(AttentionSpec)
+    object.__setattr__(plain, "block_size", PAGE)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    monkeypatch.setattr("polyattn_vllm.step.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr("polyattn_vllm.step.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    # Nothing that runs on a CPU is captured.
+    assert Builder.get_cudagraph_support(config, plain) is AttentionCGSupport.NEVER
+    asked: list[Any] = []
+    monkeypatch.setattr("polyattn_vllm.step.selected", lambda spec, *a, **k: asked.append(spec))
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert Builder.get_cudagraph_support(config, plain) is single
+    assert [(s.batch_invariant.name, s.graph_capture.name) for s in asked] == [
+        ("STEPS", "SINGLE_TOKEN_DECODE")
+    ]
+
+
 @pytest.mark.parametrize(
     "support, drafts, resolved",
     [
@@ -116,7 +138,7 @@ def test_mixed_steps_are_planned_into_the_captured_plans(
     runner = kind("cpu", torch.float32, graphs="NONE", drafts=drafts)
     builder = runner.builder
     # A CPU's backends aren't captured; what is left of ALWAYS are buffers and plans.
-    builder.any_step = True
+    builder.support = AttentionCGSupport.ALWAYS
     builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     (group,) = builder.groups.values()
     captured = {}
@@ -156,7 +178,7 @@ def test_lengths_of_a_mixed_step_are_the_devices() -> None:
     """The host has bounds of them where drafts were refused; a captured graph reads the device's."""
     runner = Runner("cpu", torch.float32, graphs="NONE")
     builder = runner.builder
-    builder.any_step = True
+    builder.support = AttentionCGSupport.ALWAYS
     builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     builder.build_for_cudagraph_capture(runner.made_up(16))
     common = runner.ragged([1, 15], [40, 100], ROWS, 16, random_table(2))
@@ -299,7 +321,8 @@ def test_a_step_that_is_not_causal_is_refused_of_layers_that_are() -> None:
         runner.builder.build(0, runner.step([4], 1, torch.zeros(1, 1, dtype=torch.int32)))
 
 
-def test_who_serves_no_graph_is_refused_with_the_remedy() -> None:
+def test_who_serves_no_graph_is_refused_with_the_remedy(monkeypatch: Any) -> None:
+    monkeypatch.setattr("polyattn_vllm.step.current_platform.is_cpu", lambda: False)
     with pytest.raises(SelectionError, match="PIECEWISE"):
         Runner("cpu", torch.float32, graphs="FULL_AND_PIECEWISE")
 
@@ -357,7 +380,7 @@ def test_layers_that_latents_do_not_serve_are_refused_as_they_are_made() -> None
         impl=PolyattnMLAImpl(**sizes, kv_cache_dtype="fp8"), _k_scale=torch.ones(4)
     )
     with pytest.raises(PolyattnError, match="scales='head'"):
-        layer_spec(layer, builder.vllm_config, builder.kv_cache_spec, any_step=False)
+        layer_spec(layer, builder.vllm_config, builder.kv_cache_spec, builder.support)
 
 
 def test_where_a_backend_is_chosen_vllm_names_what_is_not_served() -> None:
@@ -387,7 +410,7 @@ def test_vllms_own_runner_gives_the_steps_that_mixed_graphs_hold() -> None:
 
     runner = Runner("cpu", torch.float32, graphs="NONE")
     builder, size = runner.builder, 16
-    builder.any_step = True
+    builder.support = AttentionCGSupport.ALWAYS
     builder.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     buffers = InputBuffers(ROWS, MOST_TOKENS, torch.device("cpu"))
     slots = torch.full((1, size), -1)

@@ -138,6 +138,28 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
 
 
+def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its own keys; those are dealt out first. A window bounds what pieces there are."""
+    from polyattn_triton.alike import ENOUGH, PIECE
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    long = PIECE * ENOUGH // 8
+    lens = [long - 1, long, 2 * long, 4 * long]
+    grids = [plans_of(backend, [(1, count)])[0].grid[0] for count in lens]
+    assert grids == [ENOUGH // 8, ENOUGH // 16, ENOUGH // 16, ENOUGH // 8]
+    (plan,) = plans_of(backend, [(1, 100), (1, 2 * long), (1, long)])
+    assert plan.work[4 + 3 * plan.grid[0] :][: plan.grid[0]].unique_consecutive().tolist() == [
+        1,
+        2,
+        0,
+    ]
+    mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
+    assert mistral.long == 0
+
+
 def test_prefills_are_cut_where_they_end_sooner() -> None:
     """Beside what a simulation says: the pieces dealt out, the longest first, to programs as they end."""
     from heapq import heapreplace
@@ -234,18 +256,18 @@ def test_a_captured_step_s_decodes_are_cut_as_an_eager_one_s(
     backend, _ = pretended(monkeypatch, spec.replace(graph_capture="single_token_decode"))
     eager, _ = pretended(monkeypatch, spec)
     backend.room, rows = 4 << 20, 9
-    launches = plans_of(backend, [(1, 20_000)] * rows)
+    launches = plans_of(backend, [(1, 70_000)] * rows)
     assert len(launches) > 1 or spec.sliding_window
     buffers = [launch.work.data_ptr() for launch in launches]
     table, dice = launches[0].batch.block_table, Dice(len(name))
     for _ in range(8):
-        lens = [dice.choice((0, 1, 511, 512, 513, 1025, 9000, 20_000)) for _ in range(rows)]
+        lens = [dice.choice((0, 1, 511, 512, 513, 1025, 9000, 32_767, 70_000)) for _ in range(rows)]
         again = backend.plan(Batch(list(range(rows + 1)), lens, table), launches[0])
         assert [launch.work.data_ptr() for launch in (again, *again.others)] == buffers
         assert ways_of(launches) == ways(eager, [(1, length) for length in lens])
     if not spec.sliding_window:
         with pytest.raises(BatchError, match="longer than a captured step"):
-            backend.plan(Batch(list(range(rows + 1)), [60_000] * rows, table), launches[0])
+            backend.plan(Batch(list(range(rows + 1)), [300_000] * rows, table), launches[0])
 
 
 @pytest.mark.slow

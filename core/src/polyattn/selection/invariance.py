@@ -1,4 +1,7 @@
-"""What does invariance cost? Predicted times of two typical steps, with it and without it."""
+"""What does invariance cost? Predicted times of two typical steps, with it and without it.
+
+They also say which backend runs a layer at a level where several were measured at it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable
 from polyattn.selection.prediction import Predictor, kind_of_step, shape_of_step
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import step_choice
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
 STEPS = {
@@ -37,6 +41,23 @@ def times(
             call = choice.calls(queries, lens)[0]
             by_phase[phase] = call.name, call.times.get(call.name)
     return by_phase
+
+
+def by_times(
+    spec: LayerSpec, models: Iterable[TimingModel], phase: str, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return a phase's backends, those that were measured at the layer's level the fastest first.
+
+    By the predicted times of `STEPS`. The others keep their places.
+    """
+    if phase not in STEPS:
+        return names
+    _, queries, lens = STEPS[phase]
+    predictor = Predictor(spec, [m for m in models if m.level])
+    weighed = predictor.among(kind_of_step(queries, lens), names)
+    us = predictor.evaluate(weighed, shape_of_step(spec, queries, lens))
+    turns = iter(sorted((name for name in names if name in us), key=us.__getitem__))
+    return tuple(next(turns) if name in us else name for name in names)
 
 
 def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:

@@ -83,7 +83,8 @@ class AttendingWorkload(Workload):
 
     def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
         queries, _ = lens_of(self.lengths)
-        rows = picked_rows(queries, requests, self.device)
+        host = picked_rows(queries, requests, torch.device("cpu"))
+        rows = host.to(self.device)
         held = picked_rows(self.entries(self.lengths), requests, self.device)
         tokens = {name: getattr(self, name) for name in self.by_token}
         work = self.but(
@@ -98,7 +99,7 @@ class AttendingWorkload(Workload):
         work.lay()
         expected, lse = self.expected
         assert lse is not None
-        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
+        work.__dict__["expected"] = expected[host], lse[host]
         return work
 
     def others(self, requests: Sequence[int]) -> dict[str, Any]:

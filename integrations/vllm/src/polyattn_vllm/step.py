@@ -102,13 +102,16 @@ class Builder(AttentionMetadataBuilder[Step]):
     ) -> AttentionCGSupport:
         """Return what a graph may hold: steps of as many tokens a request.
 
-        Where `FULL` is asked for, any step, if backends for that serve all layers.
+        Where `FULL` is asked for, any step, if backends for that serve all layers. At a level that no
+        other request may change, single tokens, likewise.
         """
-        if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():
+        if current_platform.is_cpu() or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
-        if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
-            return AttentionCGSupport.NEVER
-        if _mixes(vllm_config) and _captures_any(vllm_config, kv_cache_spec):
+        if envs.VLLM_BATCH_INVARIANT:
+            single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            served = _serves(vllm_config, kv_cache_spec, single)
+            return single if served else AttentionCGSupport.NEVER
+        if _mixes(vllm_config) and _serves(vllm_config, kv_cache_spec, AttentionCGSupport.ALWAYS):
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
 
@@ -122,9 +125,9 @@ class Builder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
         self.captured: dict[tuple[int, int], Captured | CapturedMixed] = {}
-        self.longest_captured = 1 + _drafts(vllm_config)
-        support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
-        self.any_step = support is AttentionCGSupport.ALWAYS
+        self.support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
+        single = self.support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        self.longest_captured = 1 if single else 1 + _drafts(vllm_config)
         self.groups: dict[LayerSpec, LayerGroup] = {}
         self.layers: dict[Any, Any] = {}
         self._attach()
@@ -137,7 +140,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         known = self.vllm_config.compilation_config.static_forward_context
         layers = [known[name] for name in self.layer_names[len(self.layers) :]]
         specs = [
-            layer_spec(layer, self.vllm_config, self.kv_cache_spec, self.any_step)
+            layer_spec(layer, self.vllm_config, self.kv_cache_spec, self.support)
             for layer in layers
         ]
         for layer, spec in zip(layers, specs, strict=True):
@@ -193,7 +196,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         """Plan for the longest sequences that there can be, so that no later step needs more."""
         common = common_attn_metadata
         rows, tokens, each = common.num_reqs, common.num_actual_tokens, common.max_query_len
-        if self.any_step and _mixes(self.vllm_config):
+        if self.support is AttentionCGSupport.ALWAYS and _mixes(self.vllm_config):
             return self._mixed(common)
         if not 1 <= each <= self.longest_captured or rows * each != tokens:
             return self.build(0, common)
@@ -295,8 +298,10 @@ class Builder(AttentionMetadataBuilder[Step]):
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
 
 
-def layer_spec(layer: Any, config: VllmConfig, kv_cache_spec: Any, any_step: bool) -> LayerSpec:
-    """Return what a layer of vLLM's computes; `any_step`: where all steps are captured."""
+def layer_spec(
+    layer: Any, config: VllmConfig, kv_cache_spec: Any, support: AttentionCGSupport
+) -> LayerSpec:
+    """Return what a layer of vLLM's computes; `support`: what a graph may hold."""
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
     fields |= layer.impl.fields
@@ -313,9 +318,11 @@ def layer_spec(layer: Any, config: VllmConfig, kv_cache_spec: Any, any_step: boo
             fields["causal"] = False
         mode = config.compilation_config.cudagraph_mode
         full = mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
-        if full and not envs.VLLM_BATCH_INVARIANT:
-            fields["graph_capture"] = "uniform" if _drafts(config) else "single_token_decode"
-            if any_step:
+        if full and support is not AttentionCGSupport.NEVER:
+            fields["graph_capture"] = "single_token_decode"
+            if support is AttentionCGSupport.UNIFORM_BATCH and _drafts(config):
+                fields["graph_capture"] = "uniform"
+            if support is AttentionCGSupport.ALWAYS:
                 fields["graph_capture"] = "any"
     return LayerSpec(**fields)
 
@@ -340,18 +347,22 @@ def _mixes(config: VllmConfig) -> bool:
     return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
-def _captures_any(config: VllmConfig, kv_cache_spec: Any) -> bool:
-    """Whether for each of our layers a backend serves that any step's graph may hold.
+def _serves(config: VllmConfig, kv_cache_spec: Any, support: AttentionCGSupport) -> bool:
+    """Whether for each of our layers a backend serves that a graph of such steps may hold.
 
     A captured prompt may be as long as the graph, and no longer than a model's sequences.
     """
-    if config.compilation_config.max_cudagraph_capture_size > config.model_config.max_model_len:
+    most, longest = (
+        config.compilation_config.max_cudagraph_capture_size,
+        config.model_config.max_model_len,
+    )
+    if support is AttentionCGSupport.ALWAYS and most > longest:
         return False
     layers = config.compilation_config.static_forward_context.values()
     ours = [each for each in layers if hasattr(getattr(each, "impl", None), "fields")]
     device = config.device_config.device
     try:
-        for spec in {layer_spec(each, config, kv_cache_spec, True) for each in ours}:
+        for spec in {layer_spec(each, config, kv_cache_spec, support) for each in ours}:
             if not spec.cached:
                 return False
             selected(spec, config, device, verify=False)

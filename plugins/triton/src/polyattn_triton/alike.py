@@ -10,7 +10,8 @@ one height: a row then sums tiles of keys at the same places, in the same order,
 it, and a tile that isn't cut rounds as a part does.
 
 Pieces of a decode are of `PIECE` keys: their parts are 1.6 % of the bytes of 16-bit keys and values with
-four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096 on an H200.
+four heads of 128 a KV head (written once, read once), 4 us of 241 at 64 x 4,096 on an H200. Very long
+decodes, which fill a chip by themselves, have longer ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, t
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
+ENOUGH = 512
+"""Pieces of all KV heads from which on a decode has pieces twice as long, and from twice as many keys on
+four times: it fills a chip by itself, and a row's parts are merged by one program, 16 at a time."""
 TALL_PIECE = 1024
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
 LOW = 16
@@ -80,6 +84,11 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
     return tiles_of
 
 
+def times_longer(lens: Ints, long: int) -> Ints:
+    """Return how many times as long pieces of sequences of so many keys are (`tiles.times_longer`)."""
+    return 1 + (lens >= long) + 2 * (lens >= 2 * long)
+
+
 class AlikeAttention(PlannedAttention):
     """Plans of layers with `batch_invariant`."""
 
@@ -87,6 +96,9 @@ class AlikeAttention(PlannedAttention):
         super().__init__(spec, cache, device)
         self.piece, self.tall_piece = PIECE, TALL_PIECE
         self.steps_piece, self.room = STEPS_PIECE, ROOM
+        # Beyond a window a sequence's length adds no keys; of bounds the kernel sees what is below.
+        bounded = spec.sliding_window or spec.chunk_size or spec.length_bounds
+        self.long = 0 if bounded else PIECE * ENOUGH // spec.num_kv_heads
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -181,6 +193,7 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
+            plan.long = self.long if kind <= LOW else 0
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -206,7 +219,8 @@ class AlikeAttention(PlannedAttention):
         A request of a class is in one launch, so that the class's other kernel can take its tiles.
         """
         each = self._piece_of(plan, tiles)
-        pieces = np.maximum(-(-tiles.keys // each), 1)
+        captured = self._is_captured(plan.batch)
+        pieces = np.maximum(-(-self._units(plan, tiles, captured) // each), 1)
         of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
         ends = pieces.cumsum()
         if plan.requests is not None:
@@ -228,6 +242,18 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
+    def _units(self, plan: AttentionPlan, tiles: Tiles, most: bool = False) -> Ints:
+        """Return how many usual pieces' key tiles there are for each tile's: longer pieces count as one.
+
+        `most`: for the tile, or for that of any shorter sequence.
+        """
+        if not plan.long:
+            return tiles.keys
+        units: Ints = -(-tiles.keys // times_longer(plan.batch.host_lens[tiles.seq], plan.long))
+        if most:
+            units = np.maximum(units, np.minimum(tiles.keys, plan.long // plan.config.block_n))
+        return units
+
     def _plan_pieces(
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
     ) -> None:
@@ -236,8 +262,12 @@ class AlikeAttention(PlannedAttention):
         if captured is not None:
             before = captured.work
         elif self._is_captured(plan.batch):
-            least = segments(self._tiles(plan, most=True).keys, each).programs
-        dealt = segments(tiles.keys, each, least)
+            most = self._tiles(plan, most=True)
+            least = segments(self._units(plan, most, True), each).programs
+        units = self._units(plan, tiles)
+        first = np.argsort(units - tiles.keys, kind="stable")  # the longest pieces
+        tiles, units = Tiles(*(x[first] for x in (tiles.seq, tiles.row, tiles.keys))), units[first]
+        dealt = segments(units, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
             if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have

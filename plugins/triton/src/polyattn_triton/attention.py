@@ -438,7 +438,7 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
-                self._rows(alignment, True),
+                self._rows(alignment, True), plan.long,
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         return site

@@ -6,7 +6,7 @@ what lies in the plan's buffers. It shares nothing with what planned them: no mi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -205,6 +205,10 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
     else:
         height = plan.rows
         pieces = stretches(work, plan.grid[0], plan.way != "listed")
+        if plan.long:
+            lens = step_of(batch).lens[np.clip(pieces.seq, 0, batch.num_seqs - 1)]
+            longer = np.where(lens < plan.long, 1, np.where(lens < 2 * plan.long, 2, 4))
+            pieces = replace(pieces, begin=pieces.begin * longer, end=pieces.end * longer)
     reads = _over_tiles(spec, plan, batch, pieces, height, faults)
     if plan.merging is not None and plan.grid[0]:
         reads.merges = merges_of(

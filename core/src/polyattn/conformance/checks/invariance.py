@@ -57,18 +57,20 @@ def regrouped(case: Case, harness: Harness) -> None:
         some = step.picked(requests)
         result = some.run()
         its_lse, its_states = _kept(some)
-        for place, request in enumerate(requests):
-            if not lens[request]:
-                continue  # a padding row, whose output some families leave as it is
-            mine = slice(*some.batch.starts[place : place + 2])
-            same = slice(*step.batch.starts[request : request + 2])
-            what = f"request {request} of a step of {requests}"
-            same_bits(result[mine], out[same], what)
-            if lse is not None and its_lse is not None:
-                same_bits(its_lse[mine], lse[same], f"LSE of {what}")
-            if states is not None and its_states is not None:
-                after = its_states[some.slots[place]], states[step.slots[request]]
-                same_bits(*after, f"the state after {what}")
+        real = [place for place, request in enumerate(requests) if lens[request]]
+        # A padding row's output some families leave as it is.
+        asked = [requests[place] for place in real]
+        counts = [queries[request] for request in requests]
+        mine = picked_rows(counts, real, result.device)
+        same = picked_rows(queries, asked, out.device)
+        pairs = [("", result[mine], out[same])]
+        if lse is not None and its_lse is not None:
+            pairs.append(("LSE of ", its_lse[mine], lse[same]))
+        if states is not None and its_states is not None:
+            after = its_states[[some.slots[place] for place in real]]
+            pairs.append(("the states after ", after, states[[step.slots[i] for i in asked]]))
+        for what, its, expected in pairs:
+            same_bits(its, expected, f"{what}requests {asked} of a step of {requests}")
 
 
 def drawn_requests(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:

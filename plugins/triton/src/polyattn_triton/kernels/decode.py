@@ -36,6 +36,7 @@ from polyattn_triton.kernels.tiles import (
     row_places,
     tile_at,
     tiles_seen,
+    times_longer,
 )
 
 
@@ -271,7 +272,7 @@ def decode_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
     SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
-    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -279,6 +280,7 @@ def decode_kernel(
     splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
+    `LONG`: pieces are of as many times the keys as `times_longer` says; 0: as WORK says.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
@@ -292,6 +294,10 @@ def decode_kernel(
         while at < stop:
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
+            if LONG > 0:
+                longer = times_longer(seq_len, LONG)
+                begin *= longer
+                end *= longer
             token0 = seq
             query_len = 1
             if FEW:
