@@ -153,6 +153,7 @@ TRITON_ATTN = declared(
         phase="prefill",
         kind=AttentionKind.ATTENTION,
         needs="non_causal",
+        over=56,
         why="encoders with heads of 64 take 0.76 to 0.78 of FLASH_ATTN_V3's time on an H100 and an H200",
     ),
     Priority(
