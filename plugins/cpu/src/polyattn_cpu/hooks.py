@@ -68,7 +68,9 @@ TORCH_SDPA = BackendInfo(
     priorities=(
         Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
         *BY_REQUEST,
-        Priority(score=5, platform="cuda", needs="sliding_window", why="it masks what a window hides"),
+        Priority(
+            score=5, platform="cuda", needs="sliding_window", why="it masks what a window hides"
+        ),
         Priority(
             score=61,
             platform="cuda",
