@@ -6,7 +6,6 @@ from typing import Any
 
 from polyattn.plugin import AttentionKind, LayerSpec
 from polyattn_triton.channels import (
-    DECAY_OPTIONS,
     PAIR_OPTIONS,
     TOKEN_OPTIONS,
     channel_constants,
@@ -18,7 +17,7 @@ from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_consta
 from polyattn_triton.hopper.choice import DEFAULT_WARPS
 from polyattn_triton.hopper.descriptors import SHARED
 from polyattn_triton.hopper.latents import latents_kernel
-from polyattn_triton.kernels.channels import chunk_kernel, decay_kernel, pair_kernel
+from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.delta import delta_kernel, system_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
@@ -124,13 +123,10 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
         constants = channel_constants(spec)
         return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
     if phase == "pairs":
-        kernel, options = (pair_kernel, PAIR_OPTIONS)
-        if spec.kind is AttentionKind.KDA:
-            kernel, options = (decay_kernel, DECAY_OPTIONS)
-        return compile_kernel(kernel, pointers, pair_constants(spec, arch), arch, options)
-    config = prompt_config(spec, arch)
+        return compile_kernel(pair_kernel, pointers, pair_constants(spec), arch, PAIR_OPTIONS)
+    config = SCANS[spec.kind, "prefill"]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
+    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec), arch, options)
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
