@@ -405,6 +405,22 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     assert found.models(SPEC, H100) == () and found.notes(H100) == []
 
 
+def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> None:
+    """On an H100 prompts of 256 with a cap take TRITON_ATTN twice FLASH_ATTN_V3's time, others don't."""
+    free = LayerSpec(num_heads=32, num_kv_heads=8, head_size=256)
+    capped = free.replace(logit_soft_cap=50.0)
+    (h100,) = (t for t in timings(settings.current_settings()).tables if "H100" in t.device)
+    queries, lens = [512] * 4, [8704] * 4
+    names = {}
+    for spec in (free, capped):
+        models = h100.models(spec, resolve_device("h100"))
+        assert len({(m.backend, m.kind) for m in models}) == len(models)
+        among = Predictor(spec, models).among("chunked", ["TRITON_ATTN", "FLASH_ATTN_V3"])
+        times = Predictor.evaluate(among, shape_of_step(spec, queries, lens))
+        names[spec] = times["TRITON_ATTN"] / times["FLASH_ATTN_V3"]
+    assert names[capped] > 1.5 > names[free]
+
+
 class WithTables:
     def __init__(self, answer: Any):
         self.answer = answer
