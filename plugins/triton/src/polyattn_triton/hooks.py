@@ -146,6 +146,7 @@ TRITON_ATTN = declared(
         over=512,
         why="heads padded to 1,024 elements: prompts take 2.3 of TORCH_SDPA's time on an H100",
     ),
+    Priority(score=60, phase="prefill", over=128, why="a good general kernel wherever Triton runs"),
     Priority(
         score=62,
         archs=("sm_90",),
