@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -424,6 +425,22 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     assert found.models(SPEC, H100) == () and found.notes(H100) == []
 
 
+def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> None:
+    """On an H100 prompts of 256 with a cap take TRITON_ATTN twice FLASH_ATTN_V3's time, others don't."""
+    free = LayerSpec(num_heads=32, num_kv_heads=8, head_size=256)
+    capped = free.replace(logit_soft_cap=50.0)
+    (h100,) = (t for t in timings(settings.current_settings()).tables if "H100" in t.device)
+    queries, lens = [512] * 4, [8704] * 4
+    names = {}
+    for spec in (free, capped):
+        models = h100.models(spec, resolve_device("h100"))
+        assert len({(m.backend, m.kind) for m in models}) == len(models)
+        among = Predictor(spec, models).among("chunked", ["TRITON_ATTN", "FLASH_ATTN_V3"])
+        times = Predictor.evaluate(among, shape_of_step(spec, queries, lens))
+        names[spec] = times["TRITON_ATTN"] / times["FLASH_ATTN_V3"]
+    assert names[capped] > 1.5 > names[free]
+
+
 class WithTables:
     def __init__(self, answer: Any):
         self.answer = answer
@@ -498,6 +515,30 @@ def test_padded_heads_prompts_go_to_torch_on_a_gpu(changes: dict[str, Any], pref
 
 
 @pytest.mark.parametrize(
+    ("changes", "torch_first"),
+    [
+        ({"head_size": 40}, True),
+        ({"head_size": 64}, False),
+        ({"head_size": 80}, True),
+        ({"head_size": 128}, False),
+        ({"head_size": 160}, True),
+        (
+            {"head_size": 80, "cached": True, "role": "cross"},
+            False,
+        ),  # torch copies pages: 1.9 to 3.9 times
+        ({"head_size": 80, "sliding_window": 9}, False),  # torch's kernels mask what it hides
+    ],
+)
+def test_encoders_heads_without_a_kernel_of_hoppers_go_to_torch(
+    changes: dict[str, Any], torch_first: bool
+) -> None:
+    """On an H100 torch takes 0.3 to 1.03 of TRITON_ATTN's time; of 64 and of 128 as much or more."""
+    spec = LayerSpec(**({"num_heads": 16, "cached": False, "causal": False} | changes))
+    names = [info.name for info in dict(select(spec, "h100").candidates)["prefill"]]
+    assert (names.index("TORCH_SDPA") < names.index("TRITON_ATTN")) is torch_first
+
+
+@pytest.mark.parametrize(
     ("heads", "lens", "name"),
     [
         (16, [8192], "TRITON_MLA"),
@@ -514,6 +555,18 @@ def test_latent_decodes_are_chosen_by_time(heads: int, lens: list[int], name: st
     for device in ("h100", "h200"):
         choice = step_choice(select(spec, device))
         assert choice is not None and choice.decode(lens) == name
+
+
+def test_drafts_over_latents_stay_unless_another_is_much_faster() -> None:
+    """On an H100 40 of 3 tokens took FLASH_ATTN_MLA 1.29 of TRITON_MLA's time, and 0.9 as predicted."""
+    spec = LayerSpec(
+        kind="mla", num_heads=128, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    chance = random.Random(41)
+    lens = [chance.randint(1000, 9000) for _ in range(40)]
+    choice = step_choice(select(spec, "h100"))
+    assert choice is not None and {c.name for c in choice.calls([3] * 40, lens)} == {"TRITON_MLA"}
 
 
 def test_kimis_prompts_go_to_the_kernel_in_chunks() -> None:

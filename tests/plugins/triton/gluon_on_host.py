@@ -57,6 +57,7 @@ RAW = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 OF_TORCH = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32",
     torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8",
+    torch.float8_e4m3fn: "float8e4nv",
 }  # fmt: skip
 
 

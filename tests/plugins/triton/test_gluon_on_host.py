@@ -264,6 +264,14 @@ def test_mla(name: str, block: int, heads: int) -> None:
     latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("name", mostly_slow(LATENTS))
+def test_mla_over_e4m3(name: str, block: int) -> None:
+    """Two tiles are on their way, and widened one after the other."""
+    queries, lens, sms = LATENTS[name]
+    latent(queries, lens, block, 20, sms, None, name.endswith("context"), stored="fp8_e4m3")
+
+
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla_by_roles(name: str, block: int) -> None:
@@ -325,6 +333,7 @@ def latent(
     topk: int | None,
     context: bool = False,
     roles: bool = False,
+    stored: str = "auto",
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
@@ -333,10 +342,10 @@ def latent(
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
-        sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True,
+        sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True, kv_cache_dtype=stored,
     )  # fmt: skip
     form = CacheFormat(
-        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16"
+        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype=spec.stored_dtype
     )
     chance = torch.Generator().manual_seed(len(lens))
     cache, table = latents(form, lens, chance)

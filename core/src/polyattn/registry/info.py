@@ -121,6 +121,7 @@ class Priority:
         kind: of the layer.
         needs: a feature (`polyattn.spec.features`) that the layer has.
         over: elements that the layer's heads have more than.
+        cached: whether the layer has a cache.
         why: shown by `polyattn explain`.
 
     Examples:
@@ -137,6 +138,7 @@ class Priority:
     kind: AttentionKind | None = None
     needs: str | None = None
     over: int = 0
+    cached: bool | None = None
     why: str = ""
 
     def problems(self) -> Iterator[str]:
@@ -171,6 +173,7 @@ class Priority:
             and self.kind in (None, spec.kind)
             and (self.needs is None or self.needs in spec.features)
             and spec.head_size > self.over
+            and self.cached in (None, spec.cached)
             and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
         )
 

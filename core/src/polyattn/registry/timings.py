@@ -72,13 +72,9 @@ class TimingTable:
         if not self.is_for(device):
             return ()
         entries = [e for e in self._fresh(device) if e.speaks_of(spec)]
-        at_level = {(e.model.backend, e.model.kind) for e in entries if e.model.level}
-        # Where a backend was measured at the layer's level, that counts.
-        return tuple(
-            e.model
-            for e in entries
-            if e.model.level or (e.model.backend, e.model.kind) not in at_level
-        )
+        # Where a backend was measured at the layer's level, or with its cap, that counts.
+        entries.sort(key=lambda e: len(e.layer))
+        return tuple({(e.model.backend, e.model.kind): e.model for e in entries}.values())
 
     def near(self, spec: LayerSpec, device: Device) -> tuple[float, tuple[TimingModel, ...]]:
         """Return the class next to `spec`, of a chip of this architecture: how far it is, and its models.
@@ -138,15 +134,23 @@ class Timings:
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
-    """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for."""
+    """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for.
+
+    And whether logits are capped: some kernels that are the fastest otherwise don't do it.
+    """
     level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
-    return level | {
-        "kind": spec.kind.value,
-        "dtype": spec.dtype,
-        "stored": spec.stored_dtype,
-        "head_size": spec.head_size,
-        "v_head_size": spec.v_head_size,
-    }
+    cap = {CAP: True} if spec.logit_soft_cap else {}
+    return (
+        level
+        | cap
+        | {
+            "kind": spec.kind.value,
+            "dtype": spec.dtype,
+            "stored": spec.stored_dtype,
+            "head_size": spec.head_size,
+            "v_head_size": spec.v_head_size,
+        }
+    )
 
 
 def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
@@ -159,8 +163,9 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
     if asked["kind"] != theirs["kind"] or mine is None or mine != other:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
-    types = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
-    return sum(sizes + types)
+    others = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
+    others += [0.25] if CAP in measured and CAP not in asked else []
+    return sum(sizes + others)
 
 
 _read: dict[Any, Timings] = {}
@@ -290,8 +295,8 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     return model, tuple(sorted(layer.items())), of
 
 
-LEVEL = "batch_invariant"
-_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL}
+LEVEL, CAP = "batch_invariant", "logit_soft_cap"
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL, CAP}
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:

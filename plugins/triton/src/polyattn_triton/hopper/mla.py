@@ -6,6 +6,8 @@ the other of two buffers; each warp group computes half of the scores' columns a
 output's, and the probabilities pass from one to the other through shared memory. The division of
 labour is that of FlashInfer's and FlashMLA's kernels for this chip.
 
+Of e4m3 a tile has half the bytes: two are on their way, and each thread widens what it copied itself.
+
 Gluon has no interpreter: CI compiles this ahead of time, and the H200 checks its values.
 """
 
@@ -73,8 +75,8 @@ def _row_max(s, PAIR: gl.constexpr, ROW: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    Q, KV, TABLE, PICKED, q_smem, q_rope_smem, k_smem, k_rope_smem, p_smem, scale,
-    q_t, q_h, kv_b, kv_t, token0, query_len, length, start, begin, end,
+    Q, KV, TABLE, PICKED, q_smem, q_rope_smem, k_smem, k_rope_smem, raw_smem, raw_rope_smem, p_smem,
+    scale, q_t, q_h, kv_b, kv_t, token0, query_len, length, start, begin, end,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr,
     SPARSE: gl.constexpr, FEW: gl.constexpr,
@@ -94,8 +96,15 @@ def _attend(
         shape=[BLOCK_H, 2],
     )
     O_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    # As keys lie in the cache: 16 bytes a thread.
+    BYTES: gl.constexpr = KV.dtype.element_ty.is_fp8()
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0]) if BYTES else WIDE
+    TURNED: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]) if BYTES else NARROW
+    AHEAD: gl.constexpr = 2 if BYTES else 1
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    KEYS_ROW: gl.constexpr = gl.SliceLayout(1, KEYS)
+    TURNED_ROW: gl.constexpr = gl.SliceLayout(1, TURNED)
     queries = query_len * HEADS
 
     row_w = start + gl.arange(0, BLOCK_H, layout=WIDE_ROW)
@@ -124,20 +133,22 @@ def _attend(
         first = begin
         last = gl.minimum(end, last)
 
-    wide = _blocks(TABLE, PICKED, first, length, WIDE_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
-    narrow = _blocks(TABLE, PICKED, first, length, NARROW_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
-    if first < last:
-        _copy(
-            k_smem.index(0), KV, wide, first, length, kv_b, kv_t, WIDE, RANK,
-            SPARSE, BLOCK_N, BLOCK_SIZE,
-        )  # fmt: skip
-        _copy(
-            k_rope_smem.index(0), KV + RANK, narrow, first, length, kv_b, kv_t, NARROW, ROPE,
-            SPARSE, BLOCK_N, BLOCK_SIZE,
-        )  # fmt: skip
-    async_copy.commit_group()
-    wide = _blocks(TABLE, PICKED, first + 1, length, WIDE_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
-    narrow = _blocks(TABLE, PICKED, first + 1, length, NARROW_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+    wide = _blocks(TABLE, PICKED, first, length, KEYS_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+    narrow = _blocks(TABLE, PICKED, first, length, TURNED_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+    for i in gl.static_range(AHEAD):
+        if first + i < last:
+            _copy(
+                raw_smem.index(i), KV, wide, first + i, length, kv_b, kv_t, KEYS, RANK,
+                SPARSE, BLOCK_N, BLOCK_SIZE,
+            )  # fmt: skip
+            _copy(
+                raw_rope_smem.index(i), KV + RANK, narrow, first + i, length, kv_b, kv_t, TURNED,
+                ROPE, SPARSE, BLOCK_N, BLOCK_SIZE,
+            )  # fmt: skip
+        async_copy.commit_group()
+        following = first + i + 1
+        wide = _blocks(TABLE, PICKED, following, length, KEYS_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+        narrow = _blocks(TABLE, PICKED, following, length, TURNED_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
 
     acc = gl.zeros([BLOCK_H, RANK], gl.float32, OUTPUT)
     m = gl.full([BLOCK_H], float("-inf"), gl.float32, S_ROW)
@@ -155,26 +166,36 @@ def _attend(
         else:
             seen = (key < length)[None, :]
 
-        async_copy.wait_group(0)
+        async_copy.wait_group(AHEAD - 1)
+        if BYTES:
+            k = k_smem.index(0)
+            k_rope = k_rope_smem.index(0)
+            k.store(raw_smem.index(here).load(KEYS).to(gl.float32).to(DTYPE))
+            k_rope.store(raw_rope_smem.index(here).load(TURNED).to(gl.float32).to(DTYPE))
+        else:
+            k = k_smem.index(here)
+            k_rope = k_rope_smem.index(here)
         fence_async_shared()
-        k = k_smem.index(here)
+        if BYTES:
+            barrier()
         s = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
         s = warpgroup_mma(q_smem, k.permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma(q_rope_smem, k_rope_smem.index(here).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_rope_smem, k_rope.permute((1, 0)), s, is_async=True)
 
-        # While the scores are computed: the next tile's copy, and where the one after it lies.
-        if tile + 1 < last:
+        # While the scores are computed: a later tile's copy, and where the one after it lies.
+        ahead = tile + AHEAD
+        if ahead < last:
             _copy(
-                k_smem.index(1 - here), KV, wide, tile + 1, length, kv_b, kv_t, WIDE, RANK,
+                raw_smem.index((here + AHEAD) % 2), KV, wide, ahead, length, kv_b, kv_t, KEYS, RANK,
                 SPARSE, BLOCK_N, BLOCK_SIZE,
             )  # fmt: skip
             _copy(
-                k_rope_smem.index(1 - here), KV + RANK, narrow, tile + 1, length, kv_b, kv_t,
-                NARROW, ROPE, SPARSE, BLOCK_N, BLOCK_SIZE,
+                raw_rope_smem.index((here + AHEAD) % 2), KV + RANK, narrow, ahead, length, kv_b, kv_t,
+                TURNED, ROPE, SPARSE, BLOCK_N, BLOCK_SIZE,
             )  # fmt: skip
         async_copy.commit_group()
-        wide = _blocks(TABLE, PICKED, tile + 2, length, WIDE_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
-        narrow = _blocks(TABLE, PICKED, tile + 2, length, NARROW_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+        wide = _blocks(TABLE, PICKED, ahead + 1, length, KEYS_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
+        narrow = _blocks(TABLE, PICKED, ahead + 1, length, TURNED_ROW, SPARSE, BLOCK_N, BLOCK_SIZE)
         s = warpgroup_mma_wait(0, deps=[s])
 
         s = gl.where(seen, s * by, float("-inf"))
@@ -278,8 +299,16 @@ def mla_hopper_kernel(
         gdc_launch_dependents()
     q_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_H, RANK], SHARED)
     q_rope_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_H, ROPE], SHARED)
-    k_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, RANK], SHARED)
-    k_rope_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, ROPE], SHARED)
+    RAW: gl.constexpr = KV.dtype.element_ty
+    STAGES: gl.constexpr = 1 if RAW.is_fp8() else 2
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, RANK], SHARED)
+    k_rope_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, ROPE], SHARED)
+    raw_smem = k_smem
+    raw_rope_smem = k_rope_smem
+    if RAW.is_fp8():
+        BYTES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        raw_smem = gl.allocate_shared_memory(RAW, [2, BLOCK_N, RANK], BYTES)
+        raw_rope_smem = gl.allocate_shared_memory(RAW, [2, BLOCK_N, ROPE], BYTES)
     p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_H, BLOCK_N], SHARED)
 
     # The work, as in `tiles.my_stretch`: a whole tile, or a stretch of tiles.
@@ -302,8 +331,9 @@ def mla_hopper_kernel(
             token0, query_len, length = _lengths(SEQ_LENS, STARTS, seq, table_s, SPARSE, FEW)
             here = seq.to(gl.int64) * table_s
             acc, m, l = _attend(
-                Q, KV, BT + here, SLOTS + here, q_smem, q_rope_smem, k_smem, k_rope_smem, p_smem,
-                scale, q_t, q_h, kv_b, kv_t, token0, query_len, length, start,
+                Q, KV, BT + here, SLOTS + here, q_smem, q_rope_smem, k_smem, k_rope_smem,
+                raw_smem, raw_rope_smem, p_smem, scale, q_t, q_h, kv_b, kv_t,
+                token0, query_len, length, start,
                 gl.maximum(at - low - item, 0), gl.minimum(stop, high) - low - item,
                 HEADS, RANK, ROPE, BLOCK_H, BLOCK_N, BLOCK_SIZE, True, SPARSE, FEW,
             )  # fmt: skip
@@ -333,8 +363,9 @@ def mla_hopper_kernel(
         token0, query_len, length = _lengths(SEQ_LENS, STARTS, seq, table_s, SPARSE, FEW)
         here = seq.to(gl.int64) * table_s
         acc, m, l = _attend(
-            Q, KV, BT + here, SLOTS + here, q_smem, q_rope_smem, k_smem, k_rope_smem, p_smem,
-            scale, q_t, q_h, kv_b, kv_t, token0, query_len, length, start, 0, 0,
+            Q, KV, BT + here, SLOTS + here, q_smem, q_rope_smem, k_smem, k_rope_smem,
+            raw_smem, raw_rope_smem, p_smem, scale, q_t, q_h, kv_b, kv_t,
+            token0, query_len, length, start, 0, 0,
             HEADS, RANK, ROPE, BLOCK_H, BLOCK_N, BLOCK_SIZE, False, SPARSE, FEW,
         )  # fmt: skip
         store_whole(
