@@ -22,6 +22,11 @@ from torch import Tensor
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
 from polyattn_triton.launch import Launcher, power
 
+try:
+    from polyattn_triton.hopper.index import prompt_scores_kernel
+except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
+    prompt_scores_kernel = None
+
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
 PART = 16384
@@ -41,7 +46,11 @@ WARPS, STAGES, SELECT_WARPS, MANY = 4, 3, 8, 512
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank: half
 as many where rows are MANY, twice as many for the longest of few."""
 
+HALF, HOPPER_STAGES = 128, 4
+"""Columns of the products that Hopper's own kernel has in flight, and tiles of keys in shared memory."""
+
 _score = Launcher(index_scores_kernel)
+_score_prompt = Launcher(prompt_scores_kernel)
 _select = Launcher(index_select_kernel)
 
 
@@ -71,6 +80,31 @@ def scores_constants(
         indexer.fold == "weighted", indexer.fold == "none", indexer.cache_dtype == "fp8_scaled",
         pooled(indexer), group, 2 if tokens > 1 and arch_matches("sm_90", arch) else 1,
         scores_options(spec, arch)["num_stages"],
+    )  # fmt: skip
+
+
+def has_own_prompt(spec: LayerSpec, page_size: int, arch: str) -> bool:
+    """Whether Hopper's own kernel scores a prompt's e4m3 queries: DeepSeek's and GLM's sizes."""
+    indexer = spec.indexer
+    assert indexer is not None
+    return (
+        prompt_scores_kernel is not None
+        and arch_matches("sm_90", arch)
+        and not spec.batch_invariant
+        and indexer.head_size == 128
+        and power(indexer.num_heads) in (32, 64)
+        and indexer.fold != "none"
+        and page_size % TILE == 0
+        and (tile_of(indexer), pooled(indexer)) == (TILE, 1)
+    )
+
+
+def prompt_constants(indexer: IndexerSpec, page_size: int, group: int) -> tuple[Any, ...]:
+    """Return `prompt_scores_kernel`'s constants, in its order."""
+    return (
+        indexer.num_heads, power(indexer.num_heads), indexer.head_size, indexer.tokens_per_entry,
+        page_size, TILE, PROMPT_TILES, HALF, indexer.activation == "relu", indexer.fold == "weighted",
+        indexer.cache_dtype == "fp8_scaled", group, HOPPER_STAGES,
     )  # fmt: skip
 
 
@@ -160,17 +194,25 @@ class TritonIndex(IndexBackend):
         group = group_of(spec, entries)
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         best = scores if group == 1 else scores.new_empty(len(scores), width // group)
-        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
         starts, lens = batch.query_start_loc, batch.seq_lens
-        _score(
-            (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
+        narrow = query.dtype == keys.dtype == torch.float8_e4m3fn
+        if narrow and not batch.all_decode and has_own_prompt(self.spec, size, self.device.arch):
+            score, options = _score_prompt, {"num_warps": WARPS}
+            constants = prompt_constants(spec, size, group)
+            run, at_once = TILE * PROMPT_TILES, 2 * HALF // constants[1]
+        else:
+            score, options = _score, scores_options(self.spec, self.device.arch)
+            constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
+            run, at_once = constants[8] * constants[9], constants[7]
+        score(
+            (-(-entries // run), -(-tokens // at_once), 1),
             (query, keys, scales, weights, table, starts, lens, scores, best),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
              keys.stride(0), keys.stride(0) // 4),
             (table.stride(0), width, rows.start, tokens, batch.num_seqs),
             constants,
-            scores_options(self.spec, self.device.arch),
+            options,
         )  # fmt: skip
         held, held_steps = scores, (0, 0)
         if spec.within is not None:
