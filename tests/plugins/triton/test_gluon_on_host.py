@@ -511,7 +511,6 @@ def test_scores_of_prompts(name: str, group: int) -> None:
     frame = IndexFrame(query, keys, weights if form.fold == "weighted" else None, None, out)
     backend, ranked = index.TritonIndex(spec, None, HOPPER), []
     with on_host() as launches, ExitStack() as stack:
-        stack.enter_context(patch.object(index, "PROMPT_TILES", 3))
         stack.enter_context(patch.object(index, "group_of", lambda *_: group))
         stack.enter_context(patch.object(index, "_select", lambda *call: ranked.append(call[1][0])))
         backend.run(backend.plan(batch), frame)

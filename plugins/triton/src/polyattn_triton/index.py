@@ -20,7 +20,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.launch import Launcher, multiprocessors, power
 
 try:
     from polyattn_triton.hopper.index import prompt_scores_kernel
@@ -46,8 +46,9 @@ WARPS, STAGES, SELECT_WARPS, MANY = 4, 3, 8, 512
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank: half
 as many where rows are MANY, twice as many for the longest of few."""
 
-HALF, HOPPER_STAGES = 128, 4
-"""Columns of the products that Hopper's own kernel has in flight, and tiles of keys in shared memory."""
+HALF, HOPPER_STAGES, HOPPER_TILES = 128, 4, (4, 64)
+"""Columns of the products that Hopper's own kernel has in flight, tiles of keys in shared memory, and how
+many a program scores: few where programs are."""
 
 _score = Launcher(index_scores_kernel)
 _score_prompt = Launcher(prompt_scores_kernel)
@@ -103,7 +104,7 @@ def prompt_constants(indexer: IndexerSpec, page_size: int, group: int) -> tuple[
     """Return `prompt_scores_kernel`'s constants, in its order."""
     return (
         indexer.num_heads, power(indexer.num_heads), indexer.head_size, indexer.tokens_per_entry,
-        page_size, TILE, PROMPT_TILES, HALF, indexer.activation == "relu", indexer.fold == "weighted",
+        page_size, TILE, HALF, indexer.activation == "relu", indexer.fold == "weighted",
         indexer.cache_dtype == "fp8_scaled", group, HOPPER_STAGES,
     )  # fmt: skip
 
@@ -197,20 +198,24 @@ class TritonIndex(IndexBackend):
         starts, lens = batch.query_start_loc, batch.seq_lens
         narrow = query.dtype == keys.dtype == torch.float8_e4m3fn
         if narrow and not batch.all_decode and has_own_prompt(self.spec, size, self.device.arch):
-            score, options = _score_prompt, {"num_warps": WARPS}
-            constants = prompt_constants(spec, size, group)
-            run, at_once = TILE * PROMPT_TILES, 2 * HALF // constants[1]
+            constants, options = prompt_constants(spec, size, group), {"num_warps": WARPS}
+            at_once = 2 * HALF // constants[1]
+            each = (
+                -(-entries // TILE) * -(-tokens // at_once) // (8 * multiprocessors(query.device))
+            )
+            tiles = min(max(each, HOPPER_TILES[0]), HOPPER_TILES[1])
+            score, run, more = _score_prompt, TILE * tiles, (tiles,)
         else:
-            score, options = _score, scores_options(self.spec, self.device.arch)
+            options = scores_options(self.spec, self.device.arch)
             constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
-            run, at_once = constants[8] * constants[9], constants[7]
+            score, run, at_once, more = _score, constants[8] * constants[9], constants[7], ()
         score(
             (-(-entries // run), -(-tokens // at_once), 1),
             (query, keys, scales, weights, table, starts, lens, scores, best),
             (spec.scale,),
             (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
              keys.stride(0), keys.stride(0) // 4),
-            (table.stride(0), width, rows.start, tokens, batch.num_seqs),
+            (table.stride(0), width, rows.start, tokens, batch.num_seqs, *more),
             constants,
             options,
         )  # fmt: skip

@@ -28,6 +28,14 @@ def by_rows(width):
     return gl.BlockedLayout([1, 16], [512 // width, width // 16], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def by_score(half):
+    """The layout (64, half, 4) in which a thread has the four sums of a score, which four threads had."""
+    registers = [[0, 0, 1], [0, 0, 2]] + ([[0, 2, 0]] if half == 4 else [])
+    lanes = [[8, 0, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, half, 4])
+
+
 @gluon.jit
 def _queries(to, Q, WEIGHTS, at, tokens, q_t, q_h, w_t, w_h, ACC: gl.constexpr, FORM: gl.constexpr):
     """Put a half's queries into shared memory; return what each column is multiplied by.
@@ -111,17 +119,21 @@ def _write(OUT, BEST, s, factors, by, start, here, at, width, FORM: gl.constexpr
     WEIGHTED: gl.constexpr = FORM[2]
     GROUP: gl.constexpr = FORM[3]
     ENTRIES: gl.constexpr = s.shape[0]
+    FOUR: gl.constexpr = by_score(HALF)
+    OWN: gl.constexpr = gl.SliceLayout(2, FOUR)
     if RELU:
         s = gl.maximum(s, 0.0)
     if WEIGHTED:
         s = s * factors[None, :]
-    s = gl.sum(s.reshape([ENTRIES, HALF, s.shape[1] // HALF]), 2) * by[:, None]
+    # A thread's own columns, pairs of every eight, are summed first.
+    s = s.reshape([ENTRIES, HALF, s.shape[1] // HALF // 8, 4, 2]).permute((0, 1, 3, 2, 4))
+    s = gl.sum(s.reshape([ENTRIES, HALF, 4, s.shape[3] * 2]), 3)
+    s = gl.sum(gl.convert_layout(s, FOUR), 2) * by[:, None]
     s = gl.where(s == s, s, float("-inf"))
-    OWN: gl.constexpr = s.type.layout
-    e = start + gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, OWN))
+    ee = gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, OWN))
     row = (at + gl.arange(0, HALF, layout=gl.SliceLayout(0, OWN))).to(gl.int64)
-    inside = e[:, None] < here[None, :]
-    gl.store(OUT + row[None, :] * width + e[:, None], s, mask=inside)
+    inside = ee[:, None] < (here - start)[None, :]
+    gl.store(OUT + start + (row[None, :] * width + ee[:, None]), s, mask=inside)
     if GROUP > 1:
         s = gl.where(inside, s, float("-inf"))
         s = gl.max(s.reshape([ENTRIES // GROUP, GROUP, HALF]), 1)
@@ -133,18 +145,19 @@ def _write(OUT, BEST, s, factors, by, start, here, at, width, FORM: gl.constexpr
         gl.store(to, s, mask=g[:, None] * GROUP < here[None, :])
 
 
-@gluon.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs"])
+@gluon.jit(do_not_specialize=["table_s", "width", "first", "tokens", "seqs", "tiles"])
 def prompt_scores_kernel(
     Q, KEYS, SCALES, WEIGHTS, TABLE, STARTS, LENS, OUT, BEST, scale,
     q_t, q_h, w_t, w_h, page, scale_page, table_s, width, first, tokens, seqs,
+    tiles,
     HEADS: gl.constexpr, BLOCK_H: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, ENTRIES: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, ENTRIES: gl.constexpr, COLUMNS: gl.constexpr,
     RELU: gl.constexpr, WEIGHTED: gl.constexpr, SCALED: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Score TILES tiles of ENTRIES for two halves of neighbouring tokens, of COLUMNS heads each.
+    """Score `tiles` tiles of ENTRIES for two halves of neighbouring tokens, of COLUMNS heads each.
 
-    Grid: (runs of TILES, tiles of tokens). A page has whole tiles.
+    Grid: (runs of tiles, tiles of tokens). A page has whole tiles.
     """
     HALF: gl.constexpr = COLUMNS // BLOCK_H
     OF_QUERIES: gl.constexpr = (HEADS, BLOCK_H, D, WEIGHTED)
@@ -153,7 +166,7 @@ def prompt_scores_kernel(
     ROWS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=8, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     at = gl.program_id(1) * (2 * HALF)
-    begin = gl.program_id(0) * (ENTRIES * TILES)
+    begin = gl.program_id(0) * tiles * ENTRIES
     q_smem = gl.allocate_shared_memory(Q.dtype.element_ty, [2, COLUMNS, D], ROWS)
     k_smem = gl.allocate_shared_memory(KEYS.dtype.element_ty, [STAGES, ENTRIES, D], ROWS)
     by_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ENTRIES], PLAIN)
@@ -163,18 +176,18 @@ def prompt_scores_kernel(
     factors2 = _queries(
         q_smem.index(1), Q, WEIGHTS, at + HALF, tokens, q_t, q_h, w_t, w_h, ACC, OF_QUERIES
     )
-    s = gl.zeros([ENTRIES, COLUMNS], gl.float32, ACC)
-    OWN: gl.constexpr = gl.sum(s.reshape([ENTRIES, HALF, BLOCK_H]), 2).type.layout
+    OWN: gl.constexpr = gl.SliceLayout(2, by_score(HALF))
     TOKENS: gl.constexpr = gl.SliceLayout(0, OWN)
     of_token, seen, low, high = _seen(STARTS, LENS, at, first, tokens, seqs, M, HALF, TOKENS)
     of_token2, seen2, _low2, high = _seen(
         STARTS, LENS, at + HALF, first, tokens, seqs, M, HALF, TOKENS
     )
+    s = gl.zeros([ENTRIES, COLUMNS], gl.float32, ACC)
     fence_async_shared()
     for seq in range(low, high + 1):
         here = gl.where(of_token == seq, seen, 0)
         here2 = gl.where(of_token2 == seq, seen2, 0)
-        end = gl.minimum(begin + ENTRIES * TILES, gl.maximum(gl.max(here, 0), gl.max(here2, 0)))
+        end = gl.minimum(begin + ENTRIES * tiles, gl.maximum(gl.max(here, 0), gl.max(here2, 0)))
         if begin < end:
             BLOCKS = TABLE + table_s.to(gl.int64) * seq
             block = gl.load(BLOCKS + begin // PAGE_SIZE)
