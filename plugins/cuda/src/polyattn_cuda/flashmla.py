@@ -184,8 +184,8 @@ class UpstreamFlashSparseMLA(FlashSparseMLA):
     ) -> tuple[Tensor, Tensor]:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
+        schedule, how = get_mla_metadata()[0], {"is_fp8_kvcache": True, "indices": slots}
         result, lse = flash_mla_with_kvcache(
-            query, pages, None, None, self.rank, get_mla_metadata()[0],
-            softmax_scale=scale, is_fp8_kvcache=True, indices=slots,
-        )  # fmt: skip
+            query, pages, None, None, self.rank, schedule, softmax_scale=scale, **how
+        )
         return result, lse
