@@ -196,6 +196,7 @@ class TritonIndex(IndexBackend):
         entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         best = scores if group == 1 else scores.new_empty(len(scores), width // group)
+        more: tuple[int, ...] = ()
         narrow = query.dtype == keys.dtype == torch.float8_e4m3fn
         if narrow and not batch.all_decode and has_own_prompt(self.spec, size, arch):
             constants, options = prompt_constants(spec, size, group), {"num_warps": WARPS}
@@ -207,7 +208,7 @@ class TritonIndex(IndexBackend):
         else:
             options = scores_options(self.spec, arch)
             constants = scores_constants(self.spec, size, batch.all_decode, arch, group)
-            score, run, at_once, more = _score, constants[8] * constants[9], constants[7], ()
+            score, run, at_once = _score, constants[8] * constants[9], constants[7]
         score(
             (-(-entries // run), -(-tokens // at_once), 1),
             (
