@@ -58,6 +58,10 @@ CHOSEN: dict[str, tuple[Contender, ...]] = {
     "cuda": ("TRITON_MLA_SPARSE", "FLASHMLA_SPARSE"),
     "cpu": ("TORCH_MLA_SPARSE",),
 }
+BYTES: dict[str, tuple[Contender, ...]] = {
+    "cuda": ("FLASHMLA_SPARSE", "TORCH_MLA_SPARSE"),
+    "cpu": ("TORCH_MLA_SPARSE",),
+}
 ROWS_OF: dict[str, tuple[Contender, ...]] = {
     "cuda": ("TRITON_MLA_SPARSE",),
     "cpu": ("NATIVE_ATTN", "TORCH_MLA_SPARSE"),
@@ -80,5 +84,7 @@ ROWS = [
     Row("QSA: decode 64 x 128k", QWEN, CHAT, PAGED, None, ["machine.read"]),
     Row("V4: entries of 512, decode 64 x 128k", V4_ROWS, CHAT, ROWS_OF, None, ["machine.read"]),
     Row("MLA: decode 64 x 32k", LATENT, [(1, 32 * K)] * 64, CHOSEN, LEVEL, ["machine.read"]),
+    Row("MLA, rows of 656 bytes: decode 64 x 32k", LATENT.replace(kv_cache_dtype="fp8_ds_mla"),
+        [(1, 32 * K)] * 64, BYTES, None, ["machine.read"]),
     Row("MLA: prompt 4k of 16k", LATENT, [(4 * K, 16 * K)], CHOSEN, LEVEL),
 ]  # fmt: skip

@@ -24,8 +24,10 @@ from polyattn.kernel import (
     LayerParams,
     SparseBackend,
 )
+from polyattn.runtime.cache.rows import decoded, encoded
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.latent import LatentSpec
+from polyattn.spec.row_format import row_format
 from polyattn.workload.compare import lse_error, output_error
 from test_signatures import bind
 from torch import Tensor
@@ -129,6 +131,8 @@ def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
 
 def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     a = bind("flash_mla", "flash_mla_with_kvcache", *args, **kwargs)
+    if a.get("is_fp8_kvcache"):
+        return sparse_decode(a)
     assert a["k_cache"].shape[1] == 64 and a["tile_scheduler_metadata"] == "schedule"
     count, width = a["q"].shape[:2]
     assert a["causal"] == (width > 1)
@@ -139,6 +143,19 @@ def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     shape = (count, width)
     return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2)
+
+
+def sparse_decode(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Attend to rows of 656 bytes, as FlashMLA's interface describes them."""
+    assert not a.get("causal") and a["q"].shape[1] == 1 and a["k_cache"].dtype is torch.uint8
+    bytes_ = a["k_cache"].flatten(0, 2)
+    eight = bytes_[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
+    scales, rope = bytes_[:, 512:528].view(torch.float32), bytes_[:, 528:].view(torch.bfloat16)
+    rows = torch.cat([(eight * scales[..., None]).flatten(1), rope.double()], 1)
+    out, _, lse = flash_mla_sparse_fwd(
+        a["q"][:, 0], rows[:, None], a["indices"], a["softmax_scale"], a["head_dim_v"]
+    )
+    return out[:, None], lse[..., None]
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None, None]:
@@ -287,3 +304,29 @@ def test_sparse_latent(backend: str, module: str, libraries: None) -> None:
         chosen = slots[index][slots[index] >= 0].long()
         expected, _ = mqa(query[index], rows[chosen], SPEC.scale, 512)
         assert output_error(out[index], expected) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_flashmlas_rows_of_656_bytes(scale: float, libraries: None) -> None:
+    from polyattn_cuda.flashmla import UpstreamFlashSparseMLA
+
+    spec = SPARSE.replace(dtype="bfloat16", kv_cache_dtype="fp8_ds_mla")
+    form = CacheFormat(
+        block_size=64, num_kv_heads=1, head_size=576, v_head_size=512, dtype="fp8_ds_mla",
+        value_in_key=True,
+    )  # fmt: skip
+    cache, v32 = KVCache.allocate(form, 4), row_format("fp8_ds_mla")
+    cache.key.copy_(encoded(torch.randn((*cache.key.shape[:3], 576)), v32))
+    slots = torch.stack([torch.randperm(256)[:128] for _ in range(3)]).int()
+    slots[1], slots[2, 5:] = -1, -1
+    query, out = torch.randn(3, 8, 576).bfloat16(), torch.empty(3, 8, 512, dtype=torch.bfloat16)
+    lse, params = torch.empty(3, 8), LayerParams(k_scale=scale, v_scale=scale)
+    made = UpstreamFlashSparseMLA(spec, form, CUDA_ON_CPU)
+    made.run(made.plan(Batch([0, 1, 2, 3], [9, 9, 9], torch.zeros(3, 1).int())),
+             Frame(query, None, None, cache, params, out, lse, slots))  # fmt: skip
+    rows = scale * decoded(cache.key, v32, 576).flatten(0, 2)
+    assert not out[1].any() and lse[1].eq(-torch.inf).all()
+    for index in (0, 2):
+        chosen = slots[index][slots[index] >= 0].long()
+        wanted, wanted_lse = mqa(query[index].float(), rows[chosen], SPEC.scale, 512)
+        assert output_error(out[index], wanted) < 4e-3 and lse_error(lse[index], wanted_lse) < 1e-4

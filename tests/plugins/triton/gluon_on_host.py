@@ -23,6 +23,7 @@ import torch
 from polyattn_triton import launch
 from polyattn_triton.hopper import (
     copies,
+    index,
     items,
     latent_copies,
     latents,
@@ -32,12 +33,13 @@ from polyattn_triton.hopper import (
     prefill,
     rows,
 )
-from polyattn_triton.kernels import parts, softmax, tiles
+from polyattn_triton.kernels import choice, parts, softmax, tiles
 from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
 MODULES = (
     copies,
+    index,
     items,
     latent_copies,
     latents,
@@ -46,6 +48,7 @@ MODULES = (
     packed_rows,
     prefill,
     rows,
+    choice,
     parts,
     softmax,
     tiles,
@@ -85,6 +88,9 @@ def encoded(numbers: Any, kind: str) -> Any:
     if kind == "bfloat16":
         there = torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).bfloat16()
         return there.view(torch.int16).numpy().reshape(numbers.shape)
+    if kind == "float8e4nv":
+        there = torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).to(torch.float8_e4m3fn)
+        return there.view(torch.uint8).numpy().reshape(numbers.shape)
     return numbers.astype(RAW[BYTES[kind]])
 
 

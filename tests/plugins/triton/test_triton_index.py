@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,26 @@ def test_it_compiles_to_machine_code(
     )  # fmt: skip
     for kernel in (scores, select):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(("heads", "entry"), [(64, 1), (64, 4), (32, 1)], ids=["DSA", "V4", "GLM"])
+def test_products_of_prompts_run_while_others_are_summed(
+    heads: int, entry: int, group: int
+) -> None:
+    """Where ptxas can't follow them it waits for each instruction of a product, and says no word."""
+    from machine_code import told
+    from polyattn_triton.index import has_own_prompt, prompt_constants, prompt_scores_kernel
+    from triton_ahead import compile_kernel
+
+    spec = replace(DSA, num_heads=heads, tokens_per_entry=entry)
+    assert has_own_prompt(layer_for(spec, "bfloat16"), 64, "sm_90")
+    kernel = compile_kernel(
+        prompt_scores_kernel,
+        {"Q": "fp8e4nv", "KEYS": "fp8e4nv"} | dict.fromkeys(("TABLE", "STARTS", "LENS"), "i32"),
+        prompt_constants(spec, 64, group), "sm_90", {"num_warps": 4},
+    )  # fmt: skip
+    code = told("nvdisasm", kernel.asm["cubin"], "-c")
+    assert (code.count("QGMMA"), code.count("WARPGROUP.DEPBAR")) == (12, 3)
+    assert kernel.metadata.shared <= 113 << 10  # two programs a multiprocessor

@@ -127,7 +127,7 @@ FLASHINFER_MLA_SPARSE = BackendInfo(
 )
 FLASHMLA_FP8 = (
     "its dense kernel for e4m3 takes queries in e4m3 by one scale that all requests would share; its "
-    "sparse one reads rows of 656 bytes of a format of its own"
+    "sparse one reads rows of 656 bytes (fp8_ds_mla)"
 )
 FLASHMLA_CLAIMS = ABSORBED.but(
     block_sizes=one_of(64), preferred_block_size=64, remedies={"fp8_e4m3": FLASHMLA_FP8}
@@ -144,14 +144,15 @@ FLASHMLA_SPARSE_CLAIMS = CHOSEN.but(
     topks=multiples(128),
     block_sizes=Sizes(),
     preferred_block_size=64,
+    kv_cache_dtypes=names("auto fp8_ds_mla"),
     remedies={
-        "fp8_e4m3": "over e4m3 it reads rows of 656 bytes, 512 of them e4m3 with a scale for each 128"
+        "fp8_e4m3": "it reads e4m3 in rows of 656 bytes: fp8_ds_mla, with a scale for each 128"
     },
 )
 FLASHMLA_SPARSE = BackendInfo.of_variants(
     *builds("flashmla", "FlashSparseMLA", FLASH_MLA, FLASHMLA_SPARSE_CLAIMS),
     name="FLASHMLA_SPARSE",
-    summary="FlashMLA over chosen rows of a bf16 cache",
+    summary="FlashMLA over chosen rows, bf16 or of 656 bytes",
     priorities=(Priority(score=85, why="DeepSeek's own kernel"),),
     proof=MEASURED,
 )

@@ -107,15 +107,22 @@ class UpstreamFlashMLA(FlashMLA):
 
 
 class FlashSparseMLA(SparseBackend):
-    """FlashMLA's kernel for chosen rows of a bf16 cache; invalid rows are -1."""
+    """FlashMLA's kernels for chosen rows, bf16 or of 656 bytes; invalid rows are -1."""
 
     name: ClassVar[str] = "FLASHMLA_SPARSE"
 
     def run(self, plan: Plan, frame: Frame) -> None:
         cache, slots, lse = frame.cache, frame.choice, frame.lse
         assert cache is not None and slots is not None
-        rows = cache.key.reshape(-1, 1, cache.key.shape[3])
-        result, found_lse = self.attend(frame.query.contiguous(), rows, slots[:, None].contiguous())
+        query, chosen = frame.query.contiguous(), slots[:, None].contiguous()
+        if cache.key.dtype is torch.uint8:
+            by = frame.params.k_scale  # of rows that have scales of their own mostly 1
+            scale = self.spec.scale * by
+            result, found_lse = self.attend_bytes(query[:, None], cache.key, chosen, scale)
+            result, found_lse = result[:, 0] if by == 1.0 else result[:, 0] * by, found_lse[..., 0]
+        else:
+            rows = cache.key.reshape(-1, 1, cache.key.shape[3])
+            result, found_lse = self.attend(query, rows, chosen)
         frame.out.copy_(result)
         if lse is not None:
             lse.copy_(found_lse)
@@ -131,6 +138,15 @@ class FlashSparseMLA(SparseBackend):
     def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to rows (slots, 1, 576); returns (tokens, heads, 512) and the LSE."""
 
+    @abstractmethod
+    def attend_bytes(
+        self, query: Tensor, pages: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend for (tokens, 1, heads, 576) to rows of pages (pages, slots, 1, 656), uint8.
+
+        Returns (tokens, 1, heads, 512) and the LSE (tokens, heads, 1).
+        """
+
 
 class VllmFlashSparseMLA(FlashSparseMLA):
     """vLLM's build."""
@@ -145,6 +161,14 @@ class VllmFlashSparseMLA(FlashSparseMLA):
         )
         return result, lse
 
+    def attend_bytes(
+        self, query: Tensor, pages: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        result, lse, *_ = torch.ops._flashmla_C.sparse_decode_fwd(
+            query, pages, slots, None, None, None, None, None, None, None, self.rank, scale, None
+        )
+        return result, lse
+
 
 class UpstreamFlashSparseMLA(FlashSparseMLA):
     """The flash_mla package."""
@@ -153,4 +177,15 @@ class UpstreamFlashSparseMLA(FlashSparseMLA):
         from flash_mla import flash_mla_sparse_fwd
 
         result, _, lse = flash_mla_sparse_fwd(query, rows, slots, self.spec.scale, self.rank)
+        return result, lse
+
+    def attend_bytes(
+        self, query: Tensor, pages: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        schedule, how = get_mla_metadata()[0], {"is_fp8_kvcache": True, "indices": slots}
+        result, lse = flash_mla_with_kvcache(
+            query, pages, None, None, self.rank, schedule, softmax_scale=scale, **how
+        )
         return result, lse

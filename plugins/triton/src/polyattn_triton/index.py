@@ -20,7 +20,12 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.launch import Launcher, multiprocessors, power
+
+try:
+    from polyattn_triton.hopper.index import prompt_scores_kernel
+except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
+    prompt_scores_kernel = None
 
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
@@ -41,7 +46,12 @@ WARPS, STAGES, SELECT_WARPS, MANY = 4, 3, 8, 512
 """Of programs that score, how many loads of keys are in flight in them, and of programs that rank: half
 as many where rows are MANY, twice as many for the longest of few."""
 
+HALF, HOPPER_STAGES, HOPPER_TILES = 128, 4, (4, 64)
+"""Columns of the products that Hopper's own kernel has in flight, tiles of keys in shared memory, and how
+many a program scores: few where programs are."""
+
 _score = Launcher(index_scores_kernel)
+_score_prompt = Launcher(prompt_scores_kernel)
 _select = Launcher(index_select_kernel)
 
 
@@ -72,6 +82,30 @@ def scores_constants(
         pooled(indexer), group, 2 if tokens > 1 and arch_matches("sm_90", arch) else 1,
         scores_options(spec, arch)["num_stages"],
     )  # fmt: skip
+
+
+def has_own_prompt(spec: LayerSpec, page_size: int, arch: str) -> bool:
+    """Whether Hopper's own kernel scores a prompt's e4m3 queries: DeepSeek's and GLM's sizes."""
+    indexer = spec.indexer
+    assert indexer is not None
+    return (
+        prompt_scores_kernel is not None
+        and arch_matches("sm_90", arch)
+        and not spec.batch_invariant
+        and indexer.head_size == 128
+        and power(indexer.num_heads) in (32, 64)
+        and indexer.fold != "none"
+        and page_size % TILE == 0
+        and (tile_of(indexer), pooled(indexer)) == (TILE, 1)
+    )
+
+
+def prompt_constants(indexer: IndexerSpec, page_size: int, group: int) -> tuple[Any, ...]:
+    """Return `prompt_scores_kernel`'s constants, in its order."""
+    scored = indexer.activation == "relu", indexer.fold == "weighted"
+    sizes = indexer.num_heads, power(indexer.num_heads), indexer.head_size, indexer.tokens_per_entry
+    scaled = indexer.cache_dtype == "fp8_scaled"
+    return *sizes, page_size, TILE, HALF, *scored, scaled, group, HOPPER_STAGES
 
 
 def select_options(candidates: int, rows: int) -> dict[str, Any]:
@@ -144,34 +178,65 @@ class TritonIndex(IndexBackend):
         for start in range(0, batch.num_tokens, most):
             self._piece(frame, batch, slice(start, min(start + most, batch.num_tokens)), width)
 
-    def _piece(self, frame: IndexFrame, batch: Batch, rows: slice, width: int) -> None:
+    def _scored(
+        self, frame: IndexFrame, batch: Batch, rows: slice, width: int, group: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores of some tokens, and of each group's entries the best."""
         spec, keys, table = self.spec.indexer, frame.keys, batch.block_table
         assert spec is not None and table is not None
-        query, out = frame.query[rows], frame.out[rows]
+        query = frame.query[rows]
         weights = query if frame.weights is None else frame.weights[rows]
         query = query if query.stride(2) == 1 else query.contiguous()
-        tokens, size, scaled = len(query), keys.shape[1], spec.cache_dtype == "fp8_scaled"
+        tokens, size, arch = len(query), keys.shape[1], self.device.arch
         scales = keys.flatten()
-        if scaled:
+        if spec.cache_dtype == "fp8_scaled":
             scales = scales.view(torch.float32)[size * spec.head_size // 4 :]
             keys = keys.view(torch.float8_e4m3fn)
         table = table if table.stride(1) == 1 else table.contiguous()
         entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
-        group = group_of(spec, entries)
         scores = torch.empty(tokens * spec.choices, width, dtype=torch.float32, device=query.device)
         best = scores if group == 1 else scores.new_empty(len(scores), width // group)
-        constants = scores_constants(self.spec, size, batch.all_decode, self.device.arch, group)
-        starts, lens = batch.query_start_loc, batch.seq_lens
-        _score(
-            (-(-entries // (constants[8] * constants[9])), -(-tokens // constants[7]), 1),
-            (query, keys, scales, weights, table, starts, lens, scores, best),
+        more: tuple[int, ...] = ()
+        narrow = query.dtype == keys.dtype == torch.float8_e4m3fn
+        if narrow and not batch.all_decode and has_own_prompt(self.spec, size, arch):
+            constants, options = prompt_constants(spec, size, group), {"num_warps": WARPS}
+            at_once = 2 * HALF // constants[1]
+            all_tiles = -(-entries // TILE) * -(-tokens // at_once)
+            each = all_tiles // (8 * multiprocessors(query.device))
+            tiles = min(max(each, HOPPER_TILES[0]), HOPPER_TILES[1])
+            score, run, more = _score_prompt, TILE * tiles, (tiles,)
+        else:
+            options = scores_options(self.spec, arch)
+            constants = scores_constants(self.spec, size, batch.all_decode, arch, group)
+            score, run, at_once = _score, constants[8] * constants[9], constants[7]
+        score(
+            (-(-entries // run), -(-tokens // at_once), 1),
+            (
+                query,
+                keys,
+                scales,
+                weights,
+                table,
+                batch.query_start_loc,
+                batch.seq_lens,
+                scores,
+                best,
+            ),
             (spec.scale,),
-            (query.stride(0), query.stride(1), weights.stride(0), weights.stride(1),
-             keys.stride(0), keys.stride(0) // 4),
-            (table.stride(0), width, rows.start, tokens, batch.num_seqs),
+            (*query.stride()[:2], *weights.stride()[:2], keys.stride(0), keys.stride(0) // 4),
+            (table.stride(0), width, rows.start, tokens, batch.num_seqs, *more),
             constants,
-            scores_options(self.spec, self.device.arch),
-        )  # fmt: skip
+            options,
+        )
+        return scores, best
+
+    def _piece(self, frame: IndexFrame, batch: Batch, rows: slice, width: int) -> None:
+        spec, out = self.spec.indexer, frame.out[rows]
+        assert spec is not None
+        entries = max(batch.max_seq_len // spec.tokens_per_entry, 1)
+        group = group_of(spec, entries)
+        scores, best = self._scored(frame, batch, rows, width, group)
+        starts, lens = batch.query_start_loc, batch.seq_lens
         held, held_steps = scores, (0, 0)
         if spec.within is not None:
             assert frame.within is not None

@@ -37,6 +37,8 @@ INDEXERS = {
     "size 128": IndexerSpec(num_heads=16, head_size=128, budget=64, scale=0.125),
 }  # fmt: skip
 """DeepSeek-V3.2's, V4's, Qwen3.8's and MiniMax-M3's indexers, smaller, and what else a spec may say."""
+NARROW = IndexerSpec(num_heads=32, head_size=128, budget=48, scale=0.125, cache_dtype="fp8_scaled")
+"""GLM-5's, with fewer ids."""
 BATCHES = ("mixed", "decode", "bounds", "edges")
 """Steps by name: `bounds` is planned by lengths that the device's don't reach."""
 
@@ -65,8 +67,11 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 
 def _cases(info: BackendInfo) -> Iterator[Case]:
     dtypes = [dtype for dtype in DTYPES if dtype in info.capabilities.dtypes]
+    first = "float32" if "float32" in dtypes else dtypes[0]
+    for what in ("index", "index_ranked"):
+        yield Case(what, "heads of 128", layer_for(NARROW, first), "narrow")
     for name, indexer in INDEXERS.items():
-        spec = layer_for(indexer, "float32" if "float32" in dtypes else dtypes[0])
+        spec = layer_for(indexer, first)
         for batch in BATCHES if name in ("tokens", "groups", "blocks") else BATCHES[:1]:
             yield Case("index", name, spec, batch)
         yield Case("index_ranked", name, spec, "mixed")

@@ -16,7 +16,8 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.pages import bits
 
-BLOCK = 16
+PAGES = {"narrow": 64}
+"""Entries of a page where they aren't 16: of DeepGEMM's pages on Hopper."""
 FAR = 10**6
 """Stands in a block table behind a length: nobody reads it."""
 
@@ -36,6 +37,8 @@ class IndexHarness(Harness):
         rows = [(1, 160), (7, 140), (1, 1), (5, 33), (1, 0), (9, 9), (1, 71)]
         if name == "decode":
             rows = [(1, 97), (1, 300), (1, 16), (1, 17)]
+        if name == "narrow":  # several runs of tiles, and more than are ranked at once
+            rows = [(9, 200), (1, 70), (3, 17000), (1, 1), (0, 40), (6, 66)]
         if name == "edges":
             most = indexer.budget * group if isinstance(indexer.budget, int) else group
             lens = [
@@ -46,9 +49,9 @@ class IndexHarness(Harness):
             rows = [(1, n) for n in lens if n > 0]
         queries, lens = [query for query, _ in rows], [length for _, length in rows]
         bounds = [n + 37 for n in lens] if name == "bounds" else lens
-        entries = [n // m for n in bounds]
-        table, _ = self.dice.blocks(entries, BLOCK)
-        held = torch.tensor([-(-n // m // BLOCK) for n in lens], device=table.device)
+        entries, block = [n // m for n in bounds], PAGES.get(name, 16)
+        table, _ = self.dice.blocks(entries, block)
+        held = torch.tensor([-(-n // m // block) for n in lens], device=table.device)
         table[torch.arange(table.shape[1], device=table.device) >= held[:, None]] = FAR
         batch = Batch.from_lens(queries, bounds, device=self.torch_device)
         if name == "bounds":
@@ -62,6 +65,7 @@ class IndexHarness(Harness):
     ) -> tuple[Batch, IndexFrame]:
         """Return a step of a layer; `whole` numbers tie, and every sum of them is exact.
 
+        "narrow": queries are e4m3 where the backend multiplies such.
         `near`: all keys are the same but for a few last bits, so that rounding decides.
         """
         indexer, dice = spec.indexer, self.dice
@@ -86,12 +90,13 @@ class IndexHarness(Harness):
         size, stored = index_cache_form(spec)
         table = batch.block_table
         count = int(table[table < FAR].max()) + 2 if (table < FAR).any() else 2
-        cache = torch.zeros(count, BLOCK, size, dtype=stored, device=keys.device)
+        block = PAGES.get(name, 16)
+        cache = torch.zeros(count, block, size, dtype=stored, device=keys.device)
         bits(cache).fill_(-1)  # NaN, and of a key's scale too
         first = 0
         for row, own in enumerate(entries):
             at = torch.arange(own, device=keys.device)
-            slots = table[row, at // BLOCK].long() * BLOCK + at % BLOCK
+            slots = table[row, at // block].long() * block + at % block
             write_index_keys(indexer, cache, keys[first : first + own].to(dtype), slots)
             first += own
         within = None
@@ -103,6 +108,8 @@ class IndexHarness(Harness):
         out = torch.full(
             (tokens, indexer.choices, chosen_width(indexer, batch)), 7, dtype=torch.int32
         ).to(keys.device)
+        if name == "narrow" and self.index(spec).multiplies_e4m3:
+            dtype = torch.float8_e4m3fn
         return batch, IndexFrame(query.to(dtype), cache, weights, within, out)
 
     def expected(self, spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
