@@ -363,15 +363,13 @@ def _facts(
     seconds = settings.probe_timeout
     unavailable = partial(availability, timeout=seconds)
     models = timings(settings).models(spec, device) if spec.batch_invariant else ()
-
-    def rank(phase: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        names = by_times(spec, models, phase, names) if models else names
-        return rerank(registry, spec, device, phase, names, seconds=seconds)
-
+    rank = partial(rerank, registry, spec, device, seconds=seconds)
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=rank,
+        rank=(lambda phase, names: rank(phase, by_times(spec, models, phase, names)))
+        if models
+        else rank,
         failed=failed,
         problems=lambda: registry.problems,
         running=cache(partial(running, timeout=seconds)),  # it starts a thread

@@ -46,7 +46,10 @@ def spec() -> Iterator[LayerSpec]:
 
 @pytest.mark.slow
 def test_right_in_the_interpreter(tmp_path: Path) -> None:
-    variables = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(FAMILIES)}
+    variables = {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": f"{FAMILIES}{os.pathsep}{FAMILIES.parent}",
+    }
     script = Path(__file__).with_name("interpreted_variants.py")
     assert interpreted(script, seconds=1200, **variables) == "right\n"
     assert len(list((tmp_path / "polyattn").glob("polyattn_generated_*.py"))) >= 8

@@ -399,7 +399,7 @@ def test_every_unit_of_four_bits() -> None:
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nibble = [UNITS >> 4 * at & 15 for at in range(4)]
     integers = [x.astype(np.float64) - 8 for x in nibble]
-    floats = [np.where(x & 8, -1, 1) * e2m1[x & 7] * 2.0**-14 for x in nibble]
+    opposite = [np.where(x & 8, 1, -1) * e2m1[x & 7] * 2.0**-14 for x in nibble]
     # Bytes of e4m3: 1, 0.5, the largest, the smallest, zero.
     some = {0x38: 1.0, 0x30: 0.5, 0x7E: 448.0, 0x01: 2.0**-9, 0x00: 0.0, 0xB8: -1.0}
     for turn in (0, 1, 256, 4097, 32768):
@@ -419,13 +419,15 @@ def test_every_unit_of_four_bits() -> None:
         codes = [x * (16.0 if at % 2 else 1.0) * 2.0**-24 for at, x in enumerate(nibble)]
         right(unpacking.CODES, codes, (1.0, 1.0))
         for (low, first), (high, second) in pairwise(some.items()):
-            halves = np.array([low | high << 8, 0x3830], np.uint16).view(np.uint32)
-            one, other = run_ptx(unpacking.HALVES, 2, [halves])
+            words = [np.array([x], np.uint32) for x in (low | high << 8, 0x3038, 0x5140)]
+            halves = [int(x[0]) for x in run_ptx(unpacking.HALVES, 4, words)]
             # A row's two units are of one group; of two rows each has its own.
-            for scale, which in ((first, 0x1010), (second, 0x3232)):
-                right(unpacking.E2M1_BESIDE, floats, (scale, scale), one, one, which)
-            right(unpacking.E2M1_BELOW, floats, (first, 0.5), one, other, 0x5410)
-            right(unpacking.E2M1_BELOW, floats, (second, 1.0), one, other, 0x7632)
+            for one, other, by in (
+                (0, 0, (first, first)),
+                (0, 1, (first, 1.0)),
+                (2, 3, (second, 0.5)),
+            ):
+                right(unpacking.E2M1, opposite, by, halves[one] | halves[other] << 16)
 
 
 @pytest.mark.parametrize("bits", [4, 2])
