@@ -27,7 +27,7 @@ def answers(
     from vllm import SamplingParams
 
     serving.stand_in()
-    planned = {name: getattr(Builder, name) for name in ("_refilled", "_replayed")}
+    methods = {name: getattr(Builder, name) for name in ("_refilled", "_replayed")}
     held = [0]
 
     def counted(plan: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def answers(
     asked = SamplingParams(
         temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2
     )
-    for name, plan in planned.items():
+    for name, plan in methods.items():
         setattr(Builder, name, counted(plan))
     try:
         with Engine(
@@ -65,7 +65,7 @@ def answers(
                 ]
                 found.append((list(output.outputs[0].token_ids), [w[-1] - w[-2] for w in words]))
     finally:
-        for name, plan in planned.items():
+        for name, plan in methods.items():
             setattr(Builder, name, plan)
     return found, held[0]
 

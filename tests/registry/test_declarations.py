@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -91,25 +91,31 @@ def declarations(draw: st.DrawFn) -> Any:
     return make
 
 
+class Plugin:
+    """Declares what `make` returns each time it is asked: backends, and platforms."""
+
+    def __init__(self, make: Callable[[], tuple[Sequence[Any], Sequence[Any]]]):
+        self.make = make
+
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[Any]:
+        return list(self.make()[0])
+
+    @hookimpl
+    def polyattn_platforms(self) -> list[Any]:
+        return list(self.make()[1])
+
+
 @settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(declarations())
 def test_any_declaration_is_taken_or_named(make: Any) -> None:
-    class Plugin:
-        @hookimpl
-        def polyattn_api_versions(self) -> tuple[int, int]:
-            return (1, 1)
-
-        @hookimpl
-        def polyattn_backends(self) -> list[Any]:
-            return list(make()[0])
-
-        @hookimpl
-        def polyattn_platforms(self) -> list[Any]:
-            return list(make()[1])
-
-    register(Plugin(), "drawn")
+    register(Plugin(make), "drawn")
     try:
         registry = discover()
         record = next(p for p in registry.plugins if p.name == "drawn")
@@ -205,16 +211,7 @@ def test_a_platform_that_nobody_brings_is_a_problem() -> None:
         name="LOST", summary="", path="a:b", capabilities=Capabilities(platforms={"cudaa": ()})
     )
 
-    class Plugin:
-        @hookimpl
-        def polyattn_api_versions(self) -> tuple[int, int]:
-            return (1, 1)
-
-        @hookimpl
-        def polyattn_backends(self) -> list[BackendInfo]:
-            return [info]
-
-    register(Plugin(), "lost")
+    register(Plugin(lambda: ([info], [])), "lost")
     try:
         (problem,) = discover().problems
         assert "LOST of plugin 'lost'" in problem

@@ -54,8 +54,8 @@ def by_times(
         return names
     _, queries, lens = STEPS[phase]
     predictor = Predictor(spec, [m for m in models if m.level])
-    weighed = predictor.among(kind_of_step(queries, lens), names)
-    us = predictor.evaluate(weighed, shape_of_step(spec, queries, lens))
+    candidates = predictor.among(kind_of_step(queries, lens), names)
+    us = predictor.evaluate(candidates, shape_of_step(spec, queries, lens))
     turns = iter(sorted((name for name in names if name in us), key=us.__getitem__))
     return tuple(next(turns) if name in us else name for name in names)
 

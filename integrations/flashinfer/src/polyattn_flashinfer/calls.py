@@ -174,30 +174,30 @@ def offsets_of(indptr: Tensor | Sequence[int]) -> Sequence[int]:
     return values_of(indptr) if isinstance(indptr, Tensor) else indptr
 
 
-def differences(indptr: Tensor | Sequence[int]) -> list[int]:
-    """Return the lengths between the offsets of an `indptr`."""
-    return [after - before for before, after in pairwise(offsets_of(indptr))]
+def differences(offsets: Sequence[int]) -> list[int]:
+    """Return the lengths between offsets."""
+    return [after - before for before, after in pairwise(offsets)]
 
 
 def token_counts(name: str, indptr: Tensor | Sequence[int]) -> list[int]:
     """Return each sequence's tokens. Raises `PolyattnError` unless the first is the tensor's first."""
-    first = next(iter(offsets_of(indptr)), 0)
-    if first:
+    offsets = offsets_of(indptr)
+    if len(offsets) and offsets[0]:
         raise PolyattnError(
-            f"{name} begins with {first}; it must begin with 0: pass the tokens from there on, and "
+            f"{name} begins with {offsets[0]}; it must begin with 0: pass the tokens from there on, and "
             f"{name} - {name}[0]"
         )
-    return differences(indptr)
+    return differences(offsets)
 
 
 def block_table(
-    indptr: Tensor | Sequence[int], counts: Sequence[int], indices: Tensor, device: torch.device
+    offsets: Sequence[int], counts: Sequence[int], indices: Tensor, device: torch.device
 ) -> Tensor:
     """Return pages as int32 (num_seqs, columns), of which each row has its `counts`.
 
-    Raises `PolyattnError` where `indices` end before `indptr`.
+    `offsets` are those of the pages' `indptr`. Raises `PolyattnError` where `indices` end before them.
     """
-    first, total = next(iter(offsets_of(indptr)), 0), sum(counts)
+    first, total = offsets[0] if len(offsets) else 0, sum(counts)
     if first + total > len(indices):
         raise PolyattnError(
             f"the indptr of pages ends with {first + total}, but there are {len(indices)} indices"

@@ -17,6 +17,7 @@ from polyattn_flashinfer.calls import (
     block_table,
     checked_layout,
     differences,
+    offsets_of,
     pages,
     product,
     result,
@@ -101,9 +102,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         scores = Scores(
             True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        counts = differences(indptr)
+        offsets = offsets_of(indptr)
+        counts = differences(offsets)
         lens = paged_lens(counts, last_page_len, page_size)
-        table = block_table(indptr, counts, indices, self.device)
+        table = block_table(offsets, counts, indices, self.device)
         if self.is_cuda_graph_enabled:
             table = self._refilled(table, lens)
         step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)

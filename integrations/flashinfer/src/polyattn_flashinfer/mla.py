@@ -17,6 +17,7 @@ from polyattn_flashinfer.calls import (
     Step,
     block_table,
     differences,
+    offsets_of,
     result,
     token_counts,
 )
@@ -48,9 +49,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Plan a step."""
         refuse(use_profiler=use_profiler)
         query_lens, lens = token_counts("qo_indptr", qo_indptr), values_of(kv_len_arr)
-        counts = differences(kv_indptr)[: len(lens)]  # FlashInfer reads no further
+        offsets = offsets_of(kv_indptr)
+        counts = differences(offsets)[: len(lens)]  # FlashInfer reads no further
         scores = Scores(causal or all(n == 1 for n in query_lens), sm_scale=sm_scale)
-        table = block_table(kv_indptr, counts, kv_indices, self.device)
+        table = block_table(offsets, counts, kv_indices, self.device)
         sizes = {
             "num_heads": num_heads,
             "head_dim_ckv": head_dim_ckv,

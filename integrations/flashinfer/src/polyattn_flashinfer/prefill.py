@@ -16,6 +16,7 @@ from polyattn_flashinfer.calls import (
     block_table,
     checked_layout,
     differences,
+    offsets_of,
     pages,
     plain_dtype,
     product,
@@ -98,13 +99,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             max_item_len_ptr=max_item_len_ptr,
         )
-        counts, query_lens = differences(paged_kv_indptr), token_counts("qo_indptr", qo_indptr)
+        offsets, query_lens = offsets_of(paged_kv_indptr), token_counts("qo_indptr", qo_indptr)
+        counts = differences(offsets)
         lens = paged_lens(counts, paged_kv_last_page_len, page_size)
         scores = Scores(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta, unpacked(packed_custom_mask, custom_mask, query_lens, lens),
         )  # fmt: skip
-        table = block_table(paged_kv_indptr, counts, paged_kv_indices, self.device)
+        table = block_table(offsets, counts, paged_kv_indices, self.device)
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self._planned(
             Step(query_lens, lens, scores, self.device, table),

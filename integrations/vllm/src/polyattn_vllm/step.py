@@ -109,8 +109,8 @@ class Builder(AttentionMetadataBuilder[Step]):
             return AttentionCGSupport.NEVER
         if envs.VLLM_BATCH_INVARIANT:
             single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            served = _serves(vllm_config, kv_cache_spec, single)
-            return single if served else AttentionCGSupport.NEVER
+            serves = _serves(vllm_config, kv_cache_spec, single)
+            return single if serves else AttentionCGSupport.NEVER
         if _mixes(vllm_config) and _serves(vllm_config, kv_cache_spec, AttentionCGSupport.ALWAYS):
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
