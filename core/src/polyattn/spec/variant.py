@@ -244,8 +244,8 @@ class AttentionVariant:
                 )
             if not isinstance(source, (str, Path)) or not str(source).strip():
                 raise SpecError(
-                    f"variant {self.name!r}: sources[{language!r}]={shown(source)} must be a text, or the "
-                    "Path of a file"
+                    f"variant {self.name!r}: sources[{language!r}]={shown(source)} must be a text, or "
+                    "the Path of a file"
                 )
         if self.sources and not self.of_scores:
             raise SpecError(

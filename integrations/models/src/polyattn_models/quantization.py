@@ -84,7 +84,8 @@ def _is_quark_e4m3(path: str, value: Any, scheme: Any) -> bool:
         if isinstance(layers, Mapping) and isinstance(layers.get(name), Mapping)
     ]
     return len(outputs) == len(value) and all(
-        isinstance(output, Mapping) and all(output.get(k) in valid for k, valid in QUARK_E4M3.items())
+        isinstance(output, Mapping)
+        and all(output.get(k) in valid for k, valid in QUARK_E4M3.items())
         for output in outputs
     )
 

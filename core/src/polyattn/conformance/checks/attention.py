@@ -278,9 +278,7 @@ def addressed(case: Case, harness: Harness) -> None:
     strides = PackedStrides(of_query, of_key, of_value, work.key.shape[0])
     run = call.backend.addressed(call.plan, strides)
     if run is None:
-        assert work.batch.max_seq_len > 64, (
-            "it claims by_address, and a short step has no such way"
-        )
+        assert work.batch.max_seq_len > 64, "it claims by_address, and a short step has no such way"
         return
     out = torch.full(step.out_shape, torch.nan, device=harness.torch_device).to(step.out_dtype)
     lse = None
