@@ -87,9 +87,7 @@ def process(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize(
-    "args", [["list"], ["--help"], ["explain", "--device", "h200", "--json"], ["doctor"]]
-)
+@pytest.mark.parametrize("args", [["list"], ["--help"], ["explain", "--device", "h200", "--json"]])
 def test_a_full_disk_is_a_line(args: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         found = process(*args, capture_output=False, stdout=full, stderr=subprocess.PIPE)
