@@ -64,6 +64,8 @@ class Row:
     def lengths(self, shrink: int = 1) -> list[tuple[int, int]]:
         """Return the step, its lengths divided by `shrink`, decodes first, as engines order them."""
         pairs = parse_batch(self.steps) if isinstance(self.steps, str) else list(self.steps)
+        if shrink > 1 and self.spec.recurrent is not None:  # states have no lengths
+            pairs = pairs[:8]
         if shrink > 1:
             pairs = [
                 (q if q <= DRAFTS else -(-q // shrink), -(-q // shrink) + -(-(n - q) // shrink) + DRAFTS)

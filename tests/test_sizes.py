@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
 FILE, FUNCTION = 600, 60
-AT_MOST = {"found": 14, "given": 30, "kept": 46, "fmt: skip": 472}
+AT_MOST = {"found": 5, "given": 15, "kept": 37, "fmt: skip": 472}
 """In the product's sources: variables and arguments so named, and statements that aren't formatted."""
 
 
@@ -43,8 +43,16 @@ def told(node: ast.AST) -> int:
     return text[section.start() :].count("\n") if section else 0
 
 
+def definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all its statements, which are a tenth of what `ast.walk` yields."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from definitions(child)
+
+
 def too_large(text: str, kernel: bool = False, test: bool = False) -> Iterator[str]:
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = list(definitions(ast.parse(text)))
     count = text.count("\n") - sum(map(told, nodes))
     if count > FILE and not test:
         yield f"{count} lines; at most {FILE}: does it hold one idea?"

@@ -3,7 +3,7 @@
 #   . benchmarks/machines/h200_setup.sh; benchmarks/machines/h200_kits.sh OUT SECONDS [BACKEND[=SECONDS] ...]
 # A kit computes its reference on the host, so cores count, not GPUs: two kits share a GPU. A kit that outlives
 # its own seconds is interrupted; the table then says how far it came. What is missing for a backend is said there too.
-# FLASH_ATTN: vLLM's build (.fa, or in the site already), whose PTX the driver assembles first (h200_fa2_warm.py).
+# FLASH_ATTN: vLLM's build (.fa, or in the site already), whose PTX the driver assembles at first use, for minutes.
 # FLASH_ATTN_V4: its wheels in .fb, one of them in halves, .fb/half.00 and .fc/half.01.
 # Such folders lie in the repository's root, or where an earlier call has put them: KEEP, /tmp/keep.
 # Begun again it goes on: cases that passed in OUT's report of the same commit and machine aren't run again. Reports of
@@ -29,14 +29,13 @@ carried() { # FILE: where it lies, nothing if nowhere
   for place in "$root" "${KEEP:-/tmp/keep}"; do [ -e "$place/$1" ] && echo "$place/$1" && return; done
 }
 
-fa2() { # puts the library in its place, and has its kernels assembled
+fa2() { # puts the library in its place
   local place=${SITE:-/tmp/site}/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so packed
   packed=$(carried .fa/_vllm_fa2_C.abi3.so.xz)
   if [ ! -e "$place" ] && [ -n "$packed" ]; then
     mkdir -p "$(dirname "$place")"
     $python -c "import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], 'wb'))" "$packed" "$place.part" && mv "$place.part" "$place"
   fi
-  CUDA_VISIBLE_DEVICES=${gpus[0]} $python "$root/benchmarks/h200_fa2_warm.py" --seconds $(($(left) / 2)) --processes "$workers" --dtypes bfloat16 float16 > "$out/fa2_warm.out" 2>&1
 }
 
 fa4() { # installs it apart from the rest

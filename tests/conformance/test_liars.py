@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from liars.declare import Plugin, classes, info
+from liars.lasting import WrongAfter3000Calls
 from liars.unseen import WHOLE_KIT
 from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance.case import Case
@@ -72,7 +73,7 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
 def marks(index: int, kind: type[Any]) -> list[pytest.MarkDecorator]:
     if WHOLE_KIT in kind.by:
         return [pytest.mark.sweep]
-    return [pytest.mark.slow] if index % QUICK else []
+    return [pytest.mark.slow] if index % QUICK or kind is WrongAfter3000Calls else []
 
 
 @pytest.mark.parametrize(

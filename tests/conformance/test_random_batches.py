@@ -72,9 +72,9 @@ def test_some(backend: str) -> None:
 
 def test_a_seed_gives_the_same_batches() -> None:
     backend = discover().backends["TORCH_SDPA"]
-    first, second = (random_batches(backend, CPU, 5, 100) for _ in range(2))
+    first, second = (random_batches(backend, CPU, 5, 20) for _ in range(2))
     assert first == second and first.worst > 0.0
-    assert random_batches(backend, CPU, 6, 100).worst != first.worst
+    assert random_batches(backend, CPU, 6, 20).worst != first.worst
 
 
 LIARS: list[type[Any]] = [

@@ -10,10 +10,13 @@ import inspect
 import itertools
 import json
 import os
+from functools import cache
 from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from polyattn import LayerSpec
 from polyattn.families.attention import reference
@@ -27,13 +30,19 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz}.get(os.environ.get("FAKE_GFX", ""), torc
 EMPTY_ROW = torch.nan
 """What a row without keys gets: nobody promises anything on ROCm; see `polyattn_on_cpu`."""
 
+UNFILLED = SimpleNamespace(
+    uint8=torch.uint8, zeros=lambda size, **_: torch.from_numpy(np.zeros(size, np.uint8))
+)
+"""torch, to `polyattn.runtime.workspaces`: filling 128 MiB of scratch takes a CPU longer than a step."""
 
-def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Bind a call as the real function would; unnamed arguments are None."""
+
+@cache
+def signature_of(package: str, function: str) -> inspect.Signature:
+    """Return a function's signature as it was recorded; what has a default is None there."""
     record = json.loads((RECORDS / f"{package}.json").read_text())["functions"][function]
     names = record["positional"]
     required = len(names) - record["defaults"]
-    signature = inspect.Signature(
+    return inspect.Signature(
         [
             Parameter(
                 name, Parameter.POSITIONAL_OR_KEYWORD,
@@ -47,7 +56,11 @@ def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
             for name, optional in record["keyword"].items()
         ]
     )  # fmt: skip
-    bound = signature.bind(*args, **kwargs)
+
+
+def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Bind a call as the real function would; unnamed arguments are None."""
+    bound = signature_of(package, function).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 

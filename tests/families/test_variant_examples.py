@@ -15,7 +15,6 @@ INTERPRETED = {
     "TRITON_ATTN": {"TRITON_INTERPRET": "1"},
     "PALLAS_ATTN": {
         "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
     },
     "FLEX_ATTENTION": {},
 }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,10 +24,7 @@ from tools.commands import here
 
 
 def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    found = subprocess.run(
-        [sys.executable, "-m", "polyattn.tools.cli", *args],
-        capture_output=True, text=True, env={**os.environ, **env}, timeout=300, check=False,
-    )  # fmt: skip
+    found = python("-m", "polyattn.tools.cli", *args, **env)
     assert found.returncode == code, found.stdout + found.stderr
     return found
 

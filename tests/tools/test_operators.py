@@ -14,6 +14,7 @@ from pathlib import Path
 
 import polyattn
 import pytest
+from forks import python
 from polyattn.tools.replay.trace import TraceError, read_trace
 from tools.commands import command_lines, here, write_files
 
@@ -87,9 +88,7 @@ def process(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize(
-    "args", [["list"], ["--help"], ["explain", "--device", "h200", "--json"], ["doctor"]]
-)
+@pytest.mark.parametrize("args", [["list"], ["--help"], ["explain", "--device", "h200", "--json"]])
 def test_a_full_disk_is_a_line(args: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         found = process(*args, capture_output=False, stdout=full, stderr=subprocess.PIPE)
@@ -122,8 +121,7 @@ pwd.getpwuid = unknown
 def test_no_home_and_no_account(args: list[str]) -> None:
     """As a container's user with a number and no entry in /etc/passwd."""
     code = f"{NOBODY}\nfrom polyattn.tools.cli.entry import run; sys.exit(run(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *args]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = python("-c", code, *args)
     # Triton can't be imported without a home: that is for doctor to say, and with exit code 1.
     assert found.returncode in (0, int(args == ["doctor"])), found.stderr
     assert "Traceback" not in found.stderr

@@ -253,6 +253,7 @@ def test_the_table_of_models_is_fresh_and_has_all_that_are_read() -> None:
     assert {name for kinds in update_table.MODELS.values() for name in kinds} <= set(READERS)
 
 
+@pytest.mark.slow
 def test_the_table_of_fields_is_fresh() -> None:
     import update_classes
 

@@ -28,7 +28,14 @@ PAGES: dict[str, Any] = {
 """Tokens of a page; called blocks to transformers 5.17."""
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "olmo3", "gpt_oss")),
+    ],
+)
 def test_tokens_equal_generate(name: str) -> None:
     torch.set_num_threads(1)
     polyattn_transformers.reset()

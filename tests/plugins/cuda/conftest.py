@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapters import LIBRARIES, use_fakes
+from polyattn.runtime import workspaces
 
 
 @pytest.fixture
@@ -15,6 +16,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_fakes(monkeypatch, 0.0)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    import polyattn_fakes
+
+    monkeypatch.setattr(workspaces, "torch", polyattn_fakes.UNFILLED)
     yield
     for name in [n for n in sys.modules if n.split(".")[0] in LIBRARIES]:
         del sys.modules[name]

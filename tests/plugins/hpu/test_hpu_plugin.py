@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, AttentionKind, Batch, LatentAttention, LayerSpec, select
+from polyattn import AttentionKind, Batch, LatentAttention, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.mla import reference as mla_reference
 from polyattn.families.mla.workload import latent_weights
@@ -96,107 +94,6 @@ def test_each_gaudi_says_why_not() -> None:
 def test_the_cpu_prefers_its_own() -> None:
     assert select(LLAMA, "x86-amx").decision.decode == "NATIVE_ATTN"
     assert select(LLAMA, "x86-amx", backend="HPU_ATTN").decision.decode == "HPU_ATTN"
-
-
-FEATURES: list[dict[str, Any]] = [
-    {},
-    {"sliding_window": 21},
-    {"sliding_window": 13, "sink_tokens": 3},
-    {"chunk_size": 24},
-    {"causal": False},
-    {"logit_soft_cap": 1.5},
-    {"alibi": True},
-    {"learned_sinks": True},
-    {"v_head_size": 16},
-    {"num_heads": 5, "num_kv_heads": 1},
-    {"kv_cache_dtype": "fp8_e4m3"},
-    {"kv_cache_dtype": "int8", "sliding_window": 21},
-]
-
-
-def random_batch(rng: random.Random, block: int) -> tuple[list[int], list[int], torch.Tensor, int]:
-    """Decodes, prefills and padding rows in any order; some begin with the same blocks."""
-    queries, lens, rows = [], [], []
-    shared = list(range(rng.randint(0, 4)))
-    free = iter(range(len(shared), 10_000))
-    for _ in range(rng.randint(1, 7)):
-        kind = rng.random()
-        query = 1 if kind < 0.5 else rng.randint(0, 40)
-        context = rng.choice([0, rng.randint(0, 90)])
-        if kind < 0.05:
-            queries.append(1), lens.append(0), rows.append([])
-            continue
-        length = context + query
-        common = shared[: rng.randint(0, context // block)] if rng.random() < 0.6 else []
-        rows.append([*common, *(next(free) for _ in range(-(-length // block) - len(common)))])
-        queries.append(query)
-        lens.append(length)
-    width = max(1, *(len(row) for row in rows))
-    table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
-    return queries, lens, table, next(free)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_agrees_with_torch_sdpa(part: int) -> None:
-    """A thousand random batches in four parts, each within its dtype's tolerance."""
-    rng = random.Random(part)
-    generator = torch.Generator().manual_seed(part)
-    for _ in range(250):
-        block = rng.choice([1, 4, 16])
-        changes = {"num_heads": 4, "num_kv_heads": 2} | rng.choice(FEATURES)
-        dtype = rng.choice(["bfloat16", "float16", "float32", "float64"])
-        spec = LayerSpec(head_size=32, dtype=dtype, block_size=block, needs_lse=True, **changes)
-        compare(spec, *random_batch(rng, block), generator)
-
-
-@cache
-def layer_of(spec: LayerSpec, backend: str) -> Attention:
-    params: dict[str, Any] = {}
-    if spec.kv_cache_dtype != "auto":
-        params = {"k_scale": 0.05, "v_scale": 0.07}
-    if spec.learned_sinks:
-        params["sinks"] = torch.linspace(-1, 2, spec.num_heads)
-    return Attention(select(spec, "cpu", backend=backend), **params)
-
-
-def compare(
-    spec: LayerSpec,
-    queries: list[int],
-    lens: list[int],
-    table: torch.Tensor,
-    num_blocks: int,
-    generator: torch.Generator,
-) -> None:
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(STORAGE_DTYPES[spec.dtype])
-
-    block = spec.block_size
-    assert block is not None
-    # A padding row stores nothing.
-    real = [max(n, q) for q, n in zip(queries, lens, strict=True)]
-    stored = Batch.from_lens(queries, real, table, block)
-    slots = stored.slot_mapping
-    assert slots is not None
-    for start, query, length in zip(stored.starts, queries, lens, strict=False):
-        if query == 1 and length == 0:
-            slots[start] = -1
-    batch = Batch(stored.starts, lens, table, slots)
-    tokens = batch.num_tokens
-    query = random(tokens, spec.num_heads, spec.head_size)
-    key = random(tokens, spec.num_kv_heads, spec.head_size)
-    value = random(tokens, spec.num_kv_heads, spec.v_head_size)
-    context = [random(num_blocks * block, spec.num_kv_heads, size) for size in
-               (spec.head_size, spec.v_head_size)]  # fmt: skip
-    results = []
-    for backend in ("HPU_ATTN", "TORCH_SDPA"):
-        layer = layer_of(spec, backend)
-        stored_in = layer.group.allocate_cache(num_blocks)
-        layer.store(*context, stored_in, torch.arange(num_blocks * block))
-        results.append(layer(query, key, value, stored_in, batch))
-    (output, lse), (expected, expected_lse) = results
-    limit = tolerance_of(spec)
-    assert output_error(output, expected) <= limit.output, (spec, queries, lens)
-    assert lse_error(lse, expected_lse) <= limit.lse, (spec, queries, lens)
 
 
 MLA = LayerSpec(

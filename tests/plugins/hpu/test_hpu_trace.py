@@ -42,7 +42,7 @@ def replay(
 @pytest.mark.parametrize(
     ("trace", "block_size"),
     [
-        ("azure_conversation.csv", 16),
+        pytest.param("azure_conversation.csv", 16, marks=pytest.mark.slow),
         ("azure_conversation.csv", 128),
         pytest.param("mooncake_conversation.jsonl", 128, marks=pytest.mark.slow),
     ],

@@ -23,7 +23,6 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
 FAMILIES = Path(__file__).parents[2] / "families"
 VARIABLES = {
     "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "PYTHONPATH": f"{FAMILIES}{os.pathsep}{FAMILIES.parent}",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ In a process of its own: torchax's environment stands before all of torch while 
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +13,6 @@ from forks import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 
-COMPILED_PLAINLY = "--xla_backend_optimization_level=0"  # compiling is most of the time
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 HEAD = """
 import warnings
@@ -43,7 +43,6 @@ def step(layer, queries, lens, fill=None):
 def run(code: str, **environment: str) -> str:
     variables = {
         "JAX_PLATFORMS": "cpu", "PALLAS_INTERPRET": "1", "PALLAS_BUCKETS": "tokens=32,seqs=4,pages=64",
-        "XLA_FLAGS": COMPILED_PLAINLY,
     }  # fmt: skip
     found = python("-c", HEAD + code, seconds=500, **variables | environment)
     assert found.returncode == 0, found.stdout[-1000:] + found.stderr[-3000:]
@@ -76,7 +75,7 @@ with environment:
 @pytest.mark.slow
 def test_nothing_is_tied_to_the_host_s_memory() -> None:
     """DLPack forbidden in both directions, and all tensors on a second device of JAX."""
-    said = run(WITHOUT_SHARING, XLA_FLAGS=f"{COMPILED_PLAINLY} {TWO_DEVICES}")
+    said = run(WITHOUT_SHARING, XLA_FLAGS=f"{os.environ['XLA_FLAGS']} {TWO_DEVICES}")
     assert "PALLAS_ATTN" in said and "JAX_STORE" in said
 
 

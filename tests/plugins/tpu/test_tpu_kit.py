@@ -28,7 +28,6 @@ ENVIRONMENT = {
     "PALLAS_INTERPRET": "1",
     "JAX_PLATFORMS": "cpu",
     "PALLAS_BUCKETS": "tokens=1024,seqs=144,pages=1024",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
     "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
     "PYTHONPATH": str(Path(__file__).parent),
 }

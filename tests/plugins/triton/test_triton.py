@@ -118,10 +118,11 @@ WIDE_HEADS = {
 }
 
 
+@slow
 @pytest.mark.parametrize(
     ("arch", "heads"),
     [
-        pytest.param(arch, heads, marks=() if (arch, heads) == ("sm_90", "512") else slow)
+        (arch, heads)
         for arch in ("sm_80", "sm_89", "sm_90", "gfx90a", "gfx942")
         for heads in WIDE_HEADS
         if not ("e4m3" in heads and arch in ("sm_80", "gfx90a", "gfx942"))

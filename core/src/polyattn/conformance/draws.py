@@ -208,8 +208,8 @@ def latent_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerS
 def recurrences(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerSpec:
     """Draw a recurrence of `base`'s kind from the claims."""
     dtype = draw(st.sampled_from(sorted(caps.dtypes)))
-    found = draw(st.sampled_from([spec for _, spec in recurrent_specs(base.kind, dtype)]))
-    heads = found.gqa_ratio * draw(st.integers(1, 4))
-    if found.head_size == 1:
-        return found
-    return found.replace(num_heads=heads, num_kv_heads=heads // found.gqa_ratio)
+    layer = draw(st.sampled_from([spec for _, spec in recurrent_specs(base.kind, dtype)]))
+    heads = layer.gqa_ratio * draw(st.integers(1, 4))
+    if layer.head_size == 1:
+        return layer
+    return layer.replace(num_heads=heads, num_kv_heads=heads // layer.gqa_ratio)

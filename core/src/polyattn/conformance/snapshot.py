@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 _DENORMAL = 1e-40
+SIGNALS = tuple(signal.valid_signals())
 SHORT, NAMED = 120, 5
 """Characters of a change that a message shows, and names of a mapping's."""
 
@@ -94,7 +95,7 @@ IMPORTED: dict[str, Callable[[], Any]] = {
     "logging": lambda: {"logging.disable": logging.root.manager.disable, **_loggers()},
     "sys.path": lambda: list(sys.path),
     "the finders of modules": lambda: [*sys.meta_path, *sys.path_hooks],
-    "signal handlers": lambda: {each: signal.getsignal(each) for each in signal.valid_signals()},
+    "signal handlers": lambda: {each: signal.getsignal(each) for each in SIGNALS},
     "functions": lambda: {module.__name__: dict(vars(module)) for module in PATCHED},
 }
 """What a library may change when it is first imported, and no step may."""

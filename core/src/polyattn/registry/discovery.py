@@ -85,7 +85,7 @@ def unregister(plugin: Any) -> None:
     Examples:
         >>> unregister("mine")
         Traceback (most recent call last):
-        polyattn.errors.PluginError: no plugin named 'mine' was registered
+        polyattn.errors.PluginError: no plugin named 'mine' was registered...
 
     """
     global _generation

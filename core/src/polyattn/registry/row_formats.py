@@ -59,7 +59,7 @@ def unregister_row_format(name: str) -> None:
     Examples:
         >>> unregister_row_format("plain")
         Traceback (most recent call last):
-        polyattn.errors.PluginError: no format of rows named 'plain' was registered
+        polyattn.errors.PluginError: no format of rows named 'plain' was registered...
 
     """
     if _registered.pop(name, None) is None:

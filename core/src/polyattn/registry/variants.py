@@ -58,7 +58,7 @@ def unregister_variant(name: str) -> None:
     Examples:
         >>> unregister_variant("tripled")
         Traceback (most recent call last):
-        polyattn.errors.PluginError: no variant named 'tripled' was registered
+        polyattn.errors.PluginError: no variant named 'tripled' was registered...
 
     """
     if _registered.pop(name, None) is None:

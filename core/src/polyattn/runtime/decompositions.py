@@ -107,7 +107,7 @@ def _captured(batch: Batch, prompts: int) -> Phases:
     if prompts < batch.num_seqs:
         rest = batch.part(slice(prompts, batch.num_seqs))
         if batch.decode_start_loc is not None:
-            rest.__dict__["query_start_loc"] = batch.decode_start_loc
+            rest.query_start_loc = batch.decode_start_loc
         decodes = Part(rest, slice(at, end))
     return Phases(decodes, Part(first, slice(0, at)) if prompts else None)
 

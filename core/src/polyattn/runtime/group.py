@@ -303,11 +303,11 @@ class LayerGroup:
         if isinstance(plan, Batch):
             step_plan = plan.plans.get(self)
             if step_plan is None:
-                # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
-                # on the device) waited for the collector of circles.
+                # Plan a copy: a plan of the batch itself would be a reference cycle, which keeps
+                # buffers on the device until the garbage collector runs.
                 step = plan.copy()
                 step_plan = plan.plans[self] = self.plan(step)
-                plan.__dict__["host_block_table"] = step.host_block_table  # read back once for all
+                plan.host_block_table = step.host_block_table  # read back once for all
             return step_plan
         if not isinstance(plan, StepPlan):
             raise BatchError(

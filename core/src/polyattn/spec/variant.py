@@ -236,16 +236,16 @@ class AttentionVariant:
                 f"AttentionVariant.sources={shown(self.sources)} must map languages to texts"
             )
         object.__setattr__(self, "sources", dict(self.sources))
-        for language, given in self.sources.items():
+        for language, source in self.sources.items():
             if language not in LANGUAGES:
                 raise SpecError(
                     f"variant {self.name!r}: sources has {shown(language)}"
                     f"{nearest(language, LANGUAGES)}; it may have {', '.join(LANGUAGES)}"
                 )
-            if not isinstance(given, (str, Path)) or not str(given).strip():
+            if not isinstance(source, (str, Path)) or not str(source).strip():
                 raise SpecError(
-                    f"variant {self.name!r}: sources[{language!r}]={shown(given)} must be a text, or the "
-                    "Path of a file"
+                    f"variant {self.name!r}: sources[{language!r}]={shown(source)} must be a text, or "
+                    "the Path of a file"
                 )
         if self.sources and not self.of_scores:
             raise SpecError(
@@ -263,14 +263,14 @@ class AttentionVariant:
             SpecError: the source's file can't be read.
 
         """
-        given = self.sources.get(language)
-        if not isinstance(given, Path):
-            return given
+        source = self.sources.get(language)
+        if not isinstance(source, Path):
+            return source
         try:
-            return given.read_text()
+            return source.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(
-                f"variant {self.name!r}: sources[{language!r}]={shown(str(given))} can't be read: "
+                f"variant {self.name!r}: sources[{language!r}]={shown(str(source))} can't be read: "
                 f"{describe(error)}"
             ) from error
 

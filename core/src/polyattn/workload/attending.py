@@ -99,7 +99,7 @@ class AttendingWorkload(Workload):
         work.lay()
         expected, lse = self.expected
         assert lse is not None
-        work.__dict__["expected"] = expected[host], lse[host]
+        work.expected = expected[host], lse[host]
         return work
 
     def others(self, requests: Sequence[int]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class ExampleAttention(AttentionBackend):
                 hidden = hidden | (distance.abs() >= spec.sliding_window)
             if length:
                 scores.masked_fill_(hidden, -torch.inf)
-            found = torch.logsumexp(scores, dim=-1)
-            weights = torch.exp(scores - found.nan_to_num(neginf=0.0)[..., None])
+            lse = torch.logsumexp(scores, dim=-1)
+            weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
             frame.out[rows] = torch.einsum("qhk,khd->qhd", weights, values).to(frame.out.dtype)
             if frame.lse is not None:
-                frame.lse[rows] = found
+                frame.lse[rows] = lse

@@ -48,15 +48,15 @@ class OverRanks(Op):
 
     def run(self, frame: Frame) -> None:
         by_heads, context = self.merging.by_heads, self.merging.context
-        kept = self.merging.buffers(frame.query, frame.out.shape[2])
-        self.op.run(frame.but(out=kept.out, lse=kept.lse))
+        buffers = self.merging.buffers(frame.query, frame.out.shape[2])
+        self.op.run(frame.but(out=buffers.out, lse=buffers.lse))
         if by_heads:
-            kept.split_by_heads()
-            context.all_to_all(kept.received, kept.sent)
+            buffers.split_by_heads()
+            context.all_to_all(buffers.received, buffers.sent)
         else:
-            context.all_gather(kept.received, kept.sent[0])
-        total, total_lse = kept.total, kept.total_lse
-        for index, (part, part_lse) in enumerate(kept.parts):
+            context.all_gather(buffers.received, buffers.sent[0])
+        total, total_lse = buffers.total, buffers.total_lse
+        for index, (part, part_lse) in enumerate(buffers.parts):
             if index == 0:
                 total.copy_(part)
                 total_lse.copy_(part_lse)

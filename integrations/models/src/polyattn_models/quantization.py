@@ -84,8 +84,9 @@ def _is_quark_e4m3(path: str, value: Any, scheme: Any) -> bool:
         if isinstance(layers, Mapping) and isinstance(layers.get(name), Mapping)
     ]
     return len(outputs) == len(value) and all(
-        isinstance(found, Mapping) and all(found.get(k) in valid for k, valid in QUARK_E4M3.items())
-        for found in outputs
+        isinstance(output, Mapping)
+        and all(output.get(k) in valid for k, valid in QUARK_E4M3.items())
+        for output in outputs
     )
 
 

@@ -66,7 +66,7 @@ class FusedAttention(AttentionBackend):
             key, value = key[pages], value[pages]
             table = torch.arange(len(pages), dtype=torch.int32, device=table.device).view_as(table)
         sinks = frame.params.sinks
-        result, found = torch_npu.npu_fused_infer_attention_score_v2(
+        result, lse = torch_npu.npu_fused_infer_attention_score_v2(
             frame.query.contiguous(), key.flatten(2), value.flatten(2),
             atten_mask=self._mask if spec.causal else None, actual_seq_qlen=plan.ends,
             actual_seq_kvlen=plan.lens, block_table=table,
@@ -78,5 +78,5 @@ class FusedAttention(AttentionBackend):
         )  # fmt: skip
         frame.out.copy_(result)
         if frame.lse is not None:
-            store_lse(frame.lse, found.squeeze(-1).T)
+            store_lse(frame.lse, lse.squeeze(-1).T)
         blank(plan.empty, frame.out, frame.lse)

@@ -129,8 +129,8 @@ class FlexAttention(AttentionBackend):
             key, value = self._gather(plan, frame.cache)
         else:
             assert key is not None and value is not None
-            given = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
-            key, value = key[given], value[given]
+            packed = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
+            key, value = key[packed], value[packed]
         key, value, spoilt = _confined(plan, key, value)
         rows, keys = plan.block_mask.seq_lengths
         inputs = (_row(frame.query, rows), _row(key, keys), _row(value, keys))

@@ -81,12 +81,12 @@ class TorchSDPA(AttentionBackend):
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
-        kept = cache.key if cache is not None else key
-        assert kept is not None
+        stored = cache.key if cache is not None else key
+        assert stored is not None
         of_query, of_key, of_value = map(
             self._wide, (params.q_scale, params.k_scale, params.v_scale)
         )
-        scales = (of_key, of_value) if kept.dtype.itemsize == 1 else (1.0, 1.0)
+        scales = (of_key, of_value) if stored.dtype.itemsize == 1 else (1.0, 1.0)
         if query.dtype.itemsize == 1:  # exact in every wider dtype
             query = query.to(STORAGE_DTYPES[self.spec.dtype])
             scales = (scales[0] * of_query, scales[1])

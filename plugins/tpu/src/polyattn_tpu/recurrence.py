@@ -139,9 +139,9 @@ def _mamba1(
     spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
 ) -> tuple[Array, Array]:
     dt = _step_size(spec, x["dt"], params, count)
-    given, b, c = (_masked(x[name], count) for name in ("x", "B", "C"))
+    x_in, b, c = (_masked(x[name], count) for name in ("x", "B", "C"))
     decay = jnp.exp(dt[..., None] * params["A"])
-    added = (dt * given)[..., None] * b[:, None]
+    added = (dt * x_in)[..., None] * b[:, None]
 
     def both(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
         return one[0] * two[0], one[1] * two[0] + two[1]
@@ -149,7 +149,7 @@ def _mamba1(
     decay, added = lax.associative_scan(both, (decay, added))
     states = decay * state + added
     out = einsum("tcn,tn->tc", states, c)
-    return (out + params["D"] * given if "D" in params else out), states[-1]
+    return (out + params["D"] * x_in if "D" in params else out), states[-1]
 
 
 def _mamba2(

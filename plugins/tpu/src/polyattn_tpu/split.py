@@ -155,8 +155,8 @@ class Split:
         for number, value in self.known.items():
             if number not in there and not self.shapes[number]:
                 there[number] = jnp.full(score.shape, value.item(), value.dtype)
-        found = iter(self._run([r for r in self.results if r is not None], there))
-        return [None if r is None else next(found) for r in self.results]
+        values = iter(self._run([r for r in self.results if r is not None], there))
+        return [None if r is None else next(values) for r in self.results]
 
     def _run(self, wanted: list[int], there: dict[int, Array]) -> list[Array]:
         """Evaluate what these values need that isn't there."""

@@ -63,8 +63,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             caps, base, kind.value, "mixed" if "mixed" in batches else "decode"
         )
         cases += refusals(caps, base, device, "decode")
-    kept = [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
-    return kept + (sparse.rows(info, device) if AttentionKind.SPARSE_MLA in caps.kinds else [])
+    served = [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]
+    return served + (sparse.rows(info, device) if AttentionKind.SPARSE_MLA in caps.kinds else [])
 
 
 def further(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[LayerSpec]:

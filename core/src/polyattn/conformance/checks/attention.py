@@ -93,13 +93,13 @@ def with_stale_tables(batch: Batch, block_size: int) -> list[Batch]:
     fills = [int(table[0, 0])]
     if table.device.type == "cpu":
         fills += [-1, 1 << 30]
-    found = []
+    others = []
     for fill in fills:
         other = torch.cat([table, table], dim=1)
         for row, length in enumerate(batch.lens):
             other[row, -(-length // block_size) :] = fill
-        found.append(Batch(batch.starts, batch.lens, other, batch.slot_mapping))
-    return found
+        others.append(Batch(batch.starts, batch.lens, other, batch.slot_mapping))
+    return others
 
 
 def out(case: Case, harness: Harness) -> None:
@@ -267,24 +267,22 @@ def deterministic(case: Case, harness: Harness) -> None:
 def addressed(case: Case, harness: Harness) -> None:
     """Short steps run by their tensors' addresses, whatever shapes those have."""
     layer = harness.layer(case.spec)
-    given = harness.step(layer, case.batch)
-    step = layer.group.plan(given.batch)
-    assert isinstance(step, AttentionStep) and given.key is not None and given.value is not None
+    work = harness.step(layer, case.batch)
+    step = layer.group.plan(work.batch)
+    assert isinstance(step, AttentionStep) and work.key is not None and work.value is not None
     if not step.calls:
         return
-    tensors = given.query, given.key, given.value
+    tensors = work.query, work.key, work.value
     of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
     (call,) = step.calls
-    strides = PackedStrides(of_query, of_key, of_value, given.key.shape[0])
+    strides = PackedStrides(of_query, of_key, of_value, work.key.shape[0])
     run = call.backend.addressed(call.plan, strides)
     if run is None:
-        assert given.batch.max_seq_len > 64, (
-            "it claims by_address, and a short step has no such way"
-        )
+        assert work.batch.max_seq_len > 64, "it claims by_address, and a short step has no such way"
         return
     out = torch.full(step.out_shape, torch.nan, device=harness.torch_device).to(step.out_dtype)
     lse = None
     if case.spec.needs_lse:
         lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
     run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
-    given.compare(out, lse, "by addresses: ")
+    work.compare(out, lse, "by addresses: ")

@@ -180,8 +180,8 @@ def bounds(case: Case, harness: Harness) -> None:
     form = layer.group.cache_format
     assert form is not None
     lengths = batches(case.batch, form.block_size)
-    given = harness.step(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
-    batch = given.batch
+    work = harness.step(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
+    batch = work.batch
     assert batch.block_table is not None
     longest = batch.block_table.shape[1] * form.block_size
     bounded = Batch.on_buffers(
@@ -193,7 +193,7 @@ def bounds(case: Case, harness: Harness) -> None:
         batch.slot_mapping,
     )
     plan = layer.group.plan(bounded)
-    given.check("planned by bounds: ", plan)
+    work.check("planned by bounds: ", plan)
     # The same plan, after the device's lengths have changed.
     pairs = zip(batch.query_lens, batch.lens, strict=True)
     lens = [max(length // 2, min(length, query)) for query, length in pairs]
@@ -201,7 +201,7 @@ def bounds(case: Case, harness: Harness) -> None:
         lens = [0 if i % 3 == 2 else n for i, n in enumerate(lens)]
     batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
     shorter = Batch(batch.starts, lens, batch.block_table)
-    held = given.but(batch=shorter, key=None, value=None)
+    held = work.but(batch=shorter, key=None, value=None)
     held.check("shorter ones by the same plan: ", plan)
     _by_address(held, plan)
 

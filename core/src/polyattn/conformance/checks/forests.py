@@ -40,12 +40,12 @@ def forest_reuse(case: Case, harness: Harness) -> None:
     buffers = StepBuffers(8, 1, most, form.block_size, harness.torch_device, sharing=True)
     captured = _backend(layer).plan(buffers.batch([most] * 8))
     for name in (*small, case.batch):
-        given, levels = _step(layer, name, harness)
-        count = given.batch.num_seqs
-        filled = buffers.fill(given.batch.with_shared_prefix(levels))
+        work, levels = _step(layer, name, harness)
+        count = work.batch.num_seqs
+        filled = buffers.fill(work.batch.with_shared_prefix(levels))
         _backend(layer).plan(filled, captured)
-        query = torch.cat([given.query, given.query.new_zeros(8 - count, *given.query.shape[1:])])
-        _run(given.remembered(), captured, f"{name}, a plan reused: ", query)
+        query = torch.cat([work.query, work.query.new_zeros(8 - count, *work.query.shape[1:])])
+        _run(work.remembered(), captured, f"{name}, a plan reused: ", query)
 
 
 def forest_graph(case: Case, harness: Harness) -> None:

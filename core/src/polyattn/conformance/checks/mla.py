@@ -107,9 +107,9 @@ def latent_graph(case: Case, harness: Harness) -> None:
     graphs = StepGraphs([layer.group], step, [count], longest, each)
     graphs.capture({name: getattr(first, name) for name in names})
     for chosen in (lengths, lengths[::-1]):
-        given = harness.step(layer, chosen)
-        cache.key[: given.cache.num_blocks] = given.cache.key
-        eager = given.remembered().run()
-        replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
+        work = harness.step(layer, chosen)
+        cache.key[: work.cache.num_blocks] = work.cache.key
+        eager = work.remembered().run()
+        replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
         assert torch.equal(replayed, eager)
-        given.check()  # not only the same as eager: right
+        work.check()  # not only the same as eager: right

@@ -214,8 +214,8 @@ def _prompt(row: tuple[int, int]) -> tuple[int, int]:
 
 def _far(choice: Choice) -> int:
     """Return beyond which length a layer doesn't see all."""
-    window, kept, chunk = (choice.get(n) for n in ("sliding_window", "sink_tokens", "chunk_size"))
-    return max((window or 0) + (kept or 0), chunk or 0)
+    window, sinks, chunk = (choice.get(n) for n in ("sliding_window", "sink_tokens", "chunk_size"))
+    return max((window or 0) + (sinks or 0), chunk or 0)
 
 
 def fits(choice: Choice, most: int) -> bool:

@@ -72,8 +72,8 @@ def store_ties(case: Case, harness: StoreHarness) -> None:
     held = new.slots >= 0
     backend.run(backend.plan(new.slots), new.key, new.value, new.cache, new.params)
     at = new.slots[held] // new.cache.block_size, new.slots[held] % new.cache.block_size
-    for stored, given in ((new.cache.key, new.key), (new.cache.value, new.value)):
-        wanted = quantize(given[held], stored.dtype, 0.5).float()
+    for stored, fresh in ((new.cache.key, new.key), (new.cache.value, new.value)):
+        wanted = quantize(fresh[held], stored.dtype, 0.5).float()
         assert torch.equal(stored[at].float(), wanted), (
             f"{harness.backend} rounds halves another way"
         )

@@ -109,7 +109,7 @@ class StoreHarness(Harness):
     def compare(self, new: NewTokens, held: KVCache, label: str = "") -> None:
         """Assert that `new.cache` holds what it must, bit for bit, or rounded to what is as near."""
         scales = (new.params.k_scale, new.params.v_scale)
-        for name, given, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
+        for name, fresh, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
             stored, wanted = getattr(new.cache, name), getattr(held, name)
             wrong = bits(stored) != bits(wanted)
             if not wrong.any():
@@ -126,13 +126,13 @@ class StoreHarness(Harness):
                 if name == "value" and new.cache.value_in_key:
                     continue  # it is the key's
                 format = rows_of(new.cache.format.dtype)[name == "value"]
-                right = alike(stored[at], wanted[at], format, given.shape[2])
+                right = alike(stored[at], wanted[at], format, fresh.shape[2])
                 assert bool(right.all()), f"{label}{self.backend} stored a {name} wrong"
                 continue
             assert stored.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
             # What is quantised may round another way only where both are as near; no 8-bit integer
             # says NaN, and of an 8-bit float's NaNs any does.
-            exact = given[has_slot].double() / of_heads(scale, given.shape[1])
+            exact = fresh[has_slot].double() / of_heads(scale, fresh.shape[1])
             error = (stored[at].double() - exact).abs()
             best = (wanted[at].double() - exact).abs()
             near = (error <= best + 1e-6 * exact.abs()) | exact.isnan()

@@ -52,8 +52,8 @@ class Brought:
             bits.append(drawn[:queries, :seen])
         pointwise, inputs, dims = Pointwise.of(spec), dict[str, Tensor](), dict[str, int]()
         if pointwise is not None:
-            found = example_inputs(pointwise, spec, dice.generator, len(lengths))
-            for name, tensor in found.items():
+            examples = example_inputs(pointwise, spec, dice.generator, len(lengths))
+            for name, tensor in examples.items():
                 sizes = pointwise.inputs[name].dims
                 if "num_seqs" in sizes:
                     inputs[name], dims[name] = tensor, sizes.index("num_seqs")

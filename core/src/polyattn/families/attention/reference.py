@@ -255,9 +255,9 @@ def forward(
         else:
             assert key is not None and value is not None
             start = batch.key_starts[index]
-            given = slice(start, start + batch.lens[index])
-            keys = exact(key[given], params.k_scale, dtype)
-            values = exact(value[given], params.v_scale, dtype)
+            own = slice(start, start + batch.lens[index])
+            keys = exact(key[own], params.k_scale, dtype)
+            values = exact(value[own], params.v_scale, dtype)
         inputs, seq = batch.inputs, batch.seq_ids[index]
         mine = query[rows]
         if transforms is not None:

@@ -36,7 +36,7 @@ def by_position(spec: LayerSpec, batch: Batch) -> list[tuple[LayerSpec, Part]]:
     assert batch.first_positions is not None
     sinks = [max(0, spec.sink_tokens - first) for first in batch.first_positions]
     plain = batch.copy()
-    plain.__dict__["key_starts"], plain.first_positions = batch.key_starts, None
+    plain.key_starts, plain.first_positions = batch.key_starts, None
     parts = []
     for count in dict.fromkeys(sinks):
         rows = [i for i, n in enumerate(sinks) if n == count]

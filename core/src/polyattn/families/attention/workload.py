@@ -257,17 +257,17 @@ WORKLOAD = AttentionWorkload
 
 
 def token_error(
-    layer: Attention, query: Tensor, given: tuple[Tensor | None, Tensor | None],
+    layer: Attention, query: Tensor, own_pair: tuple[Tensor | None, Tensor | None],
     cache: KVCache | None, batch: Batch, index: int, out: Tensor, before_last: int = 0,
 ) -> float:  # fmt: skip
     """Return the error of one token's output, `out` (num_heads, v_head_size).
 
-    `given`: the sequence's own keys and values, without a cache. `before_last`: how many of the
+    `own_pair`: the sequence's own keys and values, without a cache. `before_last`: how many of the
     sequence's tokens come after it, of a causal layer.
     """
     spec, params = layer.spec, layer.params
     if cache is None:
-        keys, values = given
+        keys, values = own_pair
         assert keys is not None and values is not None
     else:
         keys, values = reference.read_cache(cache, batch, index, params)

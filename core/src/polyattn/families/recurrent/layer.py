@@ -83,9 +83,9 @@ class Recurrent(Layer):
         self._states_spec = StateCacheSpec.for_layer(spec, 1)
         self.weights = self._checked_params(params)
 
-    def _checked_params(self, given: Mapping[str, Tensor]) -> dict[str, Weight]:
+    def _checked_params(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         spec, form = self.spec, self.form
-        for name in given:
+        for name in tensors:
             if name not in form.params:
                 raise SpecError(
                     f"{spec.kind.value} has no parameter {name!r}{nearest(name, form.params)}"
@@ -94,11 +94,11 @@ class Recurrent(Layer):
         dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         device = self.group.torch_device
         for name, letters in form.params.items():
-            if name not in given:
+            if name not in tensors:
                 if name in form.optional:
                     continue
                 raise SpecError(f"parameter {name} of {spec.kind.value} is missing")
-            tensor, shape = given[name], shape_of(spec, letters)
+            tensor, shape = tensors[name], shape_of(spec, letters)
             check_shape(name, tensor, shape)
             weights[name] = Weight(name, tensor, device, dtype)
         return weights

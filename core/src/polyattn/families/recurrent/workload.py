@@ -138,7 +138,7 @@ class RecurrentWorkload(Workload):
         output, after = self.expected
         ends = work.states.data.to("cpu", torch.float64, copy=True)
         ends[work.slots[: len(chosen)]] = after[[self.slots[i] for i in requests]]
-        work.__dict__["expected"] = output[rows.cpu()], ends
+        work.expected = output[rows.cpu()], ends
         work.used = [
             slot
             for i, slot in enumerate(work.slots[: len(chosen)])

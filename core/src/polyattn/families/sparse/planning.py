@@ -106,7 +106,7 @@ class Piece(Op):
         self, call: Call, frame: Frame, cache: KVCache, places: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Run the backend's call for the rows, over a view of the cache."""
-        spec, given = self.planner.spec, frame.params
+        spec, scales = self.planner.spec, frame.params
         query = frame.query.reshape(len(self.lens), -1, spec.head_size)
         shape = (*query.shape[:2], spec.v_head_size)
         out = (
@@ -115,7 +115,7 @@ class Piece(Op):
         lse = None
         if spec.needs_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        params = LayerParams(k_scale=given.k_scale, v_scale=given.v_scale)
+        params = LayerParams(k_scale=scales.k_scale, v_scale=scales.v_scale)
         call.run(Frame(query, None, None, cache, params, out, lse, places))
         return out, lse
 

@@ -127,8 +127,8 @@ class TorchIndex(IndexBackend):
         order = (
             scores.masked_fill(~seen, -torch.inf).sort(stable=True, dim=2, descending=True).indices
         )
-        kept = seen.expand_as(scores).gather(2, order)
-        order = order[..., :count].int().masked_fill(~kept[..., :count], NONE)
+        real = seen.expand_as(scores).gather(2, order)
+        order = order[..., :count].int().masked_fill(~real[..., :count], NONE)
         if isinstance(spec.budget, float):
             allowed = torch.ceil(there.double() * spec.budget - 1e-9)
             behind = torch.arange(order.shape[2], device=order.device) >= allowed[:, None]

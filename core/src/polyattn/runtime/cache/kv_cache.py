@@ -105,7 +105,7 @@ class KVCache:
                 f"{form.head_size}/{form.v_head_size}, {form.dtype}; key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} are others"
             )
-        self.__dict__["format"] = form
+        self.format = form
 
     @classmethod
     def allocate(

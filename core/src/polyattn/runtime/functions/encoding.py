@@ -233,12 +233,12 @@ class _Reader:
 
     def _constant(self, value: Any, shape: tuple[int, ...], kind: str) -> int:
         entries = np.broadcast_to(np.asarray(value), shape).reshape(-1)
-        kept = {FLOAT: float, INT: int, BOOL: bool}[kind]
+        python_type = {FLOAT: float, INT: int, BOOL: bool}[kind]
         # In float32, as torch has a number beside a tensor of it.
         entries = entries.astype(np.float32) if kind == FLOAT else entries
         if len(entries) and ((entries == entries[0]).all() or (entries != entries).all()):
-            return self.trace.add("constant", what=kept(entries[0]), kind=kind)
-        return self.trace.add("vector", what=tuple(map(kept, entries)), kind=kind)
+            return self.trace.add("constant", what=python_type(entries[0]), kind=kind)
+        return self.trace.add("vector", what=tuple(map(python_type, entries)), kind=kind)
 
     def _vector(self, value: Any, shape: tuple[int, ...], kind: str) -> int:
         """Return the number of a vector of a tensor's elements, or a number's, in order."""
@@ -409,8 +409,8 @@ class _Reader:
                 other = _Array(left.node, left.at[..., count - half :], value.dtype)
             left = self._each(op, (_Array(left.node, first, value.dtype), other), value.dtype)
         shape = [1 if d in axes else n for d, n in enumerate(value.at.shape)]
-        kept = left.at.reshape(shape if keepdim else [value.at.shape[d] for d in rest])
-        return _Array(left.node, kept, value.dtype)
+        places = left.at.reshape(shape if keepdim else [value.at.shape[d] for d in rest])
+        return _Array(left.node, places, value.dtype)
 
     def _cat(self, parts: Sequence[Any], dim: int = 0) -> Any:
         if all(isinstance(p, _Array) and p.node == parts[0].node for p in parts):

@@ -112,8 +112,8 @@ class Batch:
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        self.__dict__["host_starts"] = on_host("query_start_loc", self.starts)
-        self.__dict__["host_lens"] = on_host("seq_lens", self.lens)
+        self.host_starts = on_host("query_start_loc", self.starts)
+        self.host_lens = on_host("seq_lens", self.lens)
         check_lengths(self.host_starts, self.host_lens)
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
@@ -126,7 +126,7 @@ class Batch:
         self.state_targets = state_targets
         _check_tensors(self)
         if key_starts is not None:
-            self.__dict__["key_starts"] = _one_each("key_starts", key_starts, self.lens)
+            self.key_starts = _one_each("key_starts", key_starts, self.lens)
         if first_positions is not None:
             self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
@@ -139,14 +139,14 @@ class Batch:
                     f"host_block_table is {type(host_block_table).__name__} of shape {theirs[0]} and "
                     f"dtype {theirs[1]}; it must be an int32 ndarray of block_table's shape, {shape}"
                 )
-            self.__dict__["host_block_table"] = host_block_table
+            self.host_block_table = host_block_table
         if shared_prefix is not None:
             check_forest(shared_prefix, self.lens)
         self.shared_prefix = shared_prefix
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
-            self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
+            self.query_start_loc = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
-            self.__dict__["seq_lens"] = seq_lens.to(self.device)
+            self.seq_lens = seq_lens.to(self.device)
 
     @classmethod
     def from_lens(
@@ -240,7 +240,7 @@ class Batch:
             raise BatchError(
                 f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
             )
-        batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
 
@@ -372,7 +372,7 @@ class Batch:
         the tensor be the same: its version doesn't count what kernels and replayed graphs write.
         """
         if self.host_block_table is None and self.block_table is not None:
-            self.__dict__["host_block_table"] = self.block_table.cpu().numpy()
+            self.host_block_table = self.block_table.cpu().numpy()
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
@@ -414,8 +414,8 @@ class Batch:
         batch.shared_prefix = None
         if self.shared_prefix is not None:
             batch.shared_prefix = restricted(self.shared_prefix, chosen)
-        batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
-        batch.__dict__["step_query_lens"] = self.step_query_lens
+        batch.seq_ids = [self.seq_ids[i] for i in chosen]
+        batch.step_query_lens = self.step_query_lens
         batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
         index: Any = seqs
         if not isinstance(seqs, slice):
@@ -424,15 +424,15 @@ class Batch:
         batch.state_slots = None if self.state_slots is None else self.state_slots[index]
         batch.state_targets = None if self.state_targets is None else self.state_targets[index]
         if "seq_lens" in self.__dict__:
-            batch.__dict__["seq_lens"] = self.seq_lens[index]
+            batch.seq_lens = self.seq_lens[index]
         if "host_block_table" in self.__dict__ and self.host_block_table is not None:
-            batch.__dict__["host_block_table"] = self.host_block_table[seqs]
+            batch.host_block_table = self.host_block_table[seqs]
         if "key_starts" in self.__dict__ or self.first_positions is not None:
-            batch.__dict__["key_starts"] = [self.key_starts[i] for i in chosen]
+            batch.key_starts = [self.key_starts[i] for i in chosen]
         if self.first_positions is not None:
             batch.first_positions = [self.first_positions[i] for i in chosen]
         if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
-            batch.__dict__["query_start_loc"] = self.query_start_loc[: len(batch.starts)]
+            batch.query_start_loc = self.query_start_loc[: len(batch.starts)]
         return batch
 
     def copy(self) -> Batch:

@@ -69,6 +69,6 @@ def each_token(batch: Batch) -> Batch:
     rows = Batch([*range(len(seq) + 1)], lens.tolist(), table.index_select(0, at))
     if batch.lens_are_bounds:
         _, positions, there = token_places(batch)
-        rows.__dict__["seq_lens"] = torch.minimum(positions + 1, there).clamp(min=0).int()
+        rows.seq_lens = torch.minimum(positions + 1, there).clamp(min=0).int()
         rows.lens_are_bounds = True
     return rows

@@ -146,10 +146,10 @@ def _check_run(name: str, run: SharedRun, rows: int) -> None:
     numbers = (*run.rows, run.first, run.count) if isinstance(run.rows, tuple) else ("",)
     if any(type(number) is not int for number in numbers):
         raise BatchError(f"{name}={shown(run)} must have a tuple of integers, and two integers")
-    given = list(run.rows)
-    if len(given) < 2 or given != sorted(set(given)) or given[0] < 0 or given[-1] >= rows:
+    members = list(run.rows)
+    if len(members) < 2 or members != sorted(set(members)) or members[0] < 0 or members[-1] >= rows:
         raise BatchError(
-            f"{name}.rows={shown(given)} must be two or more of the rows 0 to {rows - 1}, ascending"
+            f"{name}.rows={shown(members)} must be two or more of the rows 0 to {rows - 1}, ascending"
         )
     if run.count < 1:
         raise BatchError(f"{name}.count={run.count} must be one block or more")

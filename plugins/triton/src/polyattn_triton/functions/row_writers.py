@@ -66,9 +66,9 @@ def writer(format: RowFormat, size: int) -> Writer:
 
 def source(format: RowFormat, size: int) -> tuple[str, Any]:
     """Return the text of the function's module, and its table. Raises `UntraceableError`."""
-    found = _Source(trace_encode(format, size), size)
-    lines = [HEADING.format(name=format.name, size=size).rstrip("\n"), *found.lines]
-    numbers = np.concatenate([*found.tables, np.zeros(1, np.int32)])
+    code = _Source(trace_encode(format, size), size)
+    lines = [HEADING.format(name=format.name, size=size).rstrip("\n"), *code.lines]
+    numbers = np.concatenate([*code.tables, np.zeros(1, np.int32)])
     return "\n".join(lines) + "\n", numbers
 
 

@@ -50,10 +50,10 @@ def described(pages: Tensor, box: int, width: int | None = None) -> tuple[Any, S
     `box`, `width`: rows and columns that are copied at once; whole heads without `width`. None: these
     strides or this address can't be described.
     """
-    found = _matrix(tuple(pages.shape), pages.stride())
-    if found is None or pages.data_ptr() % 16:
+    matrix = _matrix(tuple(pages.shape), pages.stride())
+    if matrix is None or pages.data_ptr() % 16:
         return None
-    shape, steps = found
+    shape, steps = matrix
     # Without its own checks, which ask the same again for longer than a launch takes.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = pages, shape, [pages.stride(-3), 1]

@@ -41,7 +41,7 @@ class GroupMemory(Runner):
     def paged(self) -> list[Tensor]:
         caches = self.caches.values()
         values = [cache.value for cache in caches if not cache.value_in_key]
-        states = [kept.data for kept in self.states.values()]
+        states = [cache.data for cache in self.states.values()]
         return [*(cache.key for cache in caches), *values, *states]
 
     def checks(self, index: int) -> bool:
