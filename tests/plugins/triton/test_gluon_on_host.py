@@ -107,7 +107,8 @@ def run(
     tolerance = tolerance_of(spec)
     assert output_error(out, wanted) <= tolerance.output
     assert lse_error(frame.lse, lse) <= tolerance.lse
-    each_written_once(launches, out, frame.lse)
+    rows = cache.format.rows  # what is turned back is float32 first
+    each_written_once(launches, out.float() if rows and rows[1].turn else out, frame.lse)
     return plan.way, [kernel.fn.__name__ for kernel, _ in launches]
 
 
@@ -173,7 +174,9 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-OF_ROWS = ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows")
+OF_ROWS = (
+    "int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows", "turboquant4"
+)  # fmt: skip
 PACKED = [(form, name) for form in OF_ROWS for name in DECODES]
 PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
 
@@ -467,6 +470,19 @@ def test_every_byte() -> None:
         (unpacking.BYTES_BELOW, ((0, 2), (1, 3))),
     ):
         for bits, mine in zip(run_ptx(asm, 2, registers_of(pair)), places, strict=True):
+            assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
+
+
+def test_every_unit_of_levels() -> None:
+    """Of two units each operand has neighbours of one's four numbers, or both's numbers of a place."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    codes = np.stack([pair >> 4 * at & 15 for at in range(4)], -1).reshape(-1, 8)
+    numbers = np.array(CODEBOOK, np.float16)[codes]
+    for asm, places in (
+        (unpacking.LEVELS_BESIDE, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (unpacking.LEVELS_BELOW, ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ):
+        for bits, mine in zip(run_ptx(asm, 4, registers_of(pair)), places, strict=True):
             assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
 
 

@@ -32,7 +32,7 @@ the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154)."""
 FORMS = {
     name: form
     for form, name in enumerate(
-        ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows")
+        "int4 nvfp4 mxfp4 kivi4 kivi2 fp8_e4m3 e4m3_rows int8_rows turboquant4".split()
     )
 }
 """Formats whose bytes the kernel knows, and their number there."""
@@ -41,7 +41,7 @@ PLACES = 4
 REGISTERS, ON_ONE = 168, 12
 """Of their threads, and how many programs are on a multiprocessor at once, with so many. With 128, and
 sixteen programs, 24 decodes over int4 and nvfp4 took 1.00 to 1.05 of the time (H100)."""
-OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows")
+OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows", "turboquant4")
 """Those whose rows begin at multiples of 4 bytes alone."""
 ROWS = {(name, 1) for name in FORMS if name != "fp8_e4m3"}
 """Formats of rows among them."""
