@@ -29,12 +29,9 @@ other's stages 163 and 117. `PACKED` is that of rows with one scale, too: int8_r
 EIGHT = Config(16, 32, 1, 4)
 """Over e4m3, where programs fill the chip uncut, and mxfp4. H100, 64 x 4,096 by head: e4m3 185 us (199 by
 the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154)."""
-FORMS = {
-    name: form
-    for form, name in enumerate(
-        "int4 nvfp4 mxfp4 kivi4 kivi2 fp8_e4m3 e4m3_rows int8_rows turboquant4".split()
-    )
-}
+FORMS = {name: form for form, name in enumerate((
+    "int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows", "turboquant4",
+))}  # fmt: skip
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4
 """Programs of one warp over rows in a usual program's place."""
