@@ -44,7 +44,7 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows", "turboquant4"])
 def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str) -> None:
     from polyattn_triton.variants import MANY_ON_ONE
     from test_triton import programs_on_one
