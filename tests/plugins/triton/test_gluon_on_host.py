@@ -21,7 +21,7 @@ from polyattn.conformance.cases.index import layer_for
 from polyattn.families.attention import reference
 from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
 from polyattn.families.sparse.reference import scored
-from polyattn.kernel import CacheFormat, Frame, IndexFrame, LayerParams, quantize
+from polyattn.kernel import CacheFormat, Frame, IndexFrame, LayerParams, quantize, turned
 from polyattn.runtime.cache.formats.turboquant import CODEBOOK
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
@@ -101,7 +101,7 @@ def run(
     )
     backend = backend_of(spec, cache.format, sms)
     plan = backend.plan(batch)
-    with on_host(order) as launches:
+    with patch.object(TritonAttention, "_turn_rows", by_torch), on_host(order) as launches:
         backend.run(plan, frame)
     wanted, lse = reference.forward(spec, query, key, value, cache, batch, frame.params)
     tolerance = tolerance_of(spec)
@@ -110,6 +110,13 @@ def run(
     rows = cache.format.rows  # what is turned back is float32 first
     each_written_once(launches, out.float() if rows and rows[1].turn else out, frame.lse)
     return plan.way, [kernel.fn.__name__ for kernel, _ in launches]
+
+
+def by_torch(backend: TritonAttention, rows: torch.Tensor, out: torch.Tensor, at: int) -> None:
+    """Turn queries, or outputs back, as `kernels.turned` does, which is no kernel of Hopper's own."""
+    format = backend._turned_rows[at]
+    assert format is not None
+    out.copy_(turned(rows, format, back=bool(at)))
 
 
 def each_written_once(launches: list[Any], out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -27,8 +27,9 @@ which has the memory that programs leave. H100, int4, 64 x 4,096: 143 us by toke
 other's stages 163 and 117. `PACKED` is that of rows with one scale, too: int8_rows 220 us (226 with
 `BY_HEAD`), e4m3_rows 220 (227)."""
 EIGHT = Config(16, 32, 1, 4)
-"""Over e4m3, where programs fill the chip uncut, mxfp4 and turboquant4. H100, 64 x 4,096 by head: e4m3 185 us
-(199 by the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154), turboquant4 172 (`PACKED` 183)."""
+"""Over e4m3, where programs fill the chip uncut, mxfp4 and turboquant4. H100, 64 x 4,096 by head: e4m3
+185 us (199 by the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154), turboquant4 172 (`PACKED`
+183)."""
 FORMS = {name: form for form, name in enumerate((
     "int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows", "turboquant4",
 ))}  # fmt: skip

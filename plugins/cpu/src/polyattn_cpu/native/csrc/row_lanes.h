@@ -113,19 +113,17 @@ PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf
     return;
   }
   __m256i four[4];  // rows i, 4 + i, 8 + i, 12 + i
-  auto all = [&](auto load) __attribute__((always_inline)) {
-    PA_UNROLLED
-    for (int i = 0; i < 4; i++) {
-      auto one = [&](int m) __attribute__((always_inline)) { return load(rows[4 * m + i] + at); };
-      four[i] = _mm256_broadcastq_epi64(one(0));
-      four[i] = _mm256_mask_broadcastq_epi64(four[i], 2, one(1));
-      four[i] = _mm256_mask_broadcastq_epi64(four[i], 4, one(2));
-      four[i] = _mm256_mask_broadcastq_epi64(four[i], 8, one(3));
-    }
-  };
-  if (some == 8) all([](const char *from) __attribute__((always_inline)) { return _mm_loadl_epi64((const __m128i *)from); });
-  else if (some == 4) all([](const char *from) __attribute__((always_inline)) { return _mm_loadu_si32(from); });
-  else all([=](const char *from) { return _mm_cvtsi64_si128((long long)some_bytes(from, some)); });
+  PA_UNROLLED
+  for (int i = 0; i < 4; i++) {
+    auto one = [&](int m) __attribute__((always_inline)) {
+      const char *from = rows[4 * m + i] + at;
+      return some == 8 ? _mm_loadl_epi64((const __m128i *)from) : _mm_cvtsi64_si128((long long)some_bytes(from, some));
+    };
+    four[i] = _mm256_broadcastq_epi64(one(0));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 2, one(1));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 4, one(2));
+    four[i] = _mm256_mask_broadcastq_epi64(four[i], 8, one(3));
+  }
   if constexpr (SCALE == PA_HALVES) {
     PA_UNROLLED
     for (int i = 0; i < 4; i++) by[i] = (vf)_mm512_cvtph_ps(four[i]);

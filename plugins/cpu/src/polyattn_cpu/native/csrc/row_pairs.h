@@ -94,8 +94,8 @@ PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char
 // Whether so many words are of two rows in a vector: TWICE.
 PA_INLINE bool in_halves(int words) { return words <= W / 2; }
 
-// The weights of each two keys of a tile times W words' scales, in pairs, [row][group]. Least numbers are added. TWICE: of
-// each four keys, as a row has half of W words: the first and the third have the lower half of the groups, two by two.
+// The weights of each two keys of a tile times W words' scales, in pairs, [row][group]. Least numbers are added.
+// TWICE: of each four keys, whose rows have half as many groups: the lower ones are the first and the second key's.
 template <int SCALE, int ROWS, bool TWICE>
 PA_NOINLINE void code_weights(const Codes &of, int count, int word, const float *p, int ldp, uint32_t *weights,
                               float *o, int ldo) {
@@ -150,8 +150,8 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int cou
   // Which 16 bits of one key's words, and of another's, are a lane's.
   const __m512i half = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 2 : 3),
                                        _mm512_slli_epi32(_mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2), 1));
-  const __m512i at = _mm512_mullo_epi32(half, _mm512_set1_epi32(0x10001)), from = _mm512_set1_epi32(j < HALF ? 0x200000 : 0x210001);
-  const __m512i pairs = _mm512_or_epi32(at, from);
+  const __m512i of_both = _mm512_mullo_epi32(half, _mm512_set1_epi32(0x10001));
+  const __m512i pairs = _mm512_or_epi32(of_both, _mm512_set1_epi32(j < HALF ? 0x200000 : 0x210001));
   const __m512i within = _mm512_set1_epi16(j % HALF * 4);
   const int last = count - 1, left = of.words - word;
   const int64_t at_word = of.offset + 4 * word;
@@ -236,7 +236,9 @@ PA_ONCE void sums_in_order(float *x, int size) {
     vf code[WORD_CODES];
     for (int j = 0; j < WORD_CODES; j++) {
       __m512 sum = _mm512_loadu_ps(x + j * W);
-      if (in_halves((size - d) / WORD_CODES)) sum = _mm512_add_ps(sum, GROUPS == 8 ? _mm512_shuffle_f32x4(sum, sum, 0xb1) : _mm512_permute_ps(sum, 0x4e));
+      if (in_halves((size - d) / WORD_CODES)) {
+        sum = _mm512_add_ps(sum, GROUPS == 8 ? _mm512_shuffle_f32x4(sum, sum, 0xb1) : _mm512_permute_ps(sum, 0x4e));
+      }
       code[j] = (vf)_mm512_permutexvar_ps(lane, sum);
     }
     for (int j = 0; j < WORD_CODES; j += 4) {
