@@ -199,11 +199,10 @@ class TritonAttention(AlikeAttention):
             write_output(out, turned(rows, format, back=bool(at)), 1.0)
             return
         tokens, heads, size = rows.shape
-        _turn(
-            (triton.cdiv(tokens * heads, TURNED_ROWS), 1, 1), (rows, matrix, out), (),
-            (*rows.stride()[:2], *out.stride()[:2]), (tokens * heads,),
-            (heads, size, power(size), TURNED_ROWS, TURNED_PART), {"num_warps": 4},
-        )  # fmt: skip
+        count, strides = tokens * heads, (*rows.stride()[:2], *out.stride()[:2])
+        grid = triton.cdiv(count, TURNED_ROWS), 1, 1
+        constants = heads, size, power(size), TURNED_ROWS, TURNED_PART
+        _turn(grid, (rows, matrix, out), (), strides, (count,), constants, {"num_warps": 4})
 
     def _run(self, plan: Plan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params

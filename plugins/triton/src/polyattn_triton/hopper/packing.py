@@ -30,9 +30,18 @@ EIGHT = Config(16, 32, 1, 4)
 """Over e4m3, where programs fill the chip uncut, mxfp4 and turboquant4. H100, 64 x 4,096 by head: e4m3
 185 us (199 by the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154), turboquant4 172 (`PACKED`
 183)."""
-FORMS = {name: form for form, name in enumerate((
-    "int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows", "turboquant4",
-))}  # fmt: skip
+_NAMES = (
+    "int4",
+    "nvfp4",
+    "mxfp4",
+    "kivi4",
+    "kivi2",
+    "fp8_e4m3",
+    "e4m3_rows",
+    "int8_rows",
+    "turboquant4",
+)
+FORMS = {name: form for form, name in enumerate(_NAMES)}
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4
 """Programs of one warp over rows in a usual program's place."""

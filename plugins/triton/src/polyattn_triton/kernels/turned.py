@@ -6,9 +6,20 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"])
 def turn_kernel(
-    ROWS, MATRIX, OUT, r_t, r_h, o_t, o_h, count,
-    H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    ROWS,
+    MATRIX,
+    OUT,
+    r_t,
+    r_h,
+    o_t,
+    o_h,
+    count,
+    H: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PART: tl.constexpr,
+):
     """Write (tokens, H, SIZE) rows, `count` in all, times a float32 matrix (SIZE, SIZE)."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     col = tl.arange(0, BLOCK)
