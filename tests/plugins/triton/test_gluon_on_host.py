@@ -21,7 +21,7 @@ from polyattn.conformance.cases.index import layer_for
 from polyattn.families.attention import reference
 from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
 from polyattn.families.sparse.reference import scored
-from polyattn.kernel import CacheFormat, Frame, IndexFrame, LayerParams, quantize
+from polyattn.kernel import CacheFormat, Frame, IndexFrame, LayerParams, quantize, turned
 from polyattn.runtime.cache.formats.turboquant import CODEBOOK
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
@@ -101,14 +101,22 @@ def run(
     )
     backend = backend_of(spec, cache.format, sms)
     plan = backend.plan(batch)
-    with on_host(order) as launches:
+    with patch.object(TritonAttention, "_turn_rows", by_torch), on_host(order) as launches:
         backend.run(plan, frame)
     wanted, lse = reference.forward(spec, query, key, value, cache, batch, frame.params)
     tolerance = tolerance_of(spec)
     assert output_error(out, wanted) <= tolerance.output
     assert lse_error(frame.lse, lse) <= tolerance.lse
-    each_written_once(launches, out, frame.lse)
+    rows = cache.format.rows  # what is turned back is float32 first
+    each_written_once(launches, out.float() if rows and rows[1].turn else out, frame.lse)
     return plan.way, [kernel.fn.__name__ for kernel, _ in launches]
+
+
+def by_torch(backend: TritonAttention, rows: torch.Tensor, out: torch.Tensor, at: int) -> None:
+    """Turn queries, or outputs back, as `kernels.turned` does, which is no kernel of Hopper's own."""
+    format = backend._turned_rows[at]
+    assert format is not None
+    out.copy_(turned(rows, format, back=bool(at)))
 
 
 def each_written_once(launches: list[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -173,7 +181,9 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-OF_ROWS = ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows")
+OF_ROWS = (
+    "int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "e4m3_rows", "int8_rows", "turboquant4"
+)  # fmt: skip
 PACKED = [(form, name) for form in OF_ROWS for name in DECODES]
 PACKED += [("fp8_e4m3", name) for name in DECODES if name.startswith("decode")]
 
@@ -467,6 +477,19 @@ def test_every_byte() -> None:
         (unpacking.BYTES_BELOW, ((0, 2), (1, 3))),
     ):
         for bits, mine in zip(run_ptx(asm, 2, registers_of(pair)), places, strict=True):
+            assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
+
+
+def test_every_unit_of_levels() -> None:
+    """Of two units each operand has neighbours of one's four numbers, or both's numbers of a place."""
+    pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
+    codes = np.stack([pair >> 4 * at & 15 for at in range(4)], -1).reshape(-1, 8)
+    numbers = np.array(CODEBOOK, np.float16)[codes]
+    for asm, places in (
+        (unpacking.LEVELS_BESIDE, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (unpacking.LEVELS_BELOW, ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ):
+        for bits, mine in zip(run_ptx(asm, 4, registers_of(pair)), places, strict=True):
             assert np.array_equal(bits.view(np.float16).reshape(-1, 2), numbers[:, list(mine)])
 
 

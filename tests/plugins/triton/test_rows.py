@@ -44,7 +44,7 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows", "turboquant4"])
 def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str) -> None:
     from polyattn_triton.variants import MANY_ON_ONE
     from test_triton import programs_on_one
@@ -83,3 +83,17 @@ def test_every_format_compiles_to_machine_code(name: str) -> None:
         assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
         # A few scales of a byte may come alone; elements mustn't.
         assert phase == "write" or kernel.asm["ptx"].count("ld.global.b8") < 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_turning_compiles_to_machine_code(arch: str) -> None:
+    from polyattn_triton.attention import TURNED_PART, TURNED_ROWS
+    from polyattn_triton.kernels.turned import turn_kernel
+    from triton_ahead import compile_kernel
+
+    constants = 32, 128, 128, TURNED_ROWS, TURNED_PART
+    for rows, out in (("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")):
+        pointers = {"ROWS": rows, "MATRIX": "fp32", "OUT": out}
+        kernel = compile_kernel(turn_kernel, pointers, constants, arch, {"num_warps": 4})
+        assert kernel.metadata.shared <= 48 << 10

@@ -52,7 +52,7 @@ ROW_FORMATS = (
     ),
     _named(
         "turboquant4", "turboquant",
-        lambda size: 0 if size & (size - 1) or size < 8 else size // 2 + 2,
+        lambda size: 0 if size & (size - 1) or size < 8 else size // 2 + 4,
         "4 bits of a turned row, and its norm (TurboQuant)", largest=65504.0, turn="turn",
     ),
     _named(

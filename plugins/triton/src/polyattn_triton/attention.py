@@ -39,7 +39,8 @@ from polyattn_triton.hopper.packing import packed_constants, packed_site, word_b
 from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Launcher, Site, compiling_only, load
+from polyattn_triton.kernels.turned import turn_kernel
+from polyattn_triton.launch import Launcher, Site, compiling_only, load, power
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -56,6 +57,9 @@ FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
 
 _pages = Launcher(chosen_pages_kernel)
+_turn = Launcher(turn_kernel)
+TURNED_ROWS, TURNED_PART = 16, 32
+"""Rows that a program turns, and how many columns of them at once."""
 
 
 def pages_constants(chosen: ChosenPages) -> tuple[Any, ...]:
@@ -172,23 +176,33 @@ class TritonAttention(AlikeAttention):
         """Attend as planned; where rows are turned, with turned queries, and outputs turned back."""
         of_key, of_value = self._turned_rows
         if of_key is not None:
-            wide = dequantized(frame.query, frame.params.q_scale, torch.float32)
-            query = self._turned_rows_of(wide, 0).to(STORAGE_DTYPES[self.spec.dtype])
+            dtype = STORAGE_DTYPES[self.spec.dtype]
+            rows = frame.query
+            if rows.dtype.itemsize == 1:
+                rows = dequantized(rows, frame.params.q_scale, torch.float32)
+            query = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+            self._turn_rows(rows, query, 0)
             frame = frame.but(query=query)
         if of_value is None:
             self._run(plan, frame)
             return
         out = torch.empty(frame.out.shape, dtype=torch.float32, device=frame.out.device)
         self._run(plan, frame.but(out=out))
-        write_output(frame.out, self._turned_rows_of(out, 1), 1.0)
+        self._turn_rows(out, frame.out, 1)
 
-    def _turned_rows_of(self, rows: Tensor, at: int) -> Tensor:
+    def _turn_rows(self, rows: Tensor, out: Tensor, at: int) -> None:
         """Turn queries (0), or outputs back (1): by a product, but where a row's bits must be its own."""
         format, matrix = self._turned_rows[at], self._matrices[at]
         assert format is not None and matrix is not None
-        if self.spec.batch_invariant or self.spec.dtype == "float32":
-            return turned(rows, format, back=bool(at))
-        return rows @ matrix
+        narrow = out.dtype.itemsize == 1 or rows.stride(-1) != 1 or out.stride(-1) != 1
+        if narrow or self.spec.batch_invariant or self.spec.dtype == "float32":
+            write_output(out, turned(rows, format, back=bool(at)), 1.0)
+            return
+        tokens, heads, size = rows.shape
+        count, strides = tokens * heads, (*rows.stride()[:2], *out.stride()[:2])
+        grid = triton.cdiv(count, TURNED_ROWS), 1, 1
+        constants = heads, size, power(size), TURNED_ROWS, TURNED_PART
+        _turn(grid, (rows, matrix, out), (), strides, (count,), constants, {"num_warps": 4})
 
     def _run(self, plan: Plan, frame: Frame) -> None:
         query, cache, params = frame.query, frame.cache, frame.params

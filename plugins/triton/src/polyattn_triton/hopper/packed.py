@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from polyattn_triton.hopper.packed_rows import (
     E4M3,
     INT4,
+    LEVELS,
     MXFP4,
     NVFP4,
     blocks_of_tile,
@@ -47,6 +48,8 @@ from polyattn_triton.hopper.unpacking import (
     E2M1,
     HALVES,
     INTEGERS,
+    LEVELS_BELOW,
+    LEVELS_BESIDE,
     POWERS,
     QUARTERS,
     STEPS,
@@ -69,6 +72,7 @@ UNPACKING = (
     (BESIDE, BELOW, 0),
     (BESIDE, BELOW, 0),
     (BYTES_BESIDE, BYTES_BELOW, 0),
+    (LEVELS_BESIDE, LEVELS_BELOW, 0),
 )
 """By form: what makes numbers of two units of one row, and of two rows; registers of their scales."""
 
@@ -112,7 +116,7 @@ def _place(row, i, FORM: gl.constexpr, OF_KEYS: gl.constexpr):
     if FORM == INT4:
         place = 32 * i + row % 8 * 4 + row // 8
     elif FORM >= E4M3 and OF_KEYS:
-        place = row // 2 * 4 + row % 2 + 2 * i
+        place = row // 2 * 2 * numbers_of(FORM) + row % 2 + 2 * i
     else:
         place = numbers_of(FORM) * row + i
     return place
@@ -234,6 +238,18 @@ def _scales(
 
 
 @gluon.jit
+def _row_scales(held, LAYOUT: gl.constexpr, FORM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Load a tile's scales, one a row, float32 (keys, 1)."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if FORM == LEVELS:
+        bits = held._reinterpret(gl.int32, [BLOCK_N, 1], PLAIN).load(LAYOUT).to(gl.int16)
+        scales = bits.to(gl.float16, bitcast=True).to(gl.float32)
+    else:
+        scales = held._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(LAYOUT)
+    return scales
+
+
+@gluon.jit
 def _attend(
     Q, K, V, BT, scale, q_t, q_h, k_b, v_b, token, kv_head, length, begin, end, step,
     k_codes, v_codes, k_scales, v_scales, k_t: gl.constexpr, v_t: gl.constexpr,
@@ -252,7 +268,7 @@ def _attend(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [0, 1])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     SIGN: gl.constexpr = -1.0 if FORM == NVFP4 else 1.0
-    RAISED_BY: gl.constexpr = 2.0**14 if FORM == NVFP4 else 1.0
+    RAISED_BY: gl.constexpr = 2.0**14 if FORM == NVFP4 else D**-0.5 if FORM == LEVELS else 1.0
     SCORED_BY: gl.constexpr = 2.0**20 if FORM == INT4 else RAISED_BY
     RAISE: gl.constexpr = RAISED - 1 if FORM == INT4 else RAISED
 
@@ -307,7 +323,6 @@ def _attend(
     LIE: gl.constexpr = units_layout(UNITS)
     SPAN: gl.constexpr = UNITS // (8 if FORM == NVFP4 else 4)  # of the units that have one scale
     BY_ROW: gl.constexpr = FORM > E4M3
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     of_values = length.to(gl.float32) * 0.0 + LEAST
     slot = 0
     for tile in range(begin, last, step):
@@ -343,7 +358,7 @@ def _attend(
             else:
                 s = _product(k[i], q[i], s)
         if BY_ROW:
-            s = s * k_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
+            s = s * _row_scales(k_scales.index(slot), SCORES, FORM, BLOCK_N)
         s = gl.where((key < length - tile * BLOCK_N)[:, None], s, float("-inf"))
         top = gl.max(s, 0) * by
         if FORM == INT4:  # weights times scales stay inside of float16's range
@@ -354,7 +369,7 @@ def _attend(
         m = m_new
         sums = sums * alpha[None, :] + p
         if BY_ROW:  # weights are multiplied by a value's scale over a power of two above all so far
-            v_by = v_scales.index(slot)._reinterpret(gl.float32, [BLOCK_N, 1], PLAIN).load(SCORES)
+            v_by = _row_scales(v_scales.index(slot), SCORES, FORM, BLOCK_N)
             top = gl.max(gl.max(v_by, 0), 0)
             above = (top.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True) * 2
             above = gl.maximum(of_values, above)

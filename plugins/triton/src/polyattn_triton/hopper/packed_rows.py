@@ -6,16 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS = (gl.constexpr(n) for n in range(8))
+INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS, LEVELS = (
+    gl.constexpr(n) for n in range(9)
+)
 """Forms: integers from -8, a scale in float16 for each 32; e2m1, one in e4m3 for each 16; e2m1, a power
 of two for each 32; codes of 4 and of 2 bits, a step and a least number in float16 for each 32; e4m3;
-e4m3 and int8, a float32 for each row."""
+e4m3 and int8, a float32 for each row; a codebook's 16 levels, a float16 for each row and 2 bytes."""
 
 
 @gluon.constexpr_function
 def numbers_of(form):
     """How many numbers a unit holds."""
-    return 2 if form >= E4M3 else 8 if form == KIVI2 else 4
+    return 8 if form == KIVI2 else 4 if form < E4M3 or form == LEVELS else 2
 
 
 @gluon.constexpr_function

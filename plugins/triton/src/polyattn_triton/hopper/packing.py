@@ -27,21 +27,28 @@ which has the memory that programs leave. H100, int4, 64 x 4,096: 143 us by toke
 other's stages 163 and 117. `PACKED` is that of rows with one scale, too: int8_rows 220 us (226 with
 `BY_HEAD`), e4m3_rows 220 (227)."""
 EIGHT = Config(16, 32, 1, 4)
-"""Over e4m3, where programs fill the chip uncut, and mxfp4. H100, 64 x 4,096 by head: e4m3 185 us (199 by
-the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154)."""
-FORMS = {
-    name: form
-    for form, name in enumerate(
-        ("int4", "nvfp4", "mxfp4", "kivi4", "kivi2", "fp8_e4m3", "e4m3_rows", "int8_rows")
-    )
-}
+"""Over e4m3, where programs fill the chip uncut, mxfp4 and turboquant4. H100, 64 x 4,096 by head: e4m3
+185 us (199 by the portable kernel, by token), mxfp4 149 (`BY_HEAD` 154), turboquant4 172 (`PACKED`
+183)."""
+_NAMES = (
+    "int4",
+    "nvfp4",
+    "mxfp4",
+    "kivi4",
+    "kivi2",
+    "fp8_e4m3",
+    "e4m3_rows",
+    "int8_rows",
+    "turboquant4",
+)
+FORMS = {name: form for form, name in enumerate(_NAMES)}
 """Formats whose bytes the kernel knows, and their number there."""
 PLACES = 4
 """Programs of one warp over rows in a usual program's place."""
 REGISTERS, ON_ONE = 168, 12
 """Of their threads, and how many programs are on a multiprocessor at once, with so many. With 128, and
 sixteen programs, 24 decodes over int4 and nvfp4 took 1.00 to 1.05 of the time (H100)."""
-OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows")
+OF_FOUR = ("mxfp4", "e4m3_rows", "int8_rows", "turboquant4")
 """Those whose rows begin at multiples of 4 bytes alone."""
 ROWS = {(name, 1) for name in FORMS if name != "fp8_e4m3"}
 """Formats of rows among them."""
@@ -75,7 +82,7 @@ def packed_config(
     )
     if not fits:
         return None
-    if rows is None or cache.dtype == "mxfp4":
+    if rows is None or cache.dtype in ("mxfp4", "turboquant4"):
         return EIGHT
     return BY_HEAD if cache.layout == "HND" and cache.dtype not in OF_FOUR else PACKED
 

@@ -158,3 +158,37 @@ _BYTES = """
 """
 BYTES_BESIDE = _BYTES.replace("FIRST", "0x4140").replace("SECOND", "0x4342")
 BYTES_BELOW = _BYTES.replace("FIRST", "0x4240").replace("SECOND", "0x4341")
+
+
+def _levels(below: bool) -> str:
+    """Codes of turboquant4, as float16: `prmt` looks the bytes of four up, of eight levels above 0.
+
+    A code below 8 is the opposite of the code 15 less. Operands as those of bytes: of two units of one
+    row, or `below`.
+    """
+    text = [
+        ".reg .b32 u, up, at, low, high, minus, l0, l1, h0, h1;",
+        "mov.b32 l0, 0x8a41351c; mov.b32 l1, 0x77237906;",
+        "mov.b32 h0, 0x3b393630; mov.b32 h1, 0x41403e3d;",
+        f"prmt.b32 u, $4, $4, {'0x3120' if below else '0x3210'};",
+        "shr.u32 up, u, 3;",
+        "and.b32 up, up, 0x11111111;",
+        "mad.lo.s32 at, up, 7, 0;",
+        "lop3.b32 at, u, at, 0x77777777, 0x82;",
+        "shl.b32 up, up, 2;",
+    ]
+    for to in (0, 2):
+        text += [
+            "prmt.b32 low, l0, l1, at;",
+            "prmt.b32 high, h0, h1, at;",
+            "prmt.b32 minus, 0x80808080, 0, up;",
+            "or.b32 high, high, minus;",
+            f"prmt.b32 ${to}, low, high, {'0x6240' if below else '0x5140'};",
+            f"prmt.b32 ${to + 1}, low, high, {'0x7351' if below else '0x7362'};",
+            "shr.u32 at, at, 16;",
+            "shr.u32 up, up, 16;",
+        ]
+    return "{" + "\n".join(text[:-2]) + "}"
+
+
+LEVELS_BESIDE, LEVELS_BELOW = _levels(False), _levels(True)

@@ -47,7 +47,7 @@ def turn(row: Tensor, back: bool) -> Tensor:
 
 
 def encode(row: Tensor) -> Tensor:
-    """Return pairs of codes, size / 2 bytes, then the norm in float16."""
+    """Return pairs of codes, size / 2 bytes, the norm in float16, and two zeros: rows begin at words."""
     # Squares of what is divided by a power of two neither overflow nor vanish.
     unit = power_below(row.abs().amax(-1, keepdim=True))
     norm = root(summed((row / unit).square())) * unit
@@ -55,7 +55,8 @@ def encode(row: Tensor) -> Tensor:
     near = divided(row, norm) * row.shape[-1] ** 0.5
     levels = codebook(CODEBOOK, row.device)
     bounds = (levels[1:] + levels[:-1]) / 2
-    return torch.cat([packed(torch.bucketize(near, bounds)), written(norm, torch.float16)], -1)
+    behind = torch.cat([norm, torch.zeros_like(norm)], -1)
+    return torch.cat([packed(torch.bucketize(near, bounds)), written(behind, torch.float16)], -1)
 
 
 def decode(row: Any, d: Any, size: int) -> Any:

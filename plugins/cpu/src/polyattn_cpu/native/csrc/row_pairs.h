@@ -1,17 +1,29 @@
 // Decode over rows of codes by products of pairs of bfloat16, which holds a table's numbers. A lane is a key,
 // whose sums need no others; of values it is a word. Included by row_path.h.
 
-// A row's scales, and least numbers, of W words' groups, again and again: [ROWS][group].
-template <int SCALE>
-PA_INLINE GroupScales spread_scales(const char *from, int groups) {
-  constexpr int BYTES = SCALE_BYTES<SCALE>, GROUPS = CODE_GROUPS<SCALE>;
-  if constexpr (SCALE == PA_STEPS) {
+// A row's scales, and least numbers, of W words' groups, again and again: [ROWS][group]. TWICE: of two rows, of half as
+// many groups each.
+template <int SCALE, bool TWICE = false>
+PA_INLINE GroupScales spread_scales(const char *from, int groups, const char *other = NULL) {
+  constexpr int BYTES = SCALE_BYTES<SCALE>, GROUPS = CODE_GROUPS<SCALE> / (TWICE ? 2 : 1), MOST = BYTES * GROUPS;
+  if constexpr (SCALE == PA_STEPS && !TWICE) {
     const __m128i some = groups >= GROUPS ? _mm_loadu_si128((const __m128i *)from)
                                           : _mm_maskz_loadu_epi32((__mmask8)((1 << groups) - 1), from);
     const __m512i both = _mm512_broadcast_i32x4(some);
     return {halves_of(both), halves_of(_mm512_srli_epi32(both, 16))};
   }
-  const uint64_t some = some_bytes(from, BYTES * pa_min(groups, GROUPS));
+  auto scales_at = [=](const char *row) __attribute__((always_inline)) {
+    if (groups >= GROUPS) return some_bytes(row, MOST);
+    const uint64_t some = some_bytes(row, BYTES * groups);
+    // Absent powers are 1: byte 0 is a subnormal number.
+    return SCALE == PA_POWERS ? (some | 0x7f7f7f7fu << 8 * groups) & (((uint64_t)1 << 8 * MOST) - 1) : some;
+  };
+  uint64_t some = scales_at(from);
+  if constexpr (SCALE == PA_STEPS) {
+    const __m512i both = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)scales_at(other), (long long)some));
+    return {halves_of(both), halves_of(_mm512_srli_epi32(both, 16))};
+  }
+  if (TWICE) some |= scales_at(other) << 8 * MOST % 64;
   if constexpr (SCALE == PA_HALVES) {
     return {(vf)_mm512_cvtph_ps(_mm256_set1_epi64x((long long)some)), vf{}};
   } else if constexpr (SCALE == PA_E4M3S) {
@@ -79,29 +91,38 @@ PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char
   put_turned<ROWS>(acc, s, lds);
 }
 
+// Whether so many words are of two rows in a vector: TWICE.
+PA_INLINE bool in_halves(int words) { return words <= W / 2; }
+
 // The weights of each two keys of a tile times W words' scales, in pairs, [row][group]. Least numbers are added.
-template <int SCALE, int ROWS>
+// TWICE: of each four keys, whose rows have half as many groups: the lower ones are the first and the second key's.
+template <int SCALE, int ROWS, bool TWICE>
 PA_NOINLINE void code_weights(const Codes &of, int count, int word, const float *p, int ldp, uint32_t *weights,
                               float *o, int ldo) {
-  constexpr int GROUPS = CODE_GROUPS<SCALE>, IN = W / GROUPS, VECTORS = (ROWS + IN - 1) / IN;
+  constexpr int GROUPS = CODE_GROUPS<SCALE>, IN = W / GROUPS, VECTORS = (ROWS + IN - 1) / IN, KEYS = TWICE ? 4 : 2;
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i row = _mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2);
-  const int first = word / (W / GROUPS);
+  const __mmask16 second = GROUPS == 8 ? 0xf0f0 : 0xcccc;
+  const int first = word / (W / GROUPS), last = count - 1;
   const int64_t at = of.scales + SCALE_BYTES<SCALE> * first;
   vf low[VECTORS];
   for (int v = 0; v < VECTORS; v++) low[v] = vf{};
-  for (int t = 0; t < count; t += 2) {
-    const bool both = t + 1 < count;
-    const int second = both ? t + 1 : t;
-    const GroupScales a = spread_scales<SCALE>(of.rows[t] + at, of.groups - first);
-    GroupScales b = spread_scales<SCALE>(of.rows[second] + at, of.groups - first);
-    if (!both) b = {vf{}, vf{}};
+  for (int t = 0; t < count; t += KEYS) {
+    auto scales_of = [&](int key) __attribute__((always_inline)) {
+      const char *from = of.rows[pa_min(key, last)] + at, *other = TWICE ? of.rows[pa_min(key + 2, last)] + at : NULL;
+      return spread_scales<SCALE, TWICE>(from, of.groups - first, other);
+    };
+    const GroupScales a = scales_of(t), b = scales_of(t + 1);
     PA_UNROLLED
     for (int v = 0; v < VECTORS; v++, weights += W) {
       auto of_rows = [&](int key) __attribute__((always_inline)) {
-        return (vf)_mm512_permutexvar_ps(row, _mm512_loadu_ps(p + (int64_t)key * ldp + v * IN));
+        return key > last ? vf{} : (vf)_mm512_permutexvar_ps(row, _mm512_loadu_ps(p + (int64_t)key * ldp + v * IN));
       };
-      const vf x = of_rows(t), y = of_rows(second);
+      vf x = of_rows(t), y = of_rows(t + 1);
+      if (TWICE) {
+        x = (vf)_mm512_mask_mov_ps((__m512)x, second, (__m512)of_rows(t + 2));
+        y = (vf)_mm512_mask_mov_ps((__m512)y, second, (__m512)of_rows(t + 3));
+      }
       write(weights, bf16_pairs(x * a.by, y * b.by));
       if (SCALE == PA_STEPS) low[v] += x * a.least + y * b.least;
     }
@@ -119,17 +140,21 @@ PA_NOINLINE void code_weights(const Codes &of, int count, int word, const float 
 }
 
 // o[row] += `weights` times codes [j, j + C) of each of W words, from `word` on: two keys' in pairs. Lane
-// GROUPS i + g is word i of group g.
-template <int GROUPS, int ROWS, int C, class Asks>
+// GROUPS i + g is word i of group g. TWICE: of each four keys, as code_weights has them.
+template <int GROUPS, bool TWICE, int ROWS, int C, class Asks>
 PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int count, int word, const uint32_t *weights,
                                 float *o, int ldo, int j, Asks asks) {
-  constexpr int VECTORS = (ROWS * GROUPS + W - 1) / W, HALF = WORD_CODES / 2;
+  constexpr int VECTORS = (ROWS * GROUPS + W - 1) / W, HALF = WORD_CODES / 2, KEYS = TWICE ? 4 : 2;
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i group = _mm512_and_epi32(lane, _mm512_set1_epi32(GROUPS - 1));
-  const __m512i at = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 1 : 2),
-                                     _mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2));
-  const __m512i shift = _mm512_set1_epi32(j < HALF ? 0 : 16), other = _mm512_set1_epi32(j < HALF ? 16 : 0);
+  // Which 16 bits of one key's words, and of another's, are a lane's.
+  const __m512i half = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 2 : 3),
+                                       _mm512_slli_epi32(_mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2), 1));
+  const __m512i of_both = _mm512_mullo_epi32(half, _mm512_set1_epi32(0x10001));
+  const __m512i pairs = _mm512_or_epi32(of_both, _mm512_set1_epi32(j < HALF ? 0x200000 : 0x210001));
   const __m512i within = _mm512_set1_epi16(j % HALF * 4);
+  const int last = count - 1, left = of.words - word;
+  const int64_t at_word = of.offset + 4 * word;
   vf acc[ROWS][C];
   o += j * W;
   PA_UNROLLED
@@ -137,30 +162,37 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int cou
     PA_UNROLLED
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
-  for (int t = 0; t < count; t += 2, weights += VECTORS * W) {
-    Asks::template values<64>(asks, t);
-    if (t % 4 == 0) Asks::template values<64>(asks, t);
-    auto words = [&](int key) __attribute__((always_inline)) {
-      const char *from = of.rows[key] + of.offset + 4 * word;
-      return _mm512_permutexvar_epi32(at, (__m512i)code_words(from, of.words - word));
-    };
-    const __m512i x = _mm512_srlv_epi32(words(t), shift), y = _mm512_sllv_epi32(words(t + 1 < count ? t + 1 : t), other);
-    __m512i two = _mm512_mask_blend_epi16(0xaaaaaaaau, x, y);
-    if (C < HALF) two = _mm512_srlv_epi16(two, within);
-    __m512i weight[ROWS];
-    PA_UNROLLED
-    for (int r = 0; r < ROWS; r++) {
-      const uint32_t *from = weights + r * GROUPS;
-      weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)from))
-                              : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
-    }
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) {
-      const __m512i x = table(two, c);
+  auto all = [&](int some) __attribute__((always_inline)) {
+    const __mmask8 there = (__mmask8)((1 << some) - 1);
+    for (int t = 0; t < count; t += KEYS, weights += VECTORS * W) {
+      Asks::template values<64>(asks, t);
+      if (t % 4 == 0) Asks::template values<64>(asks, t);
+      auto words = [&](int key) __attribute__((always_inline)) {
+        if (!TWICE) return (__m512i)code_words(of.rows[pa_min(key, last)] + at_word, some);
+        auto half_of = [&](int key) __attribute__((always_inline)) {
+          return _mm256_maskz_loadu_epi32(there, of.rows[pa_min(key, last)] + at_word);
+        };
+        return _mm512_inserti64x4(_mm512_castsi256_si512(half_of(key)), half_of(key + 2), 1);
+      };
+      __m512i two = _mm512_permutex2var_epi16(words(t), pairs, words(t + 1));
+      if (C < HALF) two = _mm512_srlv_epi16(two, within);
+      __m512i weight[ROWS];
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
+      for (int r = 0; r < ROWS; r++) {
+        const uint32_t *from = weights + r * GROUPS;
+        weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)from))
+                                : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
+      }
+      PA_UNROLLED
+      for (int c = 0; c < C; c++) {
+        const __m512i x = table(two, c);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
+      }
     }
-  }
+  };
+  if (!TWICE && left >= W) all(W);
+  else all(left);
   PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
     PA_UNROLLED
@@ -193,7 +225,7 @@ PA_ONCE void rows_together(float *q, int ldq, int size, float *room) {
   }
   __builtin_memcpy(q, room, sizeof(float) * ROWS * pairs);
 }
-// Sums back in their order, whose lanes are as code_pairs says.
+// Sums back in their order, whose lanes are as add_code_pairs says.
 template <int GROUPS>
 PA_ONCE void sums_in_order(float *x, int size) {
   const __m512i word = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -202,7 +234,13 @@ PA_ONCE void sums_in_order(float *x, int size) {
   const __m512i lane = _mm512_or_epi32(_mm512_slli_epi32(within, 4 - SHIFT), _mm512_srli_epi32(word, SHIFT));
   for (int d = 0; d < size; d += WORD_CODES * W, x += WORD_CODES * W) {
     vf code[WORD_CODES];
-    for (int j = 0; j < WORD_CODES; j++) code[j] = (vf)_mm512_permutexvar_ps(lane, _mm512_loadu_ps(x + j * W));
+    for (int j = 0; j < WORD_CODES; j++) {
+      __m512 sum = _mm512_loadu_ps(x + j * W);
+      if (in_halves((size - d) / WORD_CODES)) {
+        sum = _mm512_add_ps(sum, GROUPS == 8 ? _mm512_shuffle_f32x4(sum, sum, 0xb1) : _mm512_permute_ps(sum, 0x4e));
+      }
+      code[j] = (vf)_mm512_permutexvar_ps(lane, sum);
+    }
     for (int j = 0; j < WORD_CODES; j += 4) {
       turn_quarters(code + j);
       for (int m = 0; m < 4; m++) {
@@ -221,6 +259,10 @@ constexpr float QUAD_LEAST = 0x1p-110f;     // whose reciprocal, times that, is 
 
 PA_INLINE __m512i stored_quads(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
 PA_INLINE __m512i add_quads(__m512i acc, __m512i stored, __m512i by) { return _mm512_dpbusd_epi32(acc, stored, by); }
+// By four bytes that the multiplication loads itself: an instruction less.
+PA_INLINE void add_one_quad(__m512i &acc, __m512i stored, const uint32_t *by) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(stored), "m"(*by));
+}
 // Of sums by upper and by lower bytes.
 PA_INLINE vf quad_sums(__m512i high, __m512i low) {
   return (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
@@ -288,13 +330,9 @@ PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
       Asks::template keys<1>(asks, d);
       const __m512i x = stored_quads((__m512i)turned[w]);
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        high[w % CHAINS][r] = add_quads(high[w % CHAINS][r], x, _mm512_set1_epi32((int)q[r]));
-      }
+      for (int r = 0; r < ROWS; r++) add_one_quad(high[w % CHAINS][r], x, q + r);
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        low[w % CHAINS][r] = add_quads(low[w % CHAINS][r], x, _mm512_set1_epi32((int)q[ROWS + r]));
-      }
+      for (int r = 0; r < ROWS; r++) add_one_quad(low[w % CHAINS][r], x, q + ROWS + r);
     }
     PA_UNROLLED
     for (int w = 0; w < 4; w++) turned[w] = next[w];

@@ -735,19 +735,24 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
-  template <int SCALE>
-  void add_head_pairs(int h, const Codes &of, int count) {
+  template <int SCALE, bool TWICE>
+  void add_word_pairs(const Codes &of, int count, int word, int lane) {
     constexpr int C = ROWS > 4 ? 2 : 4;
     const PairTable table((const float *)value.table);
+    float *to = o + (int64_t)lane * is.ldo;
+    code_weights<SCALE, ROWS, TWICE>(of, count, word, s + lane, is.lanes, weights, to, is.ldo);
+    for (int j = 0; j < WORD_CODES; j += C) {
+      add_code_pairs<CODE_GROUPS<SCALE>, TWICE, ROWS, C>(table, of, count, word, weights, to + word * WORD_CODES, is.ldo, j,
+                                                         ask(count * C / WORD_CODES, (count + 3) / 4 * (TWICE ? 2 : 3)));
+    }
+  }
+  template <int SCALE>
+  void add_head_pairs(int h, const Codes &of, int count) {
     for (int part = 0; part < is.parts; part++) {
       const int lane = (h * is.parts + part) * ROWS;
-      float *to = o + (int64_t)lane * is.ldo;
       for (int word = 0; word < of.words; word += W) {
-        code_weights<SCALE, ROWS>(of, count, word, s + lane, is.lanes, weights, to, is.ldo);
-        for (int j = 0; j < WORD_CODES; j += C) {
-          add_code_pairs<CODE_GROUPS<SCALE>, ROWS, C>(table, of, count, word, weights, to + word * WORD_CODES, is.ldo, j,
-                                                      ask(count * C / WORD_CODES, (count + 1) / 2 + (count + 3) / 4));
-        }
+        in_halves(of.words - word) ? add_word_pairs<SCALE, true>(of, count, word, lane)
+                                   : add_word_pairs<SCALE, false>(of, count, word, lane);
       }
     }
   }
