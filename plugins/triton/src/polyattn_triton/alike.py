@@ -34,7 +34,13 @@ from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
-from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
+from polyattn_triton.variants import (
+    MOST_FEW_ROWS,
+    TALLEST_FEW,
+    evenly,
+    steps_config,
+    tile_config,
+)
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
@@ -84,9 +90,14 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
     return tiles_of
 
 
-def times_longer(lens: Ints, long: int) -> Ints:
-    """Return how many times as long pieces of sequences of so many keys are (`tiles.times_longer`)."""
-    return 1 + (lens >= long) + 2 * (lens >= 2 * long)
+def even_pieces(keys: Ints, each: int, long: int) -> Ints:
+    """Return into how many pieces that are alike each tile's key tiles are cut, of about `each`.
+
+    One tile more is no piece of its own. From `long` tiles on pieces are twice as long, from twice as
+    many on four times.
+    """
+    longer = 1 + (keys >= long) + 2 * (keys >= 2 * long)
+    return np.maximum(-(-(keys - 1) // (each * longer)), 1)
 
 
 class AlikeAttention(PlannedAttention):
@@ -96,9 +107,7 @@ class AlikeAttention(PlannedAttention):
         super().__init__(spec, cache, device)
         self.piece, self.tall_piece = PIECE, TALL_PIECE
         self.steps_piece, self.room = STEPS_PIECE, ROOM
-        # Beyond a window a sequence's length adds no keys; of bounds the kernel sees what is below.
-        bounded = spec.sliding_window or spec.chunk_size or spec.length_bounds
-        self.long = 0 if bounded else PIECE * ENOUGH // spec.num_kv_heads
+        self.even = evenly(spec)
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -113,7 +122,11 @@ class AlikeAttention(PlannedAttention):
             return self._plan_any_step(batch)
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
-        plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
+        plans: list[AttentionPlan] = []
+        for kind in asked:
+            # The decode kernel's next class runs beside the one before: both have few programs.
+            beside = len([plan for plan in plans if plan.way == "few"]) if self.early else 0
+            plans.append(self._plan_class(batch, kind, which == kind, beside=beside))
         launches = [launch for plan in plans for launch in (plan, *plan.others)]
         launches[0].others = launches[1:]
         return launches[0]
@@ -181,11 +194,11 @@ class AlikeAttention(PlannedAttention):
         return found
 
     def _plan_class(
-        self, batch: Batch, kind: int, mine: Ints, portable: bool = False
+        self, batch: Batch, kind: int, mine: Ints, portable: bool = False, beside: int = 0
     ) -> AttentionPlan:
-        """Plan the requests of one class; `portable`: not to Hopper's own prefill."""
+        """Plan the requests of one class; `portable`: not to Hopper's own prefill. `beside`: a plan's."""
         plan, spec = AttentionPlan(batch, self._none), self.spec
-        plan.requests = kind, mine
+        plan.requests, plan.beside = (kind, mine), beside
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
@@ -193,7 +206,6 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            plan.long = self.long if kind <= LOW else 0
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -220,7 +232,7 @@ class AlikeAttention(PlannedAttention):
         """
         each = self._piece_of(plan, tiles)
         captured = self._is_captured(plan.batch)
-        pieces = np.maximum(-(-self._units(plan, tiles, captured) // each), 1)
+        pieces = self._pieces(plan, tiles, each, captured)
         of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
         ends = pieces.cumsum()
         if plan.requests is not None:
@@ -231,6 +243,7 @@ class AlikeAttention(PlannedAttention):
         launches = []
         for some in launches_of(ends, room):
             launches.append(copy(plan))
+            launches[-1].beside = 0 if launches[:-1] else plan.beside
             mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
             if plan.requests is not None:
                 kind, asked = plan.requests
@@ -242,17 +255,26 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _units(self, plan: AttentionPlan, tiles: Tiles, most: bool = False) -> Ints:
-        """Return how many usual pieces' key tiles there are for each tile's: longer pieces count as one.
+    def _pieces(self, plan: AttentionPlan, tiles: Tiles, each: int, most: bool = False) -> Ints:
+        """Return how many pieces of about `each` key tiles each tile has.
 
-        `most`: for the tile, or for that of any shorter sequence.
+        `most`: the tile, or that of any shorter sequence.
         """
-        if not plan.long:
-            return tiles.keys
-        units: Ints = -(-tiles.keys // times_longer(plan.batch.host_lens[tiles.seq], plan.long))
+        if not self._is_even(plan):
+            return np.maximum(-(-tiles.keys // each), 1)
+        assert plan.requests is not None
+        long = 1 << 30
+        if plan.requests[0] <= LOW:
+            long = PIECE * ENOUGH // (self.spec.num_kv_heads * plan.config.block_n)
+        pieces = even_pieces(tiles.keys, each, long)
         if most:
-            units = np.maximum(units, np.minimum(tiles.keys, plan.long // plan.config.block_n))
-        return units
+            for shorter in (long - 1, 2 * long - 1):
+                pieces = np.maximum(pieces, even_pieces(np.minimum(tiles.keys, shorter), each, long))
+        return pieces
+
+    def _is_even(self, plan: AttentionPlan) -> bool:
+        """Whether a tile's pieces are alike; others have so many key tiles, but for the last one."""
+        return self.even and plan.way == "few"
 
     def _plan_pieces(
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
@@ -263,17 +285,19 @@ class AlikeAttention(PlannedAttention):
             before = captured.work
         elif self._is_captured(plan.batch):
             most = self._tiles(plan, most=True)
-            least = segments(self._units(plan, most, True), each).programs
-        units = self._units(plan, tiles)
-        first = np.argsort(units - tiles.keys, kind="stable")  # the longest pieces
-        tiles, units = Tiles(*(x[first] for x in (tiles.seq, tiles.row, tiles.keys))), units[first]
-        dealt = segments(units, each, least)
+            least = int(self._pieces(plan, most, each, True).sum())
+        pieces = self._pieces(plan, tiles, each)
+        if self._is_even(plan):
+            first = np.argsort(-(tiles.keys // pieces), kind="stable")  # the longest pieces
+            tiles, pieces = Tiles(*(x[first] for x in (tiles.seq, tiles.row, tiles.keys))), pieces[first]
+            each = 1
+        dealt = segments(pieces * each, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
             if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
                 parts = max(dealt.parts, FEW_PARTS + 1)
                 plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
-                self._reserve(plan.rows, dealt.programs * heads)
+                self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
         host = staged(dealt.size(tiles), self.torch_device)

@@ -159,16 +159,24 @@ def list_constants(
     )  # fmt: skip
 
 
+def evenly(spec: LayerSpec) -> bool:
+    """Whether a tile's keys in the decode kernel are cut into pieces that are alike, by its own number.
+
+    Of lengths that are bounds pieces lie where they lie whatever the bound is.
+    """
+    return bool(spec.batch_invariant) and not spec.length_bounds
+
+
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
-    read: tuple[Any, ...] = NO_ROWS, long: int = 0,
+    read: tuple[Any, ...] = NO_ROWS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
     `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
-    as `part_rows` says. `read`: `Rows.constants`. `long`: a plan's.
+    as `part_rows` says. `read`: `Rows.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = rows or part_rows(spec, config, way == "few")
@@ -178,7 +186,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, long,
+        *rope_constants(spec, turns_at), *read, way == "few" and evenly(spec),
     )  # fmt: skip
 
 
