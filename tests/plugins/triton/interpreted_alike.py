@@ -65,11 +65,11 @@ def in_any_batch(spec: LayerSpec) -> None:
     kinds = backend.classes(Batch([0, 20, 44], [60, 24], table[[1, 4]])).tolist()
     assert kinds == [-32, alike.FRESH]
     alone = [step([i])[0] for i in range(len(REQUESTS))]
-    assert not backend.workspaces[1].parts.numel()
+    assert not backend.spaces[1].parts.numel()
     for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0]):
         for i, found in zip(chosen, step(chosen), strict=True):
             same(found, alone[i])
-    assert backend.workspaces[1].parts.numel()
+    assert backend.spaces[1].parts.numel()
 
 
 def in_any_steps(spec: LayerSpec) -> None:

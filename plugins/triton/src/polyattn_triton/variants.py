@@ -190,6 +190,26 @@ def decode_constants(
     )  # fmt: skip
 
 
+REGISTERS, MOST_REGISTERS = 65536, 255
+"""Of a multiprocessor of Hopper's, and of a thread at most."""
+
+
+def decode_options(
+    spec: LayerSpec, config: Config, way: str, arch: str, beside: bool = False
+) -> dict[str, Any]:
+    """Return `decode_kernel`'s launch options. `beside`: it may run beside the kernel before.
+
+    Where groups are no power of two ptxas gives several tokens a sequence more registers than as many
+    programs have as are planned for.
+    """
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if way == "few" and launches_early(arch):
+        registers = REGISTERS // (32 * config.num_warps * on_one(spec, config, way)) // 8 * 8
+        if registers < MOST_REGISTERS:
+            options["maxnreg"] = registers
+    return options | ({"launch_pdl": True} if beside else {})
+
+
 def merging_constants(
     spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool
 ) -> tuple[Any, ...]:
