@@ -46,6 +46,8 @@ DRAWN = {
 """The checks that draw: how many `DRAWS` make one draw, and how many steps that has, about."""
 
 
+BLOCKS = 512
+"""Blocks that a cache has so many times, where shapes are to be few."""
 Job = tuple[str, str, int, int, int, str]
 """A backend, a device, a case's number, draws, a seed, and the step that replaces the case's own, if any."""
 
@@ -64,7 +66,10 @@ def cases_of(backend: str, device: str) -> list[Case]:
 
 
 def fill_up(tokens: int) -> None:
-    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile."""
+    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile.
+
+    And caches a multiple of `BLOCKS`.
+    """
     queries: list[int] = []
     lens_of, drawn_requests = invariance.lens_of, invariance.drawn_requests
 
@@ -78,7 +83,16 @@ def fill_up(tokens: int) -> None:
             more = -sum(queries[request] for request in requests) % tokens
             yield requests + [single[i] for i in dice.integers(0, len(single), more)]
 
+    def blocks(
+        dice: Dice, lens: Sequence[int], size: int, spare: int = 1, within: int | None = None,
+        first: int = 1,
+    ) -> Any:  # fmt: skip
+        needed = sum(-(-n // size) for n in lens) + 3
+        return drawn_blocks(dice, lens, size, spare, within or -(-needed // BLOCKS) * BLOCKS, first)
+
+    drawn_blocks = Dice.blocks
     invariance.lens_of, invariance.drawn_requests = told, filled
+    Dice.blocks = blocks  # type: ignore[method-assign]
 
 
 def start(tokens: int) -> None:
