@@ -49,7 +49,7 @@ DRAWN = {
 BLOCKS = 512
 """Blocks that a cache has so many times, where shapes are to be few."""
 Job = tuple[str, str, int, int, int, str]
-"""A backend, a device, a case's number, draws, a seed, and the step that replaces the case's own, if any."""
+"""A backend, a device, a case's number, draws, a seed, and a step in place of the case's own, if any."""
 
 
 @lru_cache
@@ -144,7 +144,14 @@ def parts_of(args: argparse.Namespace) -> list[Job]:
             if args.only in case.id:
                 draws = -(-args.draws // count[case.check])
                 parts += [
-                    (backend, args.device, index, min(args.part, draws - done), args.seed + place, args.step)
+                    (
+                        backend,
+                        args.device,
+                        index,
+                        min(args.part, draws - done),
+                        args.seed + place,
+                        args.step,
+                    )
                     for place, done in enumerate(range(0, draws, args.part))
                 ]
     return sorted(parts, key=lambda part: part[4])
@@ -161,7 +168,9 @@ def main() -> None:
     parser.add_argument("--multiple", type=int, default=1, help="of tokens, in a regrouped step")
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--seed", type=int, default=0, help="of the first parts")
-    parser.add_argument("--step", default="", help="instead of the kit's, as `polyattn bench` takes it")
+    parser.add_argument(
+        "--step", default="", help="instead of the kit's, as `polyattn bench` takes it"
+    )
     parser.add_argument("--only", default="", help="cases whose name has this, with their share")
     parser.add_argument("--out", type=Path, default=Path("regroupings.jsonl"))
     parser.add_argument("--commit", help="where there is no git")

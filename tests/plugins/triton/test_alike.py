@@ -68,11 +68,10 @@ def ways_of(plans: list[Any]) -> dict[int, list[tuple[Any, ...]]]:
                 found.setdefault(request, []).append((row, 0, None, *how))
             continue
         pieces = stretches(work, count, plan.way != "listed")
-        for request, row, *which in zip(
-            *(x.tolist() for x in (pieces.seq, pieces.row, pieces.begin, pieces.end, pieces.of)),
-            strict=True,
+        for request, row, begin, end in zip(
+            *(x.tolist() for x in (pieces.seq, pieces.row, pieces.begin, pieces.end)), strict=True
         ):
-            found.setdefault(request, []).append((row, *which, *how))
+            found.setdefault(request, []).append((row, begin, end, *how))
     return {request: sorted(some, key=lambda x: x[:2]) for request, some in found.items()}
 
 
@@ -117,13 +116,11 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
     for queries, height in ((1, 16), (LOW // 4, 16), (LOW // 4 + 1, 64)):
         piece = PIECE if height == 16 else TALL_PIECE
-        # A key tile more, of 64, is no piece of its own.
-        for pieces, last in ((1, piece + 64), (2, 2 * piece + 64), (9, 9 * piece + 64)):
-            for count, found in ((queries, 1), (last - 64, pieces), (last, pieces), (last + 1, pieces + 1)):
-                (plan,) = plans_of(backend, [(queries, count)])
-                assert plan.way == "few" and plan.grid == (found, 8, 1)
-                assert plan.config.block_m == height
-                assert (plan.merging is not None) == (found > 1)
+        for count in (queries, piece - 1, piece, piece + 1, 2 * piece, 2 * piece + 1):
+            (plan,) = plans_of(backend, [(queries, count)])
+            assert plan.way == "few" and plan.grid == (-(-count // piece), 8, 1)
+            assert plan.config.block_m == height
+            assert (plan.merging is not None) == (count > piece)
     full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
     of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
     ways = [plan.way for plan in of.values()]
@@ -144,15 +141,15 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By its own keys; those are dealt out first. A window bounds what keys there are."""
+    """By its own keys; those are dealt out first. A window bounds what pieces there are."""
     from polyattn_triton.alike import ENOUGH, PIECE
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
     long = PIECE * ENOUGH // 8
-    lens = [long - 64, long, 2 * long - 64, 2 * long, 4 * long]
+    lens = [long - 1, long, 2 * long, 4 * long]
     grids = [plans_of(backend, [(1, count)])[0].grid[0] for count in lens]
-    assert grids == [ENOUGH // n for n in (8, 16, 8, 16, 8)]
+    assert grids == [ENOUGH // 8, ENOUGH // 16, ENOUGH // 16, ENOUGH // 8]
     (plan,) = plans_of(backend, [(1, 100), (1, 2 * long), (1, long)])
     assert plan.work[4 + 3 * plan.grid[0] :][: plan.grid[0]].unique_consecutive().tolist() == [
         1,
@@ -160,7 +157,22 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
         0,
     ]
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
-    assert plans_of(mistral, [(1, 4 * long)])[0].grid[0] == 4096 // PIECE
+    assert mistral.long == 0
+
+
+def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of their own, where a launch may begin before the last one ends: one of each class."""
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    backend.room, lens = 1 << 21, [(300, 9000), (1, 5000), (8, 5000), (8, 5000), (8, 5000)]
+    plans = plans_of(backend, lens)
+    assert [(plan.way, plan.beside) for plan in plans] == [
+        ("pieces", 0), ("few", 0), ("few", 1), ("few", 0), ("few", 0),
+    ]  # fmt: skip
+    assert [plan.kept.tensors[0] is backend.spaces[1].parts for plan in plans[1:4]] == [0, 1, 0]
+    backend.early = False
+    assert not any(plan.beside for plan in plans_of(backend, lens))
 
 
 def test_prefills_are_cut_where_they_end_sooner() -> None:

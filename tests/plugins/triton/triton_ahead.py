@@ -33,7 +33,6 @@ from polyattn_triton.variants import (
     SCALES,
     WAYS,
     decode_constants,
-    decode_options,
     list_constants,
     merging_constants,
     most_merged_by_one,
@@ -123,7 +122,6 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             read=rows_constants(spec, block_size, False) if paged else NO_ROWS,
         )
         kernel: Any = prefill_kernel
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     else:
         rows = FEW_TOKENS * spec.gqa_ratio if way == "few" else 0
         config = tile_config(spec, arch, "decode" if way == "decode" else "few", rows)
@@ -133,7 +131,8 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec, config, block_size, way, spec.needs_lse, arch, alike,
             cached in CACHE.values(), functions, read=rows_constants(spec, block_size, True),
         )  # fmt: skip
-        kernel, options = decode_kernel, decode_options(spec, config, way, arch)
+        kernel = decode_kernel
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
 
 

@@ -34,13 +34,7 @@ from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
-from polyattn_triton.variants import (
-    MOST_FEW_ROWS,
-    TALLEST_FEW,
-    evenly,
-    steps_config,
-    tile_config,
-)
+from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
@@ -50,8 +44,8 @@ four times: it fills a chip by itself, and a row's parts are merged by one progr
 TALL_PIECE = 1024
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
 LOW = 16
-"""Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
-beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
+"""Rows of a low tile of drafts. Taller ones are all of one height: 32 requests of 1 to 8 new tokens took
+59 us on an H100 in launches of three heights beside each other, of two 49."""
 START, MERGE, PART = 128, 768, 3
 """What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
 merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
@@ -90,14 +84,9 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
     return tiles_of
 
 
-def even_pieces(keys: Ints, each: int, long: int) -> Ints:
-    """Return into how many pieces that are alike each tile's key tiles are cut, of about `each`.
-
-    One tile more is no piece of its own. From `long` tiles on pieces are twice as long, from twice as
-    many on four times.
-    """
-    longer = 1 + (keys >= long) + 2 * (keys >= 2 * long)
-    return np.maximum(-(-(keys - 1) // (each * longer)), 1)
+def times_longer(lens: Ints, long: int) -> Ints:
+    """Return how many times as long pieces of sequences of so many keys are (`tiles.times_longer`)."""
+    return 1 + (lens >= long) + 2 * (lens >= 2 * long)
 
 
 class AlikeAttention(PlannedAttention):
@@ -107,7 +96,9 @@ class AlikeAttention(PlannedAttention):
         super().__init__(spec, cache, device)
         self.piece, self.tall_piece = PIECE, TALL_PIECE
         self.steps_piece, self.room = STEPS_PIECE, ROOM
-        self.even = evenly(spec)
+        # Beyond a window a sequence's length adds no keys; of bounds the kernel sees what is below.
+        bounded = spec.sliding_window or spec.chunk_size or spec.length_bounds
+        self.long = 0 if bounded else PIECE * ENOUGH // spec.num_kv_heads
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -123,9 +114,10 @@ class AlikeAttention(PlannedAttention):
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
         plans: list[AttentionPlan] = []
-        for kind in asked:
-            # The decode kernel's next class runs beside the one before: both have few programs.
-            beside = len([plan for plan in plans if plan.way == "few"]) if self.early else 0
+        for (
+            kind
+        ) in asked:  # a class of the decode kernel runs beside another, where the chip lets it
+            beside = sum(plan.way == "few" for plan in plans) if self.early else 0
             plans.append(self._plan_class(batch, kind, which == kind, beside=beside))
         launches = [launch for plan in plans for launch in (plan, *plan.others)]
         launches[0].others = launches[1:]
@@ -206,6 +198,7 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
+            plan.long = self.long if kind <= LOW else 0
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -232,7 +225,7 @@ class AlikeAttention(PlannedAttention):
         """
         each = self._piece_of(plan, tiles)
         captured = self._is_captured(plan.batch)
-        pieces = self._pieces(plan, tiles, each, captured)
+        pieces = np.maximum(-(-self._units(plan, tiles, captured) // each), 1)
         of_one = 8 * self.spec.num_kv_heads * plan.rows * (self.spec.v_head_size + 1)
         ends = pieces.cumsum()
         if plan.requests is not None:
@@ -255,26 +248,17 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _pieces(self, plan: AttentionPlan, tiles: Tiles, each: int, most: bool = False) -> Ints:
-        """Return how many pieces of about `each` key tiles each tile has.
+    def _units(self, plan: AttentionPlan, tiles: Tiles, most: bool = False) -> Ints:
+        """Return how many usual pieces' key tiles there are for each tile's: longer pieces count as one.
 
-        `most`: the tile, or that of any shorter sequence.
+        `most`: for the tile, or for that of any shorter sequence.
         """
-        if not self._is_even(plan):
-            return np.maximum(-(-tiles.keys // each), 1)
-        assert plan.requests is not None
-        long = 1 << 30
-        if plan.requests[0] <= LOW:
-            long = PIECE * ENOUGH // (self.spec.num_kv_heads * plan.config.block_n)
-        pieces = even_pieces(tiles.keys, each, long)
+        if not plan.long:
+            return tiles.keys
+        units: Ints = -(-tiles.keys // times_longer(plan.batch.host_lens[tiles.seq], plan.long))
         if most:
-            for shorter in (long - 1, 2 * long - 1):
-                pieces = np.maximum(pieces, even_pieces(np.minimum(tiles.keys, shorter), each, long))
-        return pieces
-
-    def _is_even(self, plan: AttentionPlan) -> bool:
-        """Whether a tile's pieces are alike; others have so many key tiles, but for the last one."""
-        return self.even and plan.way == "few"
+            units = np.maximum(units, np.minimum(tiles.keys, plan.long // plan.config.block_n))
+        return units
 
     def _plan_pieces(
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
@@ -285,13 +269,11 @@ class AlikeAttention(PlannedAttention):
             before = captured.work
         elif self._is_captured(plan.batch):
             most = self._tiles(plan, most=True)
-            least = int(self._pieces(plan, most, each, True).sum())
-        pieces = self._pieces(plan, tiles, each)
-        if self._is_even(plan):
-            first = np.argsort(-(tiles.keys // pieces), kind="stable")  # the longest pieces
-            tiles, pieces = Tiles(*(x[first] for x in (tiles.seq, tiles.row, tiles.keys))), pieces[first]
-            each = 1
-        dealt = segments(pieces * each, each, least)
+            least = segments(self._units(plan, most, True), each).programs
+        units = self._units(plan, tiles)
+        first = np.argsort(units - tiles.keys, kind="stable")  # the longest pieces
+        tiles, units = Tiles(*(x[first] for x in (tiles.seq, tiles.row, tiles.keys))), units[first]
+        dealt = segments(units, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
             if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have

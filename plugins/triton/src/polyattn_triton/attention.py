@@ -32,6 +32,7 @@ from torch import Tensor
 from polyattn_triton.alike import AlikeAttention
 from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
+from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.hopper.packing import packed_constants, packed_site, word_bytes
@@ -44,7 +45,7 @@ from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
-from polyattn_triton.variants import decode_constants, decode_options, in_pairs, prefill_constants
+from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
 Strides = tuple[int, ...]
 
@@ -307,8 +308,7 @@ class TritonAttention(AlikeAttention):
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
             NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return _site(prefill_kernel, strides, constants, options, packed)
+        return _site(prefill_kernel, strides, constants, config, packed)
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return the portable prefill's one launch over packed tensors of these strides.
@@ -449,12 +449,11 @@ class TritonAttention(AlikeAttention):
                 self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
                 self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1, plan.rows,
-                self._rows(alignment, True),
+                self._rows(alignment, True), plan.long,
             )  # fmt: skip
-            options = decode_options(
-                self.spec, plan.config, plan.way, self.device.arch, plan.beside > 0
-            )
-            site = self._sites[which] = _site(decode_kernel, strides, constants, options, False)
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+            if plan.beside:
+                site.options["launch_pdl"] = True
         return site
 
     def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:
@@ -533,7 +532,7 @@ def _site(
     kernel: Any,
     strides: tuple[Strides, ...],
     constants: tuple[Any, ...],
-    options: dict[str, Any],
+    config: Config,
     packed: bool,
 ) -> Site:
     """Specialise a kernel for query, key, value and output of these strides.
@@ -542,4 +541,9 @@ def _site(
     """
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
-    return Site(kernel, (*q[:2], *kept, *out[:2]), constants, options)
+    return Site(
+        kernel,
+        (*q[:2], *kept, *out[:2]),
+        constants,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )

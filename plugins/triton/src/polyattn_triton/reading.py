@@ -6,7 +6,7 @@ what lies in the plan's buffers. It shares nothing with what planned them: no mi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,8 +58,7 @@ class Work:
 class Pieces:
     """What programs do, one after another: (pieces,) each.
 
-    `begin`, `end`: key tiles, counted from the first that the tile of rows sees, or alike pieces; `part`:
-    -1 if uncut; `of`: of how many pieces, or key tiles and an item.
+    `begin`, `end`: key tiles, counted from the first that the tile of rows sees; `part`: -1 if uncut.
     """
 
     seq: Ints
@@ -67,7 +66,6 @@ class Pieces:
     begin: Ints
     end: Ints
     part: Ints
-    of: Ints
 
 
 def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
@@ -94,7 +92,7 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
         first, last = low // share, (high - 1) // share
         part = np.where(last > first, 2 * program + (first == program), -1)
         reads.append(
-            (seq, row, np.maximum(at - keys_at, 0), np.minimum(stop, high) - keys_at, part, high - low)
+            (seq, row, np.maximum(at - keys_at, 0), np.minimum(stop, high) - keys_at, part)
         )
         at, low = high, high
         tile = np.minimum(tile + 1, count - 1)
@@ -104,7 +102,7 @@ def stretches(work: Work, programs: int, tiled: bool) -> Pieces:
             seq, row = work[line + count + 1 + tile], work[line + 2 * count + 1 + tile]
     if len(reads) > count + 1:
         work.faults.append(f"a program goes on after {count} tiles")
-    none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 6
+    none: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5
     return Pieces(*(np.concatenate(same) for same in zip(*(reads or [none]), strict=True)))
 
 
@@ -198,7 +196,7 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
     faults: list[str] = []
     work = Work(plan.work, faults)
     if not plan.grid[0]:
-        pieces, height = Pieces(*(np.zeros(0, np.int64),) * 6), plan.config.block_m
+        pieces, height = Pieces(*(np.zeros(0, np.int64),) * 5), plan.config.block_m
     elif plan.way in ("decode", "split", "many"):
         return _even(spec, plan, batch, backend.by_one, faults)
     elif plan.way == "prefill":
@@ -207,6 +205,10 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
     else:
         height = plan.rows
         pieces = stretches(work, plan.grid[0], plan.way != "listed")
+        if plan.long:
+            lens = step_of(batch).lens[np.clip(pieces.seq, 0, batch.num_seqs - 1)]
+            longer = np.where(lens < plan.long, 1, np.where(lens < 2 * plan.long, 2, 4))
+            pieces = replace(pieces, begin=pieces.begin * longer, end=pieces.end * longer)
     reads = _over_tiles(spec, plan, batch, pieces, height, faults)
     if plan.merging is not None and plan.grid[0]:
         reads.merges = merges_of(
@@ -259,9 +261,7 @@ def _over_tiles(
         spec, first, last, lens, block, rotated, spec.causal and few
     )
     begin, end = low, high
-    if plan.way == "few" and spec.batch_invariant and not spec.length_bounds:
-        begin, end = (low + at * (high - low) // pieces.of for at in (pieces.begin, pieces.end))
-    elif plan.way != "prefill":
+    if plan.way != "prefill":
         begin, end = low + pieces.begin, np.minimum(high, low + pieces.end)
     keys = keys_of(spec, begin, end, skip_from, skip_by, block, rotated)
     none = 0 * seq
@@ -302,7 +302,7 @@ def _whole(plan: AttentionPlan, work: Work, backend: PlannedAttention) -> Pieces
                 f"tile {job // heads} of KV head {job % heads} is computed {done[job]} times"
             )
     none = 0 * tile
-    return Pieces(work[tile], work[count + tile], none, none, none - 1, none)
+    return Pieces(work[tile], work[count + tile], none, none, none - 1)
 
 
 def _even(
@@ -428,12 +428,12 @@ def latent_reads(
     assert spec.latent is not None
     heads, height, block = spec.num_heads, config.block_h, config.block_n
     if not plan.grid:
-        pieces = Pieces(*(np.zeros(0, np.int64),) * 6)
+        pieces = Pieces(*(np.zeros(0, np.int64),) * 5)
     elif plan.way.split:
         pieces = stretches(work, plan.grid, True)
     else:
         tile = np.arange(plan.grid)
-        pieces = Pieces(work[tile], work[plan.grid + tile], 0 * tile, 0 * tile, 0 * tile - 1, 0 * tile)
+        pieces = Pieces(work[tile], work[plan.grid + tile], 0 * tile, 0 * tile, 0 * tile - 1)
     seq = np.clip(pieces.seq, 0, max(0, len(step.lens) - 1))
     queries = step.queries if plan.way.few else np.ones_like(step.queries)
     there, length = queries[seq] * heads, step.lens[seq]

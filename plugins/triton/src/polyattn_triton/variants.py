@@ -159,24 +159,16 @@ def list_constants(
     )  # fmt: skip
 
 
-def evenly(spec: LayerSpec) -> bool:
-    """Whether a tile's keys in the decode kernel are cut into pieces that are alike, by its own number.
-
-    Of lengths that are bounds pieces lie where they lie whatever the bound is.
-    """
-    return bool(spec.batch_invariant) and not spec.length_bounds
-
-
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
     paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0, rows: int = 0,
-    read: tuple[Any, ...] = NO_ROWS,
+    read: tuple[Any, ...] = NO_ROWS, long: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
     `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
-    as `part_rows` says. `read`: `Rows.constants`.
+    as `part_rows` says. `read`: `Rows.constants`. `long`: a plan's.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = rows or part_rows(spec, config, way == "few")
@@ -186,28 +178,8 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, way == "few" and evenly(spec),
+        *rope_constants(spec, turns_at), *read, long,
     )  # fmt: skip
-
-
-REGISTERS, MOST_REGISTERS = 65536, 255
-"""Of a multiprocessor of Hopper's, and of a thread at most."""
-
-
-def decode_options(
-    spec: LayerSpec, config: Config, way: str, arch: str, beside: bool = False
-) -> dict[str, Any]:
-    """Return `decode_kernel`'s launch options. `beside`: it may run beside the kernel before.
-
-    Where groups are no power of two ptxas gives several tokens a sequence more registers than as many
-    programs have as are planned for.
-    """
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if way == "few" and launches_early(arch):
-        registers = REGISTERS // (32 * config.num_warps * on_one(spec, config, way)) // 8 * 8
-        if registers < MOST_REGISTERS:
-            options["maxnreg"] = registers
-    return options | ({"launch_pdl": True} if beside else {})
 
 
 def merging_constants(

@@ -36,6 +36,7 @@ from polyattn_triton.kernels.tiles import (
     row_places,
     tile_at,
     tiles_seen,
+    times_longer,
 )
 
 
@@ -65,7 +66,7 @@ def _split_pairs(pairs, LIKE, q):
 def _attend(
     Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-    seq, kv_head, token0, query_len, seq_len, start, begin, end, step, pieces,
+    seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -73,11 +74,10 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
-    ROWS_WAY: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_WAY: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
 
-    `EVEN`: from its piece `begin` to `end`, of `pieces` that have as many key tiles, or one more.
     `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it. `ROWS_WAY`: bits,
     1 the cache has rows of bytes, 2 and 4 keys' and values' elements of even and odd places come apart,
     8 as float16 (`functions.rows`).
@@ -143,13 +143,8 @@ def _attend(
     first, last, skip_from, skip_by = tiles_seen(
         low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
     )
-    if EVEN:
-        count = last - first
-        last = first + end * count // pieces
-        first += begin * count // pieces
-    else:
-        last = tl.minimum(last, first + end)
-        first += begin
+    last = tl.minimum(last, first + end)
+    first += begin
 
     if ROPE > 0:
         TURNS = tl.load(INPUTS + TURNS_AT).to(tl.pointer_type(tl.float32))
@@ -277,7 +272,7 @@ def decode_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
     SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
-    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, EVEN: tl.constexpr,
+    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -285,8 +280,7 @@ def decode_kernel(
     splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
-    `EVEN`: WORK counts a tile's pieces, which are alike, not its key tiles. Such a launch may run beside
-    the one before, and ends after it.
+    `LONG`: pieces are of as many times the keys as `times_longer` says; 0: as WORK says.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
@@ -300,6 +294,10 @@ def decode_kernel(
         while at < stop:
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
+            if LONG > 0:
+                longer = times_longer(seq_len, LONG)
+                begin *= longer
+                end *= longer
             token0 = seq
             query_len = 1
             if FEW:
@@ -308,11 +306,10 @@ def decode_kernel(
             acc, m, l = _attend(
                 Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-                seq, kv_head, token0, query_len, seq_len, start, begin, end, 1, high - low,
+                seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
                 ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
-                EVEN,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -328,7 +325,7 @@ def decode_kernel(
             at = high
             low = high
             tile, high, seq, start = next_tile(WORK, tile, FEW)
-        if EARLY and EVEN:
+        if EARLY and FEW:  # what waits for this launch waits for one that it runs beside, too
             tl.extra.cuda.gdc_wait()
     else:
         seq = tl.program_id(0)
@@ -344,10 +341,10 @@ def decode_kernel(
         acc, m, l = _attend(
             Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step, 1,
+            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
-            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY, False,
+            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

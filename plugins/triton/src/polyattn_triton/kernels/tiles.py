@@ -252,3 +252,9 @@ def piece_of(WORK, at, stop, low, high):
 def part_at(part, kv_head, programs):
     """Where a part's rows lie in the workspace, in tiles: a KV head's parts follow one another."""
     return kv_head * 2 * programs + part
+
+
+@triton.jit
+def times_longer(seq_len, LONG: tl.constexpr):
+    """How many times as long a long sequence's pieces are (`alike.times_longer`)."""
+    return 1 + (seq_len >= LONG).to(tl.int32) + 2 * (seq_len >= 2 * LONG).to(tl.int32)
