@@ -114,9 +114,8 @@ class AlikeAttention(PlannedAttention):
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
         plans: list[AttentionPlan] = []
-        for (
-            kind
-        ) in asked:  # a class of the decode kernel runs beside another, where the chip lets it
+        for kind in asked:
+            # Classes of the decode kernel run beside each other, where the chip lets them.
             beside = sum(plan.way == "few" for plan in plans) if self.early else 0
             plans.append(self._plan_class(batch, kind, which == kind, beside=beside))
         launches = [launch for plan in plans for launch in (plan, *plan.others)]

@@ -194,7 +194,7 @@ class PlannedAttention(AttentionBackend):
         config = plan.config
         plan.variant = (
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
-            batch.causal, plan.lists is not None, plan.chosen,
+            batch.causal, plan.lists is not None, plan.chosen, plan.long,
         )  # fmt: skip
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:
