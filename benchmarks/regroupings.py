@@ -1,9 +1,11 @@
 """Do random regroupings, steps and packed calls change a bit? The kit's cases, with many draws.
 
     python benchmarks/regroupings.py NATIVE_ATTN NATIVE_MLA --draws 10000 --jobs 2 --out regroupings.jsonl
+    python benchmarks/regroupings.py TRITON_ATTN --device cuda --step 3q1s40k_q4s8191_q1s8193
 
 Each level's draws are dealt to its cases, and a case's to parts with seeds of their own. Processes run
-the parts; a line of OUT for each. Where a level divides sequences into steps, a draw is a step.
+the parts; a line of OUT for each. Where a level divides sequences into steps, a draw is a step. Sequences
+of a `--step` that are divided are so once a part, in chunks of up to 700 tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,10 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.checks import invariance
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
+from polyattn.conformance.harness import base
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
+from polyattn.tools.cli.grammar import parse_batch
 from polyattn.workload.dice import Dice
 from random_batches import revision
 
@@ -39,6 +44,12 @@ DRAWN = {
     "chunked": (4, 8),
 }
 """The checks that draw: how many `DRAWS` make one draw, and how many steps that has, about."""
+
+
+BLOCKS = 512
+"""Blocks that a cache has so many times, where shapes are to be few."""
+Job = tuple[str, str, int, int, int, str]
+"""A backend, a device, a case's number, draws, a seed, and a step in place of the case's own, if any."""
 
 
 @lru_cache
@@ -55,7 +66,10 @@ def cases_of(backend: str, device: str) -> list[Case]:
 
 
 def fill_up(tokens: int) -> None:
-    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile."""
+    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile.
+
+    And caches a multiple of `BLOCKS`.
+    """
     queries: list[int] = []
     lens_of, drawn_requests = invariance.lens_of, invariance.drawn_requests
 
@@ -69,7 +83,16 @@ def fill_up(tokens: int) -> None:
             more = -sum(queries[request] for request in requests) % tokens
             yield requests + [single[i] for i in dice.integers(0, len(single), more)]
 
+    def blocks(
+        dice: Dice, lens: Sequence[int], size: int, spare: int = 1, within: int | None = None,
+        first: int = 1,
+    ) -> Any:  # fmt: skip
+        needed = sum(-(-n // size) for n in lens) + 3
+        return drawn_blocks(dice, lens, size, spare, within or -(-needed // BLOCKS) * BLOCKS, first)
+
+    drawn_blocks = Dice.blocks
     invariance.lens_of, invariance.drawn_requests = told, filled
+    Dice.blocks = blocks  # type: ignore[method-assign]
 
 
 def start(tokens: int) -> None:
@@ -79,24 +102,39 @@ def start(tokens: int) -> None:
         fill_up(tokens)
 
 
-def one(job: tuple[str, str, int, int, int]) -> dict[str, Any]:
+class Counted(invariance.Told):
+    """Sequences that count the steps that they are asked for."""
+
+    steps = 0
+
+    def ask(self, pieces: Sequence[invariance.Piece]) -> None:
+        Counted.steps += 1
+        super().ask(pieces)
+
+
+def one(job: Job) -> dict[str, Any]:
     """Run a backend's case of a number with so many draws."""
-    backend, device, index, draws, seed = job
+    backend, device, index, draws, seed, step = job
     case, began = cases_of(backend, device)[index], time.monotonic()
-    each, steps = DRAWN[case.check]
-    invariance.DRAWS, wrong = -(-draws // steps) * each, ""
+    name, (each, steps) = case.id, DRAWN[case.check]
+    invariance.DRAWS, wrong, Counted.steps = -(-draws // steps) * each, "", 0
+    if step:
+        lengths = parse_batch(step)
+        invariance.PROMPTS["long"] = tuple(n for _, n in lengths)
+        case, invariance.Told, base.named = replace(case, batch="long"), Counted, lambda *_: lengths
     try:
         run_case(case, backend, resolve_device(device), seed)
-    except AssertionError as error:
-        wrong = str(error)[:300]
+    except Exception as error:  # one case must not end the others
+        wrong = f"{type(error).__name__}: {error}"[:300]
     seconds = round(time.monotonic() - began, 1)
-    return {
-        "backend": backend, "case": case.id, "seed": seed, "draws": draws, "wrong": wrong,
+    where = {"step": step} if step else {}
+    return where | {
+        "backend": backend, "case": name, "seed": seed, "draws": Counted.steps or draws, "wrong": wrong,
         "seconds": seconds,
     }  # fmt: skip
 
 
-def parts_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
+def parts_of(args: argparse.Namespace) -> list[Job]:
     """Return what is to run: every case's first part, then every case's second."""
     parts = []
     for backend in args.backends:
@@ -106,7 +144,14 @@ def parts_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
             if args.only in case.id:
                 draws = -(-args.draws // count[case.check])
                 parts += [
-                    (backend, args.device, index, min(args.part, draws - done), args.seed + place)
+                    (
+                        backend,
+                        args.device,
+                        index,
+                        min(args.part, draws - done),
+                        args.seed + place,
+                        args.step,
+                    )
                     for place, done in enumerate(range(0, draws, args.part))
                 ]
     return sorted(parts, key=lambda part: part[4])
@@ -123,6 +168,9 @@ def main() -> None:
     parser.add_argument("--multiple", type=int, default=1, help="of tokens, in a regrouped step")
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--seed", type=int, default=0, help="of the first parts")
+    parser.add_argument(
+        "--step", default="", help="instead of the kit's, as `polyattn bench` takes it"
+    )
     parser.add_argument("--only", default="", help="cases whose name has this, with their share")
     parser.add_argument("--out", type=Path, default=Path("regroupings.jsonl"))
     parser.add_argument("--commit", help="where there is no git")

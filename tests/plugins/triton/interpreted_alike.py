@@ -19,7 +19,7 @@ from polyattn_triton.attention import TritonAttention
 from ragged import BASE, BLOCK, DEVICE, filled
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-REQUESTS = [(1, 70), (20, 60), (1, 31), (3, 33), (24, 24)]
+REQUESTS = [(1, 70), (20, 60), (1, 31), (5, 103), (24, 24)]
 SPEC = BASE.replace(num_heads=4, num_kv_heads=1, head_size=16)
 PROMPT, CUTS = 75, (0, 40, 41, 44, 64, 75)
 
@@ -51,7 +51,8 @@ def in_any_batch(spec: LayerSpec) -> None:
         for x in (cache.key, cache.value)
     ]
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
-    backend.num_sms, backend.piece, alike.PIECE = 132, 32, 32
+    backend.num_sms, backend.piece, backend.tall_piece, alike.PIECE = 132, 32, 32, 32
+    backend.early = True  # drafts beside decodes, in a workspace of their own
     alike.SIZES, alike.START, alike.MERGE, alike.PART = np.array([32]), 0, 0, 0
 
     def step(chosen: list[int]) -> list[Any]:
@@ -64,9 +65,11 @@ def in_any_batch(spec: LayerSpec) -> None:
     kinds = backend.classes(Batch([0, 20, 44], [60, 24], table[[1, 4]])).tolist()
     assert kinds == [-32, alike.FRESH]
     alone = [step([i])[0] for i in range(len(REQUESTS))]
+    assert not backend.spaces[1].parts.numel()
     for chosen in ([0, 1, 2, 3, 4], [4, 3, 0, 0]):
         for i, found in zip(chosen, step(chosen), strict=True):
             same(found, alone[i])
+    assert backend.spaces[1].parts.numel()
 
 
 def in_any_steps(spec: LayerSpec) -> None:

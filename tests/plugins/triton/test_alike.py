@@ -160,6 +160,21 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     assert mistral.long == 0
 
 
+def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of their own, where a launch may begin before the last one ends: one of each class."""
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    backend.room, lens = 1 << 21, [(300, 9000), (1, 5000), (8, 5000), (8, 5000), (8, 5000)]
+    plans = plans_of(backend, lens)
+    assert [(plan.way, plan.beside) for plan in plans] == [
+        ("pieces", 0), ("few", 0), ("few", 1), ("few", 0), ("few", 0),
+    ]  # fmt: skip
+    assert [plan.kept.tensors[0] is backend.spaces[1].parts for plan in plans[1:4]] == [0, 1, 0]
+    backend.early = False
+    assert not any(plan.beside for plan in plans_of(backend, lens))
+
+
 def test_prefills_are_cut_where_they_end_sooner() -> None:
     """Beside what a simulation says: the pieces dealt out, the longest first, to programs as they end."""
     from heapq import heapreplace

@@ -44,8 +44,8 @@ four times: it fills a chip by itself, and a row's parts are merged by one progr
 TALL_PIECE = 1024
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
 LOW = 16
-"""Rows of a low tile of drafts. Taller ones are all of one height, since each launch takes about 12 us
-beside its keys: 32 requests of 1 to 8 new tokens, in launches of three heights, took 71 us on an H200."""
+"""Rows of a low tile of drafts. Taller ones are all of one height: 32 requests of 1 to 8 new tokens took
+59 us on an H100 in launches of three heights beside each other, of two 49."""
 START, MERGE, PART = 128, 768, 3
 """What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
 merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
@@ -113,7 +113,11 @@ class AlikeAttention(PlannedAttention):
             return self._plan_any_step(batch)
         which = self.classes(batch)
         asked = np.unique(which[batch.host_query_lens > 0]).tolist() or [WHOLE]
-        plans = [self._plan_class(batch, kind, which == kind) for kind in asked]
+        plans: list[AttentionPlan] = []
+        for kind in asked:
+            # Classes of the decode kernel run beside each other, where the chip lets them.
+            beside = sum(plan.way == "few" for plan in plans) if self.early else 0
+            plans.append(self._plan_class(batch, kind, which == kind, beside=beside))
         launches = [launch for plan in plans for launch in (plan, *plan.others)]
         launches[0].others = launches[1:]
         return launches[0]
@@ -181,11 +185,11 @@ class AlikeAttention(PlannedAttention):
         return found
 
     def _plan_class(
-        self, batch: Batch, kind: int, mine: Ints, portable: bool = False
+        self, batch: Batch, kind: int, mine: Ints, portable: bool = False, beside: int = 0
     ) -> AttentionPlan:
-        """Plan the requests of one class; `portable`: not to Hopper's own prefill."""
+        """Plan the requests of one class; `portable`: not to Hopper's own prefill. `beside`: a plan's."""
         plan, spec = AttentionPlan(batch, self._none), self.spec
-        plan.requests = kind, mine
+        plan.requests, plan.beside = (kind, mine), beside
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
@@ -231,6 +235,7 @@ class AlikeAttention(PlannedAttention):
         launches = []
         for some in launches_of(ends, room):
             launches.append(copy(plan))
+            launches[-1].beside = 0 if launches[:-1] else plan.beside
             mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
             if plan.requests is not None:
                 kind, asked = plan.requests
@@ -273,7 +278,7 @@ class AlikeAttention(PlannedAttention):
             if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
                 parts = max(dealt.parts, FEW_PARTS + 1)
                 plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
-                self._reserve(plan.rows, dealt.programs * heads)
+                self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
         host = staged(dealt.size(tiles), self.torch_device)

@@ -213,22 +213,33 @@ class TritonAttention(AlikeAttention):
             self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
             return
         assert isinstance(plan, AttentionPlan)
+        parted: list[AttentionPlan] = []
         for launch in (plan, *plan.others):
+            if not launch.beside:
+                self._merge_all(parted, frame)
             if launch.grid[0]:
-                self._launch(launch, frame)
+                ran = self._launch(launch, frame)
+                if ran.merging is not None:
+                    parted.append(ran)
+        self._merge_all(parted, frame)
 
-    def _launch(self, plan: AttentionPlan, frame: Frame) -> None:
+    def _launch(self, plan: AttentionPlan, frame: Frame) -> AttentionPlan:
+        """Attend; returns the plan that ran."""
         query, cache, params = frame.query, frame.cache, frame.params
         out, lse = frame.out, frame.lse
         if plan.way in ("prefill", "pieces"):
-            plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
-        else:
-            assert cache is not None
-            self._decode(plan, query, cache, params, out, lse)
-        if plan.merging is not None:
-            source = cache.key if cache is not None else frame.key
+            return self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
+        assert cache is not None
+        self._decode(plan, query, cache, params, out, lse)
+        return plan
+
+    def _merge_all(self, plans: list[AttentionPlan], frame: Frame) -> None:
+        """Merge what plans have cut, and forget them."""
+        for plan in plans:
+            source = frame.key if frame.cache is None else frame.cache.key
             assert source is not None
-            self.merge(plan, params, out, lse, source.dtype.itemsize == 1)
+            self.merge(plan, frame.params, frame.out, frame.lse, source.dtype.itemsize == 1)
+        plans.clear()
 
     def _prefill(
         self,
@@ -438,7 +449,7 @@ class TritonAttention(AlikeAttention):
         `dtypes`: of queries and of the cache. `alignment`: the cache's. `packed`: the kernel is
         `hopper.packed`'s.
         """
-        which = plan.variant, plan.rows, strides, dtypes, lse, alignment, packed
+        which = plan.variant, plan.rows, strides, dtypes, lse, alignment, packed, plan.beside > 0
         site = self._sites.get(which)
         if site is None and packed:
             assert self.cache is not None
@@ -455,6 +466,8 @@ class TritonAttention(AlikeAttention):
                 self._rows(alignment, True), plan.long,
             )  # fmt: skip
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+            if plan.beside:
+                site.options["launch_pdl"] = True
         return site
 
     def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:

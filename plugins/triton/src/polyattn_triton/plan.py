@@ -23,13 +23,14 @@ class AttentionPlan(Plan):
     `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
     requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
     of rows the key tiles that a mask shows (`tile_lists`). `long`: keys from which on a sequence's pieces
-    are longer; 0: all are alike. `chosen`: the batch is over chosen pages, and
-    needs no mask.
+    are longer; 0: all are alike. `beside`: how many launches before it it runs beside, each in a
+    workspace of its own. `chosen`: the batch is over chosen pages, and needs no mask.
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "long", "merging",
-        "others", "portable", "requests", "rows", "splits", "table", "variant", "way", "widening", "work",
+        "at_once", "beside", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "long",
+        "merging", "others", "portable", "requests", "rows", "splits", "table", "variant", "way",
+        "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
@@ -45,7 +46,7 @@ class AttentionPlan(Plan):
         self.inputs: dict[Any, Tensor] = {}
         self.lists: Tensor | None = None
         self.chosen = False
-        self.at_once = self.long = 0
+        self.at_once = self.beside = self.long = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None
         self.requests: tuple[int, Any] | None = None

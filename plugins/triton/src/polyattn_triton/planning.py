@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,8 @@ class PlannedAttention(AttentionBackend):
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
         self.quantized = storage_dtype(spec.stored_dtype).itemsize == 1
-        self.workspace = Workspace(self.torch_device)
+        self.spaces: dict[int, Workspace] = defaultdict(partial(Workspace, self.torch_device))
+        self.workspace = self.spaces[0]
         self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
@@ -176,7 +178,7 @@ class PlannedAttention(AttentionBackend):
     def _keep(self, plan: AttentionPlan) -> None:
         """Collect what a plan's launches have in common, once all of it is planned."""
         batch, table = plan.batch, plan.batch.block_table
-        space, none, starts = self.workspace, self._none, batch.query_start_loc
+        space, none, starts = self.spaces[plan.beside], self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
             keys = self._key_starts(batch) if plan.fresh else none
@@ -474,9 +476,10 @@ class PlannedAttention(AttentionBackend):
         plan.work = sent(host, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.places))
 
-    def _reserve(self, rows: int, programs: int) -> None:
+    def _reserve(self, rows: int, programs: int, beside: int = 0) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
-        self.workspace.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
+        space = self.spaces[beside]
+        space.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
 
     def _key_starts(self, batch: Batch) -> Tensor:
         """Return where sequences' own keys start, on the device."""

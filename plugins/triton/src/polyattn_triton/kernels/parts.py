@@ -134,6 +134,8 @@ def merge_kernel(
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
     """
+    if EARLY:  # the merge of the next class may be scheduled, too
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
@@ -156,14 +158,14 @@ def merge_kernel(
         mine = True
         count = programs
         part = (seq * tl.num_programs(2) + kv_head) * programs
+    token0 = seq
+    query_len = 1
+    if not BY_TOKEN:
+        token0 = tl.load(STARTS + seq, mask=mine, other=0)
+        query_len = tl.load(STARTS + seq + 1, mask=mine, other=0) - token0
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     if mine:
-        token0 = seq
-        query_len = 1
-        if not BY_TOKEN:
-            token0 = tl.load(STARTS + seq)
-            query_len = tl.load(STARTS + seq + 1) - token0
         rows = tl.program_id(1) // SLICES * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1) % SLICES * BLOCK_DV
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
