@@ -652,10 +652,10 @@ class Language:
             "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
             "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
             "warpgroup_mma_wait": self.wgmma_wait,
-            "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box),
+            "async_load_box": self.copy_box, "async_load": self.copy_async,
             "units_layout": nothing, "words_layout": nothing,
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.copy_async, wait_group=self.wait_group,
+                wait_group=self.wait_group,
                 commit_group=lambda: self.machine.groups.append([]),
             ),
             "mma_v2": lambda a, b, acc: Value(a.a @ b.a + acc.a, "float32"),

@@ -72,6 +72,8 @@ def operands(dtype: gl.dtype, paired: bool) -> list[tuple[str, str]]:
             re.search(r"\bmov\.b(32|16)\b", line) and len(words) == 2 and words[1] in known
         ):
             known[words[0]] = known[words[1]]
+        elif re.search(r"\bmov\.b32\b", line) and len(words) == 2 and words[1] in halves:
+            halves[words[0]] = halves[words[1]]
         elif re.search(r"\bmov\.b32\b", line) and len(words) == 3 and "{" in line:
             if line.index("{") > line.index(words[0]):  # joined
                 halves[words[0]] = (known[words[1]], known[words[2]])

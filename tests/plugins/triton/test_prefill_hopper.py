@@ -78,13 +78,13 @@ def layouts() -> dict[str, torch.Tensor]:
         return torch.arange(int(np.prod(shape)), dtype=torch.int16).view(shape)
 
     return {
-        "NHD": numbered(5, 16, 4, 8),
-        "HND": numbered(5, 4, 16, 8).transpose(1, 2),
-        "keys beside values": numbered(5, 2, 16, 4, 8)[:, 1],
-        "values after keys": numbered(2, 5, 16, 4, 8)[1],
-        "in one row": numbered(5, 16, 2, 4, 8)[:, :, 1],
-        "by token": numbered(37, 4, 8),
-        "fused": numbered(37, 12, 8)[:, 4:8],
+        "NHD": numbered(5, 16, 4, 64),
+        "HND": numbered(5, 4, 16, 64).transpose(1, 2),
+        "keys beside values": numbered(5, 2, 16, 4, 64)[:, 1],
+        "values after keys": numbered(2, 5, 16, 4, 64)[1],
+        "in one row": numbered(5, 16, 2, 4, 64)[:, :, 1],
+        "by token": numbered(37, 4, 64),
+        "fused": numbered(37, 12, 64)[:, 4:8],
     }
 
 

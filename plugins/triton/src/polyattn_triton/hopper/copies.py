@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from polyattn_triton.hopper.items import advance, begin, bounds
+from polyattn_triton.hopper.names import async_load_box
 
 
 @gluon.jit
@@ -40,7 +41,7 @@ def copy_tile(
     mbarrier.expect(full, BLOCK_N * D * 2)
     for box in gl.static_range(BLOCK_N // BOX):
         row = gl.sum(gl.where(lane == box, rows, 0), 0)
-        tma.async_copy_global_to_shared(DESCRIPTOR, [row, column], full, to.slice(box * BOX, BOX))
+        async_load_box(DESCRIPTOR, [row, column], full, to.slice(box * BOX, BOX))
 
 
 @gluon.jit

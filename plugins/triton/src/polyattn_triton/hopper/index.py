@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyattn_triton.hopper.rows import barrier
+from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.kernels.choice import place_of
 
 
@@ -94,7 +94,7 @@ def _copy_keys(to, KEYS, block, page, key, end, PAGE_SIZE: gl.constexpr):
     dd = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
     if key < end:
         ROWS = KEYS + block.to(gl.int64) * page + key % PAGE_SIZE * D
-        async_copy.async_copy_global_to_shared(to, ROWS + (ee[:, None] * D + dd[None, :]))
+        async_load(to, ROWS + (ee[:, None] * D + dd[None, :]))
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def _copy_scales(to, SCALES, block, page, key, end, PAGE_SIZE: gl.constexpr, SCA
         ee = gl.arange(0, to.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
         if key < end:
             AT = SCALES + block.to(gl.int64) * page + key % PAGE_SIZE
-            async_copy.async_copy_global_to_shared(to, AT + ee)
+            async_load(to, AT + ee)
     async_copy.commit_group()
 
 

@@ -33,8 +33,8 @@ from polyattn_triton.hopper.latent_copies import (
     produce,
 )
 from polyattn_triton.hopper.mla import store_part, store_whole
+from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
-from polyattn_triton.hopper.rows import barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -50,7 +50,7 @@ def _query(q, FROM, STEP, at, stop, seq, start, COLUMN: gl.constexpr, HEADS: gl.
         row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
         offs = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
         places = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
-        async_copy.async_copy_global_to_shared(
+        async_load(
             q,
             Q + places[:, None] + offs[None, :],
             mask=(row < rows)[:, None] & (offs >= 0)[None, :],

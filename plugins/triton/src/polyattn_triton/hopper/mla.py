@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from polyattn_triton.hopper.rows import barrier
+from polyattn_triton.hopper.names import async_load, barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -61,7 +61,7 @@ def _copy(
     else:
         inside = at < length
         row = blocks.to(gl.int64) * kv_b + (at % BLOCK_SIZE) * kv_t
-    async_copy.async_copy_global_to_shared(
+    async_load(
         to, KV + row[:, None] + offs[None, :], mask=inside[:, None] & (offs < WIDTH)[None, :]
     )
 
@@ -110,7 +110,7 @@ def _attend(
     row_w = start + gl.arange(0, BLOCK_H, layout=WIDE_ROW)
     offs_w = gl.arange(0, RANK, layout=gl.SliceLayout(0, WIDE))
     q_w = (token0 + row_w // HEADS).to(gl.int64) * q_t + row_w % HEADS * q_h
-    async_copy.async_copy_global_to_shared(
+    async_load(
         q_smem,
         Q + q_w[:, None] + offs_w[None, :],
         mask=(row_w < queries)[:, None] & (offs_w < RANK)[None, :],
@@ -118,7 +118,7 @@ def _attend(
     row_n = start + gl.arange(0, BLOCK_H, layout=NARROW_ROW)
     offs_n = gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
     q_n = (token0 + row_n // HEADS).to(gl.int64) * q_t + row_n % HEADS * q_h
-    async_copy.async_copy_global_to_shared(
+    async_load(
         q_rope_smem,
         Q + RANK + q_n[:, None] + offs_n[None, :],
         mask=(row_n < queries)[:, None] & (offs_n < ROPE)[None, :],

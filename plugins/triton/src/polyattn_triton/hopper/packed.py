@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.names import barrier
 from polyattn_triton.hopper.packed_rows import (
     E4M3,
     INT4,
@@ -38,7 +39,6 @@ from polyattn_triton.hopper.packed_rows import (
     word_of,
     words_layout,
 )
-from polyattn_triton.hopper.rows import barrier
 from polyattn_triton.hopper.unpacking import (
     BELOW,
     BESIDE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from polyattn_triton.hopper.names import async_load
 
 INT4, NVFP4, MXFP4, KIVI4, KIVI2, E4M3, E4M3_ROWS, INT8_ROWS, LEVELS = (
     gl.constexpr(n) for n in range(9)
@@ -122,14 +123,14 @@ def copy_tile(
     FROM = ROWS + _origins(blocks, tile, row, b, t, BLOCK_N, BLOCK_SIZE) + of_row
     to = codes.index(slot)
     if FORM >= E4M3:
-        async_copy.async_copy_global_to_shared(to, FROM, mask=(row < left)[:, None])
+        async_load(to, FROM, mask=(row < left)[:, None])
     else:
-        async_copy.async_copy_global_to_shared(to, FROM)
+        async_load(to, FROM)
     if FORM != E4M3:
         line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LINE))
         each = gl.arange(0, scale_words(FORM), layout=gl.SliceLayout(0, LINE))
         FROM = ROWS + _origins(blocks, tile, line, b, t, BLOCK_N, BLOCK_SIZE)
-        async_copy.async_copy_global_to_shared(
+        async_load(
             scales.index(slot),
             FROM + WORDS + (line % 16 * t)[:, None] + each[None, :],
             mask=(line < left)[:, None],

@@ -24,7 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper.copies import produce
 from polyattn_triton.hopper.items import advance, begin, bounds, part_of
-from polyattn_triton.hopper.rows import barrier, load_query, store_part, store_rows
+from polyattn_triton.hopper.names import barrier
+from polyattn_triton.hopper.rows import load_query, store_part, store_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

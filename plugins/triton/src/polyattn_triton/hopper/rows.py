@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from polyattn_triton.hopper.names import async_load, barrier
+
 LN2 = gl.constexpr(0.6931471805599453)
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Gluon's barrier of a program's threads: Triton 3.8.0 has renamed `thread_barrier`."""
 
 
 @gluon.jit
@@ -18,7 +18,7 @@ def load_query(q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, 
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
     at = (token0 + row // G).to(gl.int64) * q_t + (head * G + row % G) * q_h
-    async_copy.async_copy_global_to_shared(
+    async_load(
         q,
         Q + at[:, None] + offs[None, :],
         mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
