@@ -8,6 +8,7 @@ many pieces a step was cut.
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ SPECS = {
 }  # fmt: skip
 # Chunks are long where products are of 16 bits.
 SPECS["gdn float16"] = SPECS["gdn"].replace(num_heads=4, dtype="float16")
+SPECS |= {f"{kind} float16": SPECS[kind].replace(dtype="float16") for kind in ("kda", "rwkv7")}
 STEPS = {
     "long chunks": ([70, 64, 1, 0], [70, 90, 9, 5]),
     "chunks": ([19, 16, 1, 0], [19, 20, 9, 5]),
@@ -78,6 +80,8 @@ CASES = [
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
     *(("gdn float16", "long chunks", change) for change in (None, all_forget)),
+    *((f"{kind} float16", "long chunks", change) for kind in ("kda", "rwkv7")
+      for change in (None, partial(every_seventh, -math.inf), partial(every_seventh, 0.0))),
 ]  # fmt: skip
 
 

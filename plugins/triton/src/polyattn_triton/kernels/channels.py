@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.delta import solved
-from polyattn_triton.kernels.scan import chunk_of, sequence_of
+from polyattn_triton.kernels.scan import chunk_of, sequence_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
-
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1000.0)
@@ -190,9 +189,7 @@ def chunk_kernel(
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
     k_ok = (kk < KS)[None, :]
-    v_ok = (vv < VS)[:, None]
-    place = STATE + slot * st_s + head * st_h + kk[None, :] * VS + vv[:, None]
-    h = tl.load(place, mask=k_ok & v_ok & begun, other=0.0).to(tl.float32)
+    place, there, h = state_of(STATE + slot * st_s + head * st_h, kk, vv, begun, KS, VS)
     kind: tl.constexpr = V.dtype.element_ty
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
@@ -232,6 +229,6 @@ def chunk_kernel(
         tl.store(
             OUT + row[None, :] * o_t + head * o_h + vv[:, None],
             (y * scale).to(OUT.dtype.element_ty),
-            mask=(at < count)[None, :] & v_ok,
+            mask=(at < count)[None, :] & (vv < VS)[:, None],
         )
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok & v_ok)
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

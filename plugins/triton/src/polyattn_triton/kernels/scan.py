@@ -33,6 +33,14 @@ def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
 
 
 @triton.jit
+def state_of(STATE, kk, vv, begun, KS: tl.constexpr, VS: tl.constexpr):
+    """A program's part of a head's state as (values, keys): its place, what is there of it, float32."""
+    place = STATE + kk[None, :] * VS + vv[:, None]
+    there = (kk < KS)[None, :] & (vv < VS)[:, None]
+    return place, there, tl.load(place, mask=there & begun, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _softplus(x):
     """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
 
