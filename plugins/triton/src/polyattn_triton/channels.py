@@ -20,6 +20,8 @@ from polyattn_triton.selective import Pieces
 VALUES, OF_128 = 32, 64
 """Value channels that a program holds which takes a token at a time, each with all keys; and with 128
 keys (H100, decode of 128: KDA's 198 us, 219 with 32; RWKV-7's of 64 keys 69, 72 with 64)."""
+PAIR_COLUMNS = 64
+"""Key channels that `pair_kernel` takes at once."""
 TOKEN_OPTIONS = {"num_warps": 4, "num_stages": 1}
 INPUTS = {
     AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
@@ -62,6 +64,7 @@ def pair_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     return (
         spec.num_heads // spec.num_kv_heads, keys, power(keys), chunk,
         spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm, chunk.bit_length() - 1,
+        min(PAIR_COLUMNS, power(keys)),
     )  # fmt: skip
 
 

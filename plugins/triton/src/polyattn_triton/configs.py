@@ -280,18 +280,14 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.MAMBA2, "prefill"): ScanConfig(64, 64, 4, 2),  # H200: 1087 us at 8 x 4,096
     (AttentionKind.LINEAR, "prefill"): ScanConfig(64, 64, 4, 2),
     (AttentionKind.GDN, "prefill"): ScanConfig(64, 64, 4, 1),
-    (AttentionKind.KDA, "prefill"): ScanConfig(64, 32, 4, 3),  # H100: 2,726 us at 8 x 4,096
-    (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 32, 4, 3),  # H100: 2,050 us at 8 x 4,096
+    (AttentionKind.KDA, "prefill"): ScanConfig(128, 16, 8, 3),  # H100: 2,726 us at 8 x 4,096
+    (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,050 us at 8 x 4,096
     (AttentionKind.MAMBA2, "decode"): ScanConfig(64, 1, 4, 1),
     (AttentionKind.LINEAR, "decode"): ScanConfig(64, 1, 4, 1),
     (AttentionKind.GDN, "decode"): ScanConfig(64, 1, 4, 1),
 }
 """By kind and phase, whatever the chip."""
-FEW_TOKENS = {
-    AttentionKind.GDN: ScanConfig(64, 16, 4, 1),
-    AttentionKind.KDA: ScanConfig(64, 16, 4, 3),
-    AttentionKind.RWKV7: ScanConfig(64, 16, 4, 3),
-}
+FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}
 """Where products are of float32, keys are wide, or a multiprocessor has less than 228 KiB for tiles."""
 
 
