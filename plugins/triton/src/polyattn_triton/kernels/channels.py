@@ -25,14 +25,14 @@ def _decays(marks, g, kind: tl.constexpr):
     """Return what each token decays over the tokens that its row of `marks` has.
 
     Sums of log decays as a product: none is the difference of two sums. Of float32 a layer of 16 bits
-    takes 16 bits.
+    takes two halves of 11 bits each.
     """
     if kind == tl.float32:
         total = tl.dot(marks.to(tl.float32), g.to(tl.float32), input_precision="ieee")
     elif g.dtype == tl.float32:
-        marks = marks.to(tl.bfloat16)
-        most = g.to(tl.bfloat16)
-        total = tl.dot(marks, (g - most.to(tl.float32)).to(tl.bfloat16))
+        marks = marks.to(tl.float16)
+        most = g.to(tl.float16)
+        total = tl.dot(marks, (g - most.to(tl.float32)).to(tl.float16))
         total = tl.dot(marks, most, total)
     else:
         total = tl.dot(marks.to(g.dtype), g)
