@@ -61,11 +61,9 @@ def pair_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     """Return `pair_kernel`'s constants, in its order."""
     assert spec.recurrent is not None
     keys, chunk = spec.head_size, prompt_config(spec, arch).chunk
-    return (
-        spec.num_heads // spec.num_kv_heads, keys, power(keys), chunk,
-        spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm, chunk.bit_length() - 1,
-        min(PAIR_COLUMNS, power(keys)),
-    )  # fmt: skip
+    sizes = (spec.num_heads // spec.num_kv_heads, keys, power(keys), chunk)
+    delta, levels = spec.kind is AttentionKind.KDA, chunk.bit_length() - 1
+    return *sizes, delta, spec.recurrent.qk_norm, levels, min(PAIR_COLUMNS, power(keys))
 
 
 def pair_options(spec: LayerSpec, arch: str) -> dict[str, int]:
