@@ -11,6 +11,7 @@ from polyattn_triton.channels import (
     chunk_constants,
     pair_constants,
     pair_options,
+    walk_options,
 )
 from polyattn_triton.configs import SCANS, prompt_config
 from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_constants
@@ -126,8 +127,7 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
         return compile_kernel(
             pair_kernel, pointers, pair_constants(spec, arch), arch, pair_options(spec, arch)
         )
-    config = prompt_config(spec, arch)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = walk_options(spec, arch)
     return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +15,15 @@ from polyattn_triton.configs import prompt_config
 from polyattn_triton.functions.pointwise import features
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.selective import Pieces
 
 VALUES, OF_128 = 32, 64
 """Value channels that a program holds which takes a token at a time, each with all keys; and with 128
 keys (H100, decode of 128: KDA's 198 us, 219 with 32; RWKV-7's of 64 keys 69, 72 with 64)."""
-PAIR_COLUMNS = 64
-"""Key channels that `pair_kernel` takes at once."""
+MANY = 2
+"""Programs of a walk that a multiprocessor's registers hold, with keys of 128: of more, each has half the
+warps (H200, 512 of them 803 us for 988, while 64 take 1,054 for 793)."""
 TOKEN_OPTIONS = {"num_warps": 4, "num_stages": 1}
 INPUTS = {
     AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
@@ -62,8 +64,7 @@ def pair_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     assert spec.recurrent is not None
     keys, chunk = spec.head_size, prompt_config(spec, arch).chunk
     sizes = (spec.num_heads // spec.num_kv_heads, keys, power(keys), chunk)
-    delta, levels = spec.kind is AttentionKind.KDA, chunk.bit_length() - 1
-    return *sizes, delta, spec.recurrent.qk_norm, levels, min(PAIR_COLUMNS, power(keys))
+    return *sizes, spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm, chunk.bit_length() - 1
 
 
 def pair_options(spec: LayerSpec, arch: str) -> dict[str, int]:
@@ -112,6 +113,16 @@ def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2])
 
 
+def walk_options(spec: LayerSpec, arch: str, each: float = 0.0) -> dict[str, int]:
+    """Return the options that `chunk_kernel` is launched with. `each`: programs of a multiprocessor.
+
+    They don't depend on the batch where bits may not.
+    """
+    config = prompt_config(spec, arch)
+    many = each > MANY and power(spec.head_size) == 128 and not spec.batch_invariant
+    return {"num_warps": config.num_warps // (2 if many else 1), "num_stages": config.num_stages}
+
+
 class Channels:
     """Launches a prefill; holds the chunks' matrices. One stream uses it at a time."""
 
@@ -149,12 +160,13 @@ class Channels:
             pair_constants(spec, self.arch),
             pair_options(spec, self.arch),
         )
+        grid = (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3]))
         _chunk(
-            (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3])),
+            grid,
             (v, work, whole, out, states, *meta),
             (spec.scale,),
             (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
             (),
             self.constants,
-            {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},
+            walk_options(spec, self.arch, math.prod(grid) / multiprocessors(q.device)),
         )

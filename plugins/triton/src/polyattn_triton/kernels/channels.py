@@ -40,8 +40,8 @@ def _decays(marks, g, kind: tl.constexpr):
 
 
 @triton.jit
-def _unit(ROWS, columns, held, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """What makes the norm of rows 1, and what then makes them what they were, or are to be."""
+def _rows(ROWS, columns, held, narrow: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Rows of norm 1, and what then makes them what they were, or are to be."""
     x = load_tile(ROWS, columns, held, SIZE).to(tl.float32)
     squares = tl.sum(x * x, 1)
     if NORM:
@@ -50,12 +50,7 @@ def _unit(ROWS, columns, held, SIZE: tl.constexpr, NORM: tl.constexpr):
     else:
         size = tl.sqrt(squares)
         unit = tl.where(squares > 0.0, 1.0 / size, 0.0)
-    return unit, size
-
-
-@triton.jit
-def _rows(ROWS, columns, held, unit, narrow: tl.constexpr, SIZE: tl.constexpr):
-    return (load_tile(ROWS, columns, held, SIZE).to(tl.float32) * unit[:, None]).to(narrow)
+    return (x * unit[:, None]).to(narrow), size
 
 
 @triton.jit
@@ -76,7 +71,7 @@ def pair_kernel(
     Q, K, G, BETA, A, B, WORK, WHOLE, STARTS, STATE_SLOTS, TILE_SEQ, TILE_START,
     q_t, q_g, k_t, k_g, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, w_t, w_h,
     EACH: tl.constexpr, KS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    DELTA: tl.constexpr, NORM: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """What a chunk's tokens read of each other, and all that decays. Grid: (chunks, heads).
 
@@ -98,68 +93,54 @@ def pair_kernel(
     row = begin.to(tl.int64) + rows
     kind: tl.constexpr = WORK.dtype.element_ty
     narrow: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
-    Q += row * q_t + group * q_g
-    K += row * k_t + group * k_g
-    G += row * g_t + head * g_h
-    A += row * a_t + head * a_h
-    B += row * b_t + head * b_h
-    every = tl.arange(0, BLOCK_K)
-    unit_q, size_q = _unit(Q, every, there, KS, NORM)
-    unit_k, size_k = _unit(K, every, there, KS, NORM)
+    kk = tl.arange(0, BLOCK_K)
+    g = load_tile(G + row * g_t + head * g_h, kk, there, KS)
+    g = tl.where(g < LEAST, LEAST, g).to(G.dtype.element_ty)
+    q, size_q = _rows(Q + row * q_t + group * q_g, kk, there, narrow, KS, NORM)
+    k, size_k = _rows(K + row * k_t + group * k_g, kk, there, narrow, KS, NORM)
     i = rows[:, None]
     j = rows[None, :]
     apart = i ^ j
     low = tl.zeros([CHUNK, CHUNK], tl.float32)
-    pairs = low
+    pairs = tl.where(apart == 0, _times(q, k), 0.0)
     if not DELTA:
-        unit_a, size_a = _unit(A, every, there, KS, False)
-        unit_b, size_b = _unit(B, every, there, KS, False)
-        low_k = low
-        pairs_b = low
+        a, size_a = _rows(A + row * a_t + head * a_h, kk, there, narrow, KS, False)
+        b, size_b = _rows(B + row * b_t + head * b_h, kk, there, narrow, KS, False)
+        low_k = tl.zeros([CHUNK, CHUNK], tl.float32)
+        pairs_b = tl.where(apart == 0, _times(q, b), 0.0)
+    for level in range(LEVELS):
+        near = (apart >> level) == 0  # in one half of a block of two
+        upper = ((i >> level) & 1) == 1
+        across = ((apart >> level) == 1) & (i > j)
+        decay = _decays(near & ((i >= j) == upper), g, kind).to(narrow)
+        columns = k * decay
+        pairs += tl.where(across, _times(q * decay, columns), 0.0)
+        if DELTA:
+            low += tl.where(across, _times(columns, columns), 0.0)
+        else:
+            before = _decays(near & ((i > j) == upper), g, kind).to(narrow)
+            reads = a * before
+            low_k += tl.where(across, _times(reads, columns), 0.0)
+            columns = b * decay
+            low += tl.where(across, _times(reads, columns), 0.0)
+            pairs_b += tl.where(across, _times(q * decay, columns), 0.0)
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
-    WHOLE += whole_place(seq, begin, head, tl.num_programs(1), KS, CHUNK)
     ok = there[:, None]
-    for first in range(0, BLOCK_K, BLOCK):
-        kk = first + tl.arange(0, BLOCK)
-        g = load_tile(G, kk, there, KS)
-        g = tl.where(g < LEAST, LEAST, g).to(G.dtype.element_ty)
-        q = _rows(Q, kk, there, unit_q, narrow, KS)
-        k = _rows(K, kk, there, unit_k, narrow, KS)
-        pairs += tl.where(apart == 0, _times(q, k), 0.0)
-        if not DELTA:
-            a = _rows(A, kk, there, unit_a, narrow, KS)
-            b = _rows(B, kk, there, unit_b, narrow, KS)
-            pairs_b += tl.where(apart == 0, _times(q, b), 0.0)
-        for level in tl.static_range(LEVELS):
-            near = (apart >> level) == 0  # in one half of a block of two
-            upper = ((i >> level) & 1) == 1
-            across = ((apart >> level) == 1) & (i > j)
-            decay = _decays(near & ((i >= j) == upper), g, kind).to(narrow)
-            columns = k * decay
-            pairs += tl.where(across, _times(q * decay, columns), 0.0)
-            if DELTA:
-                low += tl.where(across, _times(columns, columns), 0.0)
-            else:
-                before = _decays(near & ((i > j) == upper), g, kind).to(narrow)
-                reads = a * before
-                low_k += tl.where(across, _times(reads, columns), 0.0)
-                columns = b * decay
-                low += tl.where(across, _times(reads, columns), 0.0)
-                pairs_b += tl.where(across, _times(q * decay, columns), 0.0)
-        wide = WORK + row[:, None] * w_t + WIDE + kk[None, :]
-        wide_ok = ok & (kk < KS)[None, :]
-        since = _decays(i >= j, g, kind)
-        _store(wide, q, size_q, since, wide_ok, NORM)
-        if DELTA:
-            _store(wide + KS, k, size_k, since, wide_ok, NORM)
-        last = (i == CHUNK - 1) & (kk < KS)[None, :]
-        tl.store(WHOLE + kk[None, :] + tl.zeros_like(i), since, mask=last)
-        until = _decays(i < j, g, kind)
-        if not DELTA:
-            _store(wide + KS, a, size_a, _decays(i > j, g, kind), wide_ok, NORM)
-            _store(wide + 2 * KS, b, size_b, until, wide_ok, NORM)
-        _store(wide + (2 if DELTA else 3) * KS, k, size_k, until, wide_ok, NORM)
+    wide = WORK + row[:, None] * w_t + WIDE + kk[None, :]
+    wide_ok = ok & (kk < KS)[None, :]
+    since = _decays(i >= j, g, kind)
+    _store(wide, q, size_q, since, wide_ok, NORM)
+    if DELTA:
+        _store(wide + KS, k, size_k, since, wide_ok, NORM)
+    place = WHOLE + whole_place(seq, begin, head, tl.num_programs(1), KS, CHUNK)
+    last = (i == CHUNK - 1) & (kk < KS)[None, :]
+    tl.store(place + kk[None, :] + tl.zeros_like(i), since, mask=last)
+    until = _decays(i < j, g, kind)
+    if not DELTA:
+        _store(wide + KS, a, size_a, _decays(i > j, g, kind), wide_ok, NORM)
+        _store(wide + 2 * KS, b, size_b, until, wide_ok, NORM)
+    _store(wide + (2 if DELTA else 3) * KS, k, size_k, until, wide_ok, NORM)
     work = WORK + row[:, None] * w_t + j
     if not NORM:
         pairs *= size_q[:, None] * size_k[None, :]

@@ -182,13 +182,19 @@ def selective_kernel(
             step = _over(dt, GROUPS)
             b = _values(here[4 * i + 2], PACK)
             c = _values(here[4 * i + 3], PACK)
+            # Two sums: of one each addition waits for the one before.
             y = skip * _over(x, GROUPS)
+            odd = tl.zeros_like(y)
             after = ()
             for j in tl.static_range(PER):
                 s = tl.exp2(step * a[j]) * h[j] + gain * _each(b[j], GROUPS)
-                y += s * _each(c[j], GROUPS)
+                if j % 2 == 0:
+                    y += s * _each(c[j], GROUPS)
+                else:
+                    odd += s * _each(c[j], GROUPS)
                 after = after + (s,)  # type: ignore[assignment]  # noqa: RUF005
             h = after
+            y += odd
             if PART == "left":
                 steps += dt
             else:
