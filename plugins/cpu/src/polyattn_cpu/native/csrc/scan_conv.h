@@ -51,7 +51,6 @@ struct Conv {
     take_state(state, seq.before);
     for (int64_t start = seq.first; start < seq.last; start += SCAN_TOKENS) {
       const int some = (int)(seq.last - start < SCAN_TOKENS ? seq.last - start : SCAN_TOKENS);
-      for (int64_t t = start + SCAN_TOKENS; t < seq.last && t < start + 2 * SCAN_TOKENS; t++) ask(t);
       for (int t = 0; t < some; t++) {
         const char *x = row_at(scan.inputs[0], start + t, channel);
         widen_any(x, scan.inputs[0].dtype, rows + (kept + t) * LD, count);
@@ -140,14 +139,8 @@ struct Conv {
     }
     put_out(token, out);
   }
-  char *out_at(int64_t token) const {
-    return (char *)scan.out + (token * scan.num_heads + channel) * itemsize((int)scan.dtype);
-  }
-  void put_out(int64_t token, const float *y) const { narrow(y, out_at(token), (int)scan.dtype, count); }
-  // A block's part of a token is a few lines of a page of its own: nothing else reads it ahead.
-  void ask(int64_t token) const {
-    const char *x = row_at(scan.inputs[0], token, channel), *to = out_at(token);
-    for (int i = 0; i < count * itemsize(scan.inputs[0].dtype); i += 64) prefetch_l2(x + i);
-    for (int i = 0; i < count * itemsize((int)scan.dtype); i += 64) prefetch_l2(to + i);
+  void put_out(int64_t token, const float *y) const {
+    char *to = (char *)scan.out + (token * scan.num_heads + channel) * itemsize((int)scan.dtype);
+    narrow(y, to, (int)scan.dtype, count);
   }
 };
