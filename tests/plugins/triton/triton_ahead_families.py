@@ -151,9 +151,7 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     elif phase in ("left", "out"):
         assert spec.recurrent is not None
         first = selective_configs(spec.recurrent.state_size)[0]
-        constants = selective_constants(
-            spec, first, widest_words(spec.recurrent.state_size), (True, True), phase
-        )
+        constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
     else:
         constants = scan_constants(spec, phase, given)
     names = ("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z", "WORK")
@@ -166,7 +164,6 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     options = {"num_warps": 4}
     if kernel is selective_kernel:
         options = OPTIONS
-        pointers |= {"B": "fp32", "C": "fp32"}
     elif kernel is system_kernel:
         options = SYSTEM_OPTIONS
     elif kernel is delta_kernel:

@@ -80,7 +80,7 @@ def scan_constants(spec: LayerSpec, phase: str, params: frozenset[str]) -> tuple
     if kind is AttentionKind.MAMBA1:
         if not decode:
             first = selective_configs(form.state_size)[0]
-            return selective_constants(spec, first, widest_words(form.state_size), has, "whole")
+            return selective_constants(spec, first, widest_words(spec), has, "whole")
         config = SCANS[kind, phase]
         n = triton.next_power_of_2(form.state_size)
         each = spec.num_heads // form.channel_groups

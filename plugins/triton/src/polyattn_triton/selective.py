@@ -29,6 +29,9 @@ CARRY = 3.0
 """What a piece costs beside, for each that comes before it, in units of `SelectiveConfig`."""
 MOST_STATES = 64
 """States of a channel that a lane holds in registers at most."""
+WIDENED_AHEAD = 4
+"""Tokens ahead of a program of whole sequences, two channels a lane, which takes B and C in float32: two
+channels are few to widen them for (H100, 8 x 4,096 of Jamba's: 1,806 us for 2,127)."""
 OPTIONS = {"num_warps": 1, "num_stages": 1}
 _selective = Launcher(selective_kernel)
 
@@ -59,14 +62,17 @@ def selective_configs(states: int) -> tuple[SelectiveConfig, ...]:
 
 def words_of(b: Tensor, c: Tensor, states: int) -> int:
     """Return how many elements of B and C lie in words of 8 bytes that a token's states fill, or 1."""
-    if (b.data_ptr() | c.data_ptr()) % 8 or any(s % 2 for t in (b, c) for s in t.stride()[:-1]):
+    size = 8 // b.element_size()
+    if state_groups(states)[1] % size or (b.data_ptr() | c.data_ptr()) % 8:
         return 1
-    return widest_words(states)
+    return 1 if any(step % size for t in (b, c) for step in t.stride()[:-1]) else size
 
 
-def widest_words(states: int) -> int:
+def widest_words(spec: LayerSpec) -> int:
     """Return what `words_of` returns of aligned tensors."""
-    return 1 if state_groups(states)[1] % 2 else 2
+    assert spec.recurrent is not None
+    size = 2 if spec.dtype == "float32" or spec.recurrent.bc_in_float32 else 4
+    return 1 if state_groups(spec.recurrent.state_size)[1] % size else size
 
 
 def selective_constants(
@@ -185,8 +191,8 @@ class Selective:
         spec, form, none = self.spec, self.spec.recurrent, self.none
         assert form is not None
         x, dt, B, C, z = inputs
-        # Once, not in each lane for its channels: 1,806 us for 2,127 (H100, Jamba, 8 x 4,096).
-        B, C = B.float(), C.float()
+        if pieces is None and config.ahead > WIDENED_AHEAD:
+            B, C, config = B.float(), C.float(), replace(config, ahead=WIDENED_AHEAD)
         has = ("D" in params, "dt_bias" in params)
         parts: tuple[str, ...] = ("whole",)
         cells = (self.whole, self.whole)

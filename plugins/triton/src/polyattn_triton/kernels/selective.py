@@ -49,17 +49,27 @@ def _words(P, group, PER: tl.constexpr, N: tl.constexpr, PACK: tl.constexpr):
 
 
 @triton.jit
-def _values(words, PACK: tl.constexpr):
-    """Return the elements of words."""
+def _values(words, dtype: tl.constexpr, PACK: tl.constexpr):
+    """Return the elements of words as float32."""
     values = ()
     for j in tl.static_range(len(words)):
         if PACK == 1:
-            values = values + (words[j],)  # type: ignore[assignment]  # noqa: RUF005
+            values = values + (words[j].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         else:
-            values = values + (  # type: ignore[assignment]  # noqa: RUF005
-                words[j].to(tl.int32).to(tl.float32, bitcast=True),
-                (words[j] >> 32).to(tl.int32).to(tl.float32, bitcast=True),
-            )
+            for half in tl.static_range(2):
+                pair = (words[j] >> (32 * half)).to(tl.int32)
+                if PACK == 2:
+                    values = values + (pair.to(tl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
+                elif dtype == tl.bfloat16:  # the upper half of a float32
+                    values = values + (  # type: ignore[assignment]  # noqa: RUF005
+                        (pair << 16).to(tl.float32, bitcast=True),
+                        (pair & -65536).to(tl.float32, bitcast=True),
+                    )
+                else:
+                    values = values + (  # type: ignore[assignment]  # noqa: RUF005
+                        pair.to(tl.int16).to(dtype, bitcast=True).to(tl.float32),
+                        (pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32),
+                    )
     return values
 
 
@@ -97,7 +107,7 @@ def selective_kernel(
     """Some channels of a sequence, token by token. Grid: (sequences or pieces, channel blocks).
 
     `EACH` neighbouring channels share B and C, and a program's are of one such group. A channel's states
-    are in `GROUPS` lanes, `PER` in each. `PACK`: elements of B and C, float32, in a word of 8
+    are in `GROUPS` lanes, `PER` in each. `PACK`: elements of B and C in a word of 8
     bytes, 1 where they aren't aligned to one. `PART`: "whole"; or of `piece_tokens` tokens "left",
     which writes what a piece leaves to the next one's row of `LEFT` (pieces, N, channels), the first
     one's own row being the sequence's state, and its sum of dt times log2(e) to `STEPS` (pieces,
@@ -180,21 +190,15 @@ def selective_kernel(
             gain = _over(dt * x, GROUPS)
             dt = dt * LOG2_E
             step = _over(dt, GROUPS)
-            b = _values(here[4 * i + 2], PACK)
-            c = _values(here[4 * i + 3], PACK)
-            # Two sums: of one each addition waits for the one before.
+            b = _values(here[4 * i + 2], B.dtype.element_ty, PACK)
+            c = _values(here[4 * i + 3], C.dtype.element_ty, PACK)
             y = skip * _over(x, GROUPS)
-            odd = tl.zeros_like(y)
             after = ()
             for j in tl.static_range(PER):
                 s = tl.exp2(step * a[j]) * h[j] + gain * _each(b[j], GROUPS)
-                if j % 2 == 0:
-                    y += s * _each(c[j], GROUPS)
-                else:
-                    odd += s * _each(c[j], GROUPS)
+                y += s * _each(c[j], GROUPS)
                 after = after + (s,)  # type: ignore[assignment]  # noqa: RUF005
             h = after
-            y += odd
             if PART == "left":
                 steps += dt
             else:
