@@ -8,6 +8,7 @@ many pieces a step was cut.
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ SPECS = {
 }  # fmt: skip
 # Chunks are long where products are of 16 bits.
 SPECS["gdn float16"] = SPECS["gdn"].replace(num_heads=4, dtype="float16")
+SPECS |= {f"{kind} float16": SPECS[kind].replace(dtype="float16") for kind in ("kda", "rwkv7")}
 STEPS = {
     "long chunks": ([70, 64, 1, 0], [70, 90, 9, 5]),
     "chunks": ([19, 16, 1, 0], [19, 20, 9, 5]),
@@ -72,12 +74,20 @@ def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
             decay -= 40.0
 
 
+def gates_in_float32(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Have log decays in float32, of digits that 16 bits don't hold."""
+    inputs["g"] = inputs["g"].float() * 1.001
+
+
 CASES = [
     *((kind, step, None) for step in ("chunks", "decode") for kind in ("kda", "rwkv6", "rwkv7")),
     *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
     *(("gdn float16", "long chunks", change) for change in (None, all_forget)),
+    *((f"{kind} float16", "long chunks", change) for kind in ("kda", "rwkv7")
+      for change in (None, partial(every_seventh, -math.inf), partial(every_seventh, 0.0))),
+    ("kda float16", "long chunks", gates_in_float32),
 ]  # fmt: skip
 
 
@@ -97,7 +107,7 @@ def errors(spec: LayerSpec, step: str, change: Any, seed: int) -> tuple[float, f
     slots = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)]
     batch = Batch.from_lens(queries, lens, state_slots=slots)
     out, after = reference.forward(spec, named, params, states.data, batch)
-    found = layer(*inputs, states=states, plan=batch)
+    found = layer(*named.values(), states=states, plan=batch)
     wrong = (states.data - after).flatten(1).norm(dim=1) / after.flatten(1).norm(dim=1)
     plans = [call.plan for call in layer.group.plan(batch).calls] if token else []
     pieces = [plan.pieces.count for plan in plans if plan.pieces is not None]

@@ -6,11 +6,12 @@ from typing import Any
 
 from polyattn.plugin import AttentionKind, LayerSpec
 from polyattn_triton.channels import (
-    PAIR_OPTIONS,
     TOKEN_OPTIONS,
     channel_constants,
     chunk_constants,
     pair_constants,
+    pair_options,
+    walk_options,
 )
 from polyattn_triton.configs import SCANS, prompt_config
 from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_constants
@@ -116,17 +117,18 @@ def compile_token_scan(spec: LayerSpec, arch: str, part: str = "") -> Any:
 def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
     """Compile one of TRITON_SCAN's kernels for KDA or RWKV-7: "pairs", "prefill" or "decode"."""
     element = ELEMENT[spec.dtype]
-    pointers = dict.fromkeys(("Q", "K", "V", "BETA", "A", "B", "WORK", "OUT"), element)
+    pointers = dict.fromkeys(("Q", "K", "V", "G", "BETA", "A", "B", "WORK", "OUT"), element)
     names = ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START")
     pointers |= dict.fromkeys(names, "i32") | {"STATE_SLOTS": "i64", "TARGETS": "i64"}
     if phase == "decode":
         constants = channel_constants(spec)
         return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
     if phase == "pairs":
-        return compile_kernel(pair_kernel, pointers, pair_constants(spec), arch, PAIR_OPTIONS)
-    config = SCANS[spec.kind, "prefill"]
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec), arch, options)
+        return compile_kernel(
+            pair_kernel, pointers, pair_constants(spec, arch), arch, pair_options(spec, arch)
+        )
+    options = walk_options(spec, arch)
+    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,19 +11,19 @@ import triton
 from polyattn.kernel import STORAGE_DTYPES, AttentionKind, LayerSpec, at_least
 from torch import Tensor
 
-from polyattn_triton.configs import SCANS
+from polyattn_triton.configs import prompt_config
 from polyattn_triton.functions.pointwise import features
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.selective import Pieces
 
 VALUES, OF_128 = 32, 64
 """Value channels that a program holds which takes a token at a time, each with all keys; and with 128
 keys (H100, decode of 128: KDA's 198 us, 219 with 32; RWKV-7's of 64 keys 69, 72 with 64)."""
-CHUNK = 16
-"""Tokens of a chunk: a matrix product's least."""
-PAIR_OPTIONS = {"num_warps": 1, "num_stages": 1}
+MANY = 2
+"""Programs of a walk that a multiprocessor's registers hold, with keys of 128: of more, each has half the
+warps (H200, 512 of them 803 us for 988, while 64 take 1,054 for 793)."""
 TOKEN_OPTIONS = {"num_warps": 4, "num_stages": 1}
 INPUTS = {
     AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
@@ -58,30 +59,24 @@ def channel_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
+def pair_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     """Return `pair_kernel`'s constants, in its order."""
     assert spec.recurrent is not None
-    return (
-        spec.num_heads // spec.num_kv_heads,
-        spec.head_size,
-        power(spec.head_size),
-        CHUNK,
-        spec.kind is AttentionKind.KDA,
-        spec.recurrent.qk_norm,
-    )
+    keys, chunk = spec.head_size, prompt_config(spec, arch).chunk
+    sizes = (spec.num_heads // spec.num_kv_heads, keys, power(keys), chunk)
+    return *sizes, spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm, chunk.bit_length() - 1
 
 
-def chunk_constants(spec: LayerSpec) -> tuple[Any, ...]:
+def pair_options(spec: LayerSpec, arch: str) -> dict[str, int]:
+    """Return the options that `pair_kernel` is launched with: a warp for 16 tokens."""
+    return {"num_warps": prompt_config(spec, arch).chunk // 16, "num_stages": 1}
+
+
+def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     """Return `chunk_kernel`'s constants, in its order."""
-    block = min(SCANS[spec.kind, "prefill"].block_v, power(spec.v_head_size))
-    return (
-        spec.head_size,
-        spec.v_head_size,
-        power(spec.head_size),
-        block,
-        CHUNK,
-        spec.kind is AttentionKind.KDA,
-    )
+    config, keys, values = prompt_config(spec, arch), spec.head_size, spec.v_head_size
+    block = min(config.block_v, power(values))
+    return keys, values, power(keys), block, config.chunk, spec.kind is AttentionKind.KDA
 
 
 def by_token(
@@ -118,15 +113,25 @@ def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2])
 
 
+def walk_options(spec: LayerSpec, arch: str, each: float = 0.0) -> dict[str, int]:
+    """Return the options that `chunk_kernel` is launched with. `each`: programs of a multiprocessor.
+
+    They don't depend on the batch where bits may not.
+    """
+    config = prompt_config(spec, arch)
+    many = each > MANY and power(spec.head_size) == 128 and not spec.batch_invariant
+    return {"num_warps": config.num_warps // (2 if many else 1), "num_stages": config.num_stages}
+
+
 class Channels:
     """Launches a prefill; holds the chunks' matrices. One stream uses it at a time."""
 
-    def __init__(self, spec: LayerSpec, device: torch.device):
-        self.spec = spec
-        self.config = SCANS[spec.kind, "prefill"]
-        self.constants = chunk_constants(spec)
+    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+        self.spec, self.arch = spec, arch
+        self.config = prompt_config(spec, arch)
+        self.constants = chunk_constants(spec, arch)
         small, wide = (2, 3) if spec.kind is AttentionKind.KDA else (4, 4)
-        self.row = small * CHUNK + wide * spec.head_size
+        self.row = small * self.config.chunk + wide * spec.head_size
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
         self.whole = torch.empty(0, device=device)
         self._outgrown: list[Tensor] = []
@@ -142,7 +147,7 @@ class Channels:
         """Run a step. `tensors`, `meta`: as `by_token`."""
         spec, (q, k, v, g, beta, a, b) = self.spec, tensors
         heads, (starts, _, slots) = spec.num_heads, meta
-        per_token, places = heads * self.row, slots.numel() + len(q) // CHUNK + 1
+        per_token, places = heads * self.row, slots.numel() + len(q) // self.config.chunk + 1
         self.work = work = at_least(self.work, len(q) * per_token, self._outgrown)
         self.whole = whole = at_least(self.whole, places * heads * spec.head_size, self._outgrown)
         strides, along = _strides(tensors), (per_token, self.row)
@@ -152,15 +157,16 @@ class Channels:
             (),
             (*strides[:4], *strides[6:], beta.stride(0), *along),
             (),
-            pair_constants(spec),
-            PAIR_OPTIONS,
+            pair_constants(spec, self.arch),
+            pair_options(spec, self.arch),
         )
+        grid = (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3]))
         _chunk(
-            (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3])),
+            grid,
             (v, work, whole, out, states, *meta),
             (spec.scale,),
             (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
             (),
             self.constants,
-            {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},
+            walk_options(spec, self.arch, math.prod(grid) / multiprocessors(q.device)),
         )

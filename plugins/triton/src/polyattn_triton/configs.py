@@ -280,8 +280,8 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.MAMBA2, "prefill"): ScanConfig(64, 64, 4, 2),  # H200: 1087 us at 8 x 4,096
     (AttentionKind.LINEAR, "prefill"): ScanConfig(64, 64, 4, 2),
     (AttentionKind.GDN, "prefill"): ScanConfig(64, 64, 4, 1),
-    (AttentionKind.KDA, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,726 us at 8 x 4,096
-    (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H100: 2,050 us at 8 x 4,096
+    (AttentionKind.KDA, "prefill"): ScanConfig(64, 16, 4, 3),  # H200: 1,683 us at 8 x 4,096
+    (AttentionKind.RWKV7, "prefill"): ScanConfig(64, 16, 4, 3),  # H200: 1,366 us at 8 x 4,096
     (AttentionKind.MAMBA2, "decode"): ScanConfig(64, 1, 4, 1),
     (AttentionKind.LINEAR, "decode"): ScanConfig(64, 1, 4, 1),
     (AttentionKind.GDN, "decode"): ScanConfig(64, 1, 4, 1),

@@ -172,7 +172,7 @@ class TritonScan(RecurrentBackend):
         self._deltas: Deltas | None = None
         self._tile = CONV_TOKENS if spec.kind is AttentionKind.SHORT_CONV else 0
         if spec.kind in CHANNELS:
-            self._channels = Channels(spec, self.torch_device)
+            self._channels = Channels(spec, device.arch, self.torch_device)
         elif spec.kind is AttentionKind.GDN:
             self._deltas = Deltas(spec, device.arch, self.torch_device)
         if self._channels or self._deltas:

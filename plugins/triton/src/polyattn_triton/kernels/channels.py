@@ -11,22 +11,59 @@ it.
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import sequence_of
+from polyattn_triton.kernels.delta import solved
+from polyattn_triton.kernels.scan import chunk_of, sequence_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1000.0)
+"""Of a log decay: e^-1000 is 0 in float32, and infinity times 0 isn't."""
 
 
 @triton.jit
-def _token(Q, K, G, A, B, row, q_t, k_t, g_t, a_t, b_t, ok, DELTA: tl.constexpr):
-    """Load a token's channels as they are."""
-    q = tl.load(Q + row * q_t, mask=ok, other=0.0)
-    k = tl.load(K + row * k_t, mask=ok, other=0.0)
-    g = tl.load(G + row * g_t, mask=ok, other=0.0)
-    a = q
-    b = q
-    if not DELTA:
-        a = tl.load(A + row * a_t, mask=ok, other=0.0)
-        b = tl.load(B + row * b_t, mask=ok, other=0.0)
-    return q, k, g, a, b
+def _decays(marks, g, kind: tl.constexpr):
+    """Return what each token decays over the tokens that its row of `marks` has.
+
+    Sums of log decays as a product: none is the difference of two sums. Of float32 a layer of 16 bits
+    takes two halves of 11 bits each.
+    """
+    if kind == tl.float32:
+        total = tl.dot(marks.to(tl.float32), g.to(tl.float32), input_precision="ieee")
+    elif g.dtype == tl.float32:
+        marks = marks.to(tl.float16)
+        most = g.to(tl.float16)
+        total = tl.dot(marks, (g - most.to(tl.float32)).to(tl.float16))
+        total = tl.dot(marks, most, total)
+    else:
+        total = tl.dot(marks.to(g.dtype), g)
+    return tl.exp2(total * LOG2_E)
+
+
+@triton.jit
+def _rows(ROWS, columns, held, narrow: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Rows of norm 1, and what then makes them what they were, or are to be."""
+    x = load_tile(ROWS, columns, held, SIZE).to(tl.float32)
+    squares = tl.sum(x * x, 1)
+    if NORM:
+        unit = tl.rsqrt(squares + 1e-6)
+        size = tl.zeros_like(unit) + 1.0
+    else:
+        size = tl.sqrt(squares)
+        unit = tl.where(squares > 0.0, 1.0 / size, 0.0)
+    return (x * unit[:, None]).to(narrow), size
+
+
+@triton.jit
+def _times(x, y):
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
+
+
+@triton.jit
+def _store(PLACE, x, size, factor, ok, NORM: tl.constexpr):
+    x = x.to(tl.float32) * factor
+    if not NORM:
+        x *= size[:, None]
+    tl.store(PLACE, x.to(PLACE.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -34,7 +71,7 @@ def pair_kernel(
     Q, K, G, BETA, A, B, WORK, WHOLE, STARTS, STATE_SLOTS, TILE_SEQ, TILE_START,
     q_t, q_g, k_t, k_g, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, w_t, w_h,
     EACH: tl.constexpr, KS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    DELTA: tl.constexpr, NORM: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """What a chunk's tokens read of each other, and all that decays. Grid: (chunks, heads).
 
@@ -42,101 +79,88 @@ def pair_kernel(
     diag(beta) and q k', then q and k as of the chunk's begin and k as of its end; RWKV-7's (1 - L)^-1
     for L = a b', (1 - L)^-1 a k', r b' and r k', then r and a as of the begin, b and k as of the end.
     Each product has its decays, below the diagonal, the last ones on it, too. WHOLE: `whole_place`.
-    Keys in `kept` (keys' channels, tokens) decay as t goes on; a thread has a token's channels, so that
-    sums over them stay within it.
+
+    A level of `LEVELS` has blocks of two halves of 2^level tokens. A token of the upper half reads one
+    of the lower with what decays up to the border between them and from it on: a product of matrices.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    seq = tl.load(TILE_SEQ + tile)
-    if tl.load(STATE_SLOTS + seq) < 0:
+    seq, begin, left = chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS)
+    if left == 0:
         return
-    begin = tl.load(STARTS + seq) + tl.load(TILE_START + tile)
-    left = tl.load(STARTS + seq + 1) - begin
-    base = begin.to(tl.int64)
+    head = tl.program_id(1)
     group = head // EACH
-    kk = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, CHUNK)
-    kept = tl.zeros([BLOCK_K, CHUNK], tl.float32)
-    total = tl.zeros([BLOCK_K], tl.float32)
-    solved = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    units = tl.full([CHUNK], 1.0, tl.float32)
+    there = rows < left
+    row = begin.to(tl.int64) + rows
     kind: tl.constexpr = WORK.dtype.element_ty
+    narrow: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
+    kk = tl.arange(0, BLOCK_K)
+    g = load_tile(G + row * g_t + head * g_h, kk, there, KS)
+    g = tl.where(g < LEAST, LEAST, g).to(G.dtype.element_ty)
+    q, size_q = _rows(Q + row * q_t + group * q_g, kk, there, narrow, KS, NORM)
+    k, size_k = _rows(K + row * k_t + group * k_g, kk, there, narrow, KS, NORM)
+    i = rows[:, None]
+    j = rows[None, :]
+    apart = i ^ j
+    low = tl.zeros([CHUNK, CHUNK], tl.float32)
+    pairs = tl.where(apart == 0, _times(q, k), 0.0)
+    if not DELTA:
+        a, size_a = _rows(A + row * a_t + head * a_h, kk, there, narrow, KS, False)
+        b, size_b = _rows(B + row * b_t + head * b_h, kk, there, narrow, KS, False)
+        low_k = tl.zeros([CHUNK, CHUNK], tl.float32)
+        pairs_b = tl.where(apart == 0, _times(q, b), 0.0)
+    for level in range(LEVELS):
+        near = (apart >> level) == 0  # in one half of a block of two
+        upper = ((i >> level) & 1) == 1
+        across = ((apart >> level) == 1) & (i > j)
+        decay = _decays(near & ((i >= j) == upper), g, kind).to(narrow)
+        columns = k * decay
+        pairs += tl.where(across, _times(q * decay, columns), 0.0)
+        if DELTA:
+            low += tl.where(across, _times(columns, columns), 0.0)
+        else:
+            before = _decays(near & ((i > j) == upper), g, kind).to(narrow)
+            reads = a * before
+            low_k += tl.where(across, _times(reads, columns), 0.0)
+            columns = b * decay
+            low += tl.where(across, _times(reads, columns), 0.0)
+            pairs_b += tl.where(across, _times(q * decay, columns), 0.0)
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
+    ok = there[:, None]
+    wide = WORK + row[:, None] * w_t + WIDE + kk[None, :]
+    wide_ok = ok & (kk < KS)[None, :]
+    since = _decays(i >= j, g, kind)
+    _store(wide, q, size_q, since, wide_ok, NORM)
     if DELTA:
-        beta = tl.load(BETA + (base + rows) * beta_t + head, mask=rows < left, other=0.0)
-        beta = beta.to(tl.float32)
-    else:
-        kept_b = tl.zeros([BLOCK_K, CHUNK], tl.float32)
-        solved_k = tl.zeros([CHUNK, CHUNK], tl.float32)
-    Q += group * q_g + kk
-    K += group * k_g + kk
-    G += head * g_h + kk
-    A += head * a_h + kk
-    B += head * b_h + kk
-    following = _token(Q, K, G, A, B, base, q_t, k_t, g_t, a_t, b_t, kk < KS, DELTA)
-    for t in range(CHUNK):
-        row = base + t
-        there = t < left
-        ok = (kk < KS) & there
-        q, k, g, a, b = following
-        more = (kk < KS) & (t + 1 < tl.minimum(left, CHUNK))  # the next token, ahead of its turn
-        following = _token(Q, K, G, A, B, row + 1, q_t, k_t, g_t, a_t, b_t, more, DELTA)
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
-        g = g.to(tl.float32)
-        decay = tl.exp(g)[:, None]
-        before = tl.exp(total)
-        total += g
-        since = tl.exp(total)
-        here = (rows == t)[:, None]
-        put = (rows == t)[None, :]
-        work = WORK + row * w_t + rows
-        wide = WORK + row * w_t + WIDE + kk
-        if DELTA:
-            unit_q = 1.0
-            unit_k = 1.0
-            if NORM:
-                unit_q = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-                unit_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-            kept = kept * decay
-            low = tl.sum(kept * k[:, None], 0) * units
-            low *= -tl.sum(tl.where(rows == t, beta, 0.0), 0) * unit_k
-            line = tl.where(rows == t, 1.0, 0.0) + tl.sum(low[:, None] * solved, 0)
-            solved = tl.where(here, line[None, :], solved)
-            kept = tl.where(put, k[:, None], kept)
-            units = tl.where(rows == t, unit_k, units)
-            tl.store(work, (line * beta).to(kind), mask=there)
-            pairs = tl.sum(kept * q[:, None], 0) * (units * unit_q)
-            tl.store(work + CHUNK, pairs.to(kind), mask=there)
-            tl.store(wide, (q * since * unit_q).to(kind), mask=ok)
-            tl.store(wide + KS, (k * since * unit_k).to(kind), mask=ok)
-        else:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-            low = tl.sum(kept_b * a[:, None], 0)
-            low_k = tl.sum(kept * a[:, None], 0)
-            line = tl.where(rows == t, 1.0, 0.0) + tl.sum(low[:, None] * solved, 0)
-            line_k = low_k + tl.sum(low[:, None] * solved_k, 0)
-            solved = tl.where(here, line[None, :], solved)
-            solved_k = tl.where(here, line_k[None, :], solved_k)
-            kept = tl.where(put, k[:, None], kept * decay)
-            kept_b = tl.where(put, b[:, None], kept_b * decay)
-            tl.store(work, line.to(kind), mask=there)
-            tl.store(work + CHUNK, line_k.to(kind), mask=there)
-            tl.store(work + 2 * CHUNK, tl.sum(kept_b * q[:, None], 0).to(kind), mask=there)
-            tl.store(work + 3 * CHUNK, tl.sum(kept * q[:, None], 0).to(kind), mask=there)
-            tl.store(wide, (q * since).to(kind), mask=ok)
-            tl.store(wide + KS, (a * before).to(kind), mask=ok)
-    ends = WORK + (base + rows[None, :]) * w_t + WIDE + 2 * KS + kk[:, None]
-    within = (kk < KS)[:, None] & (rows < left)[None, :]
+        _store(wide + KS, k, size_k, since, wide_ok, NORM)
+    place = WHOLE + whole_place(seq, begin, head, tl.num_programs(1), KS, CHUNK)
+    last = (i == CHUNK - 1) & (kk < KS)[None, :]
+    tl.store(place + kk[None, :] + tl.zeros_like(i), since, mask=last)
+    until = _decays(i < j, g, kind)
+    if not DELTA:
+        _store(wide + KS, a, size_a, _decays(i > j, g, kind), wide_ok, NORM)
+        _store(wide + 2 * KS, b, size_b, until, wide_ok, NORM)
+    _store(wide + (2 if DELTA else 3) * KS, k, size_k, until, wide_ok, NORM)
+    work = WORK + row[:, None] * w_t + j
+    if not NORM:
+        pairs *= size_q[:, None] * size_k[None, :]
     if DELTA:
-        tl.store(ends, (kept * units[None, :]).to(kind), mask=within)
+        beta = tl.load(BETA + row * beta_t + head, mask=there, other=0.0).to(tl.float32)
+        if not NORM:
+            low *= size_k[:, None] * size_k[None, :]
+        low *= beta[:, None]
+        tl.store(work, (solved(low, rows, CHUNK, narrow) * beta[None, :]).to(kind), mask=ok)
+        tl.store(work + CHUNK, pairs.to(kind), mask=ok)
     else:
-        tl.store(ends, kept_b.to(kind), mask=within)
-        tl.store(ends + KS, kept.to(kind), mask=within)
-    place = whole_place(seq, begin, head, tl.num_programs(1), KS, CHUNK)
-    tl.store(WHOLE + place + kk, tl.exp(total), mask=kk < KS)
+        low *= -size_a[:, None] * size_b[None, :]
+        low_k *= size_a[:, None] * size_k[None, :]
+        solve = solved(low, rows, CHUNK, narrow)
+        put = tl.dot(solve.to(narrow), low_k.to(narrow), input_precision="ieee")
+        pairs_b *= size_q[:, None] * size_b[None, :]
+        tl.store(work, solve.to(kind), mask=ok)
+        tl.store(work + CHUNK, put.to(kind), mask=ok)
+        tl.store(work + 2 * CHUNK, pairs_b.to(kind), mask=ok)
+        tl.store(work + 3 * CHUNK, pairs.to(kind), mask=ok)
 
 
 @triton.jit
@@ -165,9 +189,7 @@ def chunk_kernel(
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
     k_ok = (kk < KS)[None, :]
-    v_ok = (vv < VS)[:, None]
-    place = STATE + slot * st_s + head * st_h + kk[None, :] * VS + vv[:, None]
-    h = tl.load(place, mask=k_ok & v_ok & begun, other=0.0).to(tl.float32)
+    place, there, h = state_of(STATE + slot * st_s + head * st_h, kk, vv, begun, KS, VS)
     kind: tl.constexpr = V.dtype.element_ty
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
@@ -207,6 +229,6 @@ def chunk_kernel(
         tl.store(
             OUT + row[None, :] * o_t + head * o_h + vv[:, None],
             (y * scale).to(OUT.dtype.element_ty),
-            mask=(at < count)[None, :] & v_ok,
+            mask=(at < count)[None, :] & (vv < VS)[:, None],
         )
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok & v_ok)
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

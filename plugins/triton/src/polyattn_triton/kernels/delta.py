@@ -7,7 +7,7 @@ solves every chunk's by itself; `delta_kernel` walks a sequence's chunks with th
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import at_end, sequence_of
+from polyattn_triton.kernels.scan import at_end, chunk_of, sequence_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
 
 
@@ -56,20 +56,15 @@ def system_kernel(
     (heads, 4, tokens): what a query's and a key's row is multiplied by as of the chunk's begin, a key's
     as of its end, and what the whole chunk decays.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    seq = tl.load(TILE_SEQ + tile)
-    if tl.load(STATE_SLOTS + seq) < 0:
+    _, begin, left = chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS)
+    if left == 0:
         return
-    first = tl.load(TILE_START + tile)
-    start = tl.load(STARTS + seq)
-    count = tl.load(STARTS + seq + 1) - start
+    head = tl.program_id(1)
     group = head // EACH
     kk = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, CHUNK)
-    at = first + rows
-    ok = at < count
-    row = (start + at).to(tl.int64)
+    ok = rows < left
+    row = begin.to(tl.int64) + rows
     kind: tl.constexpr = WORK.dtype.element_ty
     # As many digits as tf32 has; entries are 1 at most where keys have unit norm.
     narrow: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
@@ -83,7 +78,7 @@ def system_kernel(
         unit_q = _unit(q)
         unit_k = _unit(k)
     total = tl.cumsum(g, 0)
-    last = at_end(total, at, first, count, CHUNK)
+    last = at_end(total, rows, 0, left, CHUNK)
     before = rows[:, None] >= rows[None, :]
     decay = tl.exp(tl.where(before, total[:, None] - total[None, :], float("-inf")))
     decay *= unit_k[None, :]
@@ -126,9 +121,7 @@ def delta_kernel(
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
-    v_ok = (vv < VS)[:, None]
-    place = STATE + slot * st_s + head * st_h + kk[None, :] * VS + vv[:, None]
-    h = tl.load(place, mask=(kk < KS)[None, :] & v_ok & begun, other=0.0).to(tl.float32)
+    place, there, h = state_of(STATE + slot * st_s + head * st_h, kk, vv, begun, KS, VS)
     kind: tl.constexpr = V.dtype.element_ty
     group = head // EACH
     WORK += head * w_h
@@ -157,6 +150,6 @@ def delta_kernel(
         tl.store(
             OUT + row[None, :] * o_t + head * o_h + vv[:, None],
             (y * scale).to(OUT.dtype.element_ty),
-            mask=(at < count)[None, :] & v_ok,
+            mask=(at < count)[None, :] & (vv < VS)[:, None],
         )
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=(kk < KS)[None, :] & v_ok)
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

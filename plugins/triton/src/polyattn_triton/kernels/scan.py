@@ -24,6 +24,23 @@ def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
 
 
 @triton.jit
+def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
+    """A program's sequence, its chunk's first token, and the tokens from there on, 0 without slot."""
+    seq = tl.load(TILE_SEQ + tl.program_id(0))
+    begin = tl.load(STARTS + seq) + tl.load(TILE_START + tl.program_id(0))
+    left = tl.load(STARTS + seq + 1) - begin
+    return seq, begin, tl.where(tl.load(STATE_SLOTS + seq) < 0, 0, left)
+
+
+@triton.jit
+def state_of(STATE, kk, vv, begun, KS: tl.constexpr, VS: tl.constexpr):
+    """A program's part of a head's state as (values, keys): its place, what is there of it, float32."""
+    place = STATE + kk[None, :] * VS + vv[:, None]
+    there = (kk < KS)[None, :] & (vv < VS)[:, None]
+    return place, there, tl.load(place, mask=there & begun, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _softplus(x):
     """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
 
