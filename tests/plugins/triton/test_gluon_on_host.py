@@ -364,13 +364,14 @@ def latent(
     ):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     if not topk:
-        backend.kernels.config = replace(backend.kernels.config, roles=roles)
+        backend.kernels.config = replace(backend.kernels.config, roles=roles or stored != "auto")
     batch = Batch.from_lens(queries, lens, table, block)
     plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     merges = ["merge_kernel"] * (plan.merging is not None)
-    kernel = "latents_kernel" if roles else "mla_hopper_kernel"
+    of_bytes = stored != "auto" and not topk
+    kernel = "latent_bytes_kernel" if of_bytes else "latents_kernel" if roles else "mla_hopper_kernel"
     assert [k.fn.__name__ for k, _ in launches] == [kernel, *merges]
     held = cache.key.double().view(-1, 576)
     wanted, sums = (

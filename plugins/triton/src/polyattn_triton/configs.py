@@ -235,7 +235,7 @@ MLA_TABLE: tuple[MLARow, ...] = (
         "sm_90",
         1 << 30,
         2,
-        MLAConfig(64, 64, 8, 1, hopper=True),
+        MLAConfig(64, 64, 8, 1, hopper=True, roles=True),
         "H100: 16 heads, 64 x 4,096: 124 us, portable 181; 128 heads 222 and 324",
         latent=(512, 64),
         e4m3=True,

@@ -60,6 +60,10 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
+GROUP_ROWS = 32
+"""Rows of a group of `hopper.latent_bytes`."""
+BYTE_STAGES = {1: 2, 2: 3}
+"""Tiles of latents in shared memory, by its groups."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -72,14 +76,16 @@ ROLES_RATES = Rates(item=4, least=0)
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
+    from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
     from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = latents_kernel = None
+    mla_hopper_kernel = latents_kernel = latent_bytes_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
 _mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
+_latent_bytes = Launcher(latent_bytes_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
@@ -118,6 +124,24 @@ def latents_constants(
     return spec.num_heads, block_size, way.few, lse
 
 
+def byte_groups(spec: LayerSpec, few: int) -> int:
+    """Return how many groups of 32 rows a program of Hopper's kernel over e4m3 has."""
+    return 1 if not few and spec.num_heads <= GROUP_ROWS else 2
+
+
+def bytes_constants(
+    spec: LayerSpec, block_size: int, way: Way, lse: bool
+) -> tuple[int, int, int, bool, int, int]:
+    """Return the constants of Hopper's kernel over e4m3, in its order."""
+    groups = byte_groups(spec, way.few)
+    return *latents_constants(spec, block_size, way, lse), groups, BYTE_STAGES[groups]
+
+
+def bytes_options(groups: int) -> dict[str, int]:
+    """Return its launch options: two programs of one group share a multiprocessor's registers."""
+    return {"num_warps": DEFAULT_WARPS} | ({"maxnreg": 128} if groups == 1 else {})
+
+
 class Kernels:
     """What both backends hold: the kernel that fits, and a workspace for parts of tiles."""
 
@@ -154,7 +178,11 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        roles = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
+        roles = self.config.roles and self.spec.sparse is None
+        if self.spec.stored_dtype == self.spec.dtype:
+            roles = roles and count >= 2 * batch.num_seqs
+        elif roles and byte_groups(self.spec, few) == 1:
+            programs *= 2
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -272,31 +300,43 @@ class Kernels:
         """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
         spec, table, space = self.spec, plan.batch.block_table, self.workspace
         box = box_rows(self.config.block_n, cache.block_size)
-        boxes = [
-            None if box is None else described(cache.key, box, width) for width in (HALF, ROPE)
-        ]
-        if boxes[0] is None or boxes[1] is None:
+        of_bytes = cache.key.dtype.itemsize == 1
+        boxes = box and latent_boxes(cache.key, box)
+        if not boxes:
             return False
         assert table is not None
-        _latents(
+        kernel, constants = _latents, latents_constants
+        options = {"num_warps": DEFAULT_WARPS}
+        if of_bytes:
+            kernel, constants = _latent_bytes, bytes_constants
+            options = bytes_options(byte_groups(spec, plan.way.few))
+        wide, narrow, block = boxes
+        kernel(
             (plan.grid, 1, 1),
             (
                 query, out, out if lse is None else lse, space.parts, space.part_lse, table,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
             (spec.scale * v_scale, v_scale),
-            (query.stride(0), query.stride(1), boxes[0][1].block, out.stride(0), out.stride(1)),
-            (
-                boxes[0][0],
-                boxes[1][0],
-                0 if lse is None else lse.stride(0),
-                table.stride(0),
-                plan.grid,
-            ),
-            latents_constants(spec, cache.block_size, plan.way, lse is not None),
-            {"num_warps": DEFAULT_WARPS},
+            (query.stride(0), query.stride(1), block, out.stride(0), out.stride(1)),
+            (wide, narrow, 0 if lse is None else lse.stride(0), table.stride(0), plan.grid),
+            constants(spec, cache.block_size, plan.way, lse is not None),
+            options,
         )  # fmt: skip
         return True
+
+
+def latent_boxes(key: Tensor, box: int) -> tuple[Any, Any, int] | None:
+    """Return what copies so many rows of latents' columns and of what is rotated, and a block's rows."""
+    widths = (HALF, ROPE)
+    if key.dtype.itemsize == 1:
+        if any(stride % 2 for stride in key.stride()[:-1]) or key.storage_offset() % 2:
+            return None
+        key, widths = key.view(torch.int16), (HALF, ROPE // 2)
+    wide, narrow = (described(key, box, width) for width in widths)
+    if wide is None or narrow is None:
+        return None
+    return wide[0], narrow[0], wide[1].block
 
 
 class TritonMLA(AttentionBackend):
