@@ -267,12 +267,19 @@ def test_mla(name: str, block: int, heads: int) -> None:
     latent(queries, lens, block, heads, sms, None, name.endswith("context"))
 
 
+@pytest.mark.parametrize("heads", [32, 33])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
-def test_mla_over_e4m3(name: str, block: int) -> None:
-    """Two tiles are on their way, and widened one after the other."""
+def test_mla_over_e4m3(name: str, block: int, heads: int) -> None:
+    """Programs of one group of 32 rows, or of two that share latents."""
     queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, 20, sms, None, name.endswith("context"), stored="fp8_e4m3")
+    latent(queries, lens, block, heads, sms, None, name.endswith("context"), stored="fp8_e4m3")
+
+
+def test_mla_over_e4m3_by_another_kernel() -> None:
+    """Rows that the copy engine can't describe are widened in lockstep."""
+    with patch.object(mla, "latent_boxes", lambda *_: None):
+        latent([1, 1], [900, 130], 64, 20, 5, None, stored="fp8_e4m3", kernel="mla_hopper_kernel")
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -337,6 +344,7 @@ def latent(
     context: bool = False,
     roles: bool = False,
     stored: str = "auto",
+    kernel: str = "",
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
@@ -370,8 +378,9 @@ def latent(
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     merges = ["merge_kernel"] * (plan.merging is not None)
-    of_bytes = stored != "auto" and not topk
-    kernel = "latent_bytes_kernel" if of_bytes else "latents_kernel" if roles else "mla_hopper_kernel"
+    if not kernel:
+        kernel = "latents_kernel" if roles else "mla_hopper_kernel"
+        kernel = kernel if topk or stored == "auto" else "latent_bytes_kernel"
     assert [k.fn.__name__ for k, _ in launches] == [kernel, *merges]
     held = cache.key.double().view(-1, 576)
     wanted, sums = (

@@ -304,6 +304,19 @@ def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("heads", "few", "programs"), [(32, 0, 2), (33, 0, 1), (16, 1, 1)])
+def test_latents_in_e4m3_compile_to_machine_code(heads: int, few: int, programs: int) -> None:
+    """As many programs as run on a multiprocessor leave each other room."""
+    from polyattn.tools.cli.models import bundled
+    from triton_ahead_families import compile_latents
+
+    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
+    kernel = compile_latents(spec.replace(num_heads=heads, kv_cache_dtype="fp8"), few)
+    assert programs * (kernel.metadata.shared + 1024) <= 228 << 10
+    assert "wgmma" in kernel.asm["ptx"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("size", [320, 512])
 def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
