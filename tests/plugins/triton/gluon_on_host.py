@@ -653,7 +653,7 @@ class Language:
         )  # fmt: skip
         names = {
             "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
-            "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
+            "gdc_launch_dependents": nothing, "gdc_wait": nothing, "warpgroup_mma": self.wgmma,
             "warpgroup_mma_wait": self.wgmma_wait,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy_box),
             "units_layout": nothing, "words_layout": nothing,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_copies import keys_of, produce
@@ -234,6 +234,7 @@ def latent_bytes_kernel(
     """
     gl.static_assert(gl.num_warps() == 4)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
+    gdc_wait()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     q_smem = gl.allocate_shared_memory(gl.float16, [8 * GROUPS, ROWS, 64], SHARED)
