@@ -167,18 +167,21 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         for i in range(count):
             stage = n % STAGES
             phase = (n // STAGES) & 1
+            # Zero, which no compiler knows: descriptors that a loop doesn't change are spilled.
+            q = 8 * GROUP + (n >> 30)
+            q_t = 2 * GROUP + (n >> 30)
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
             mbarrier.wait(full.index(2 * stage + 1), phase)
             one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
-            s = warpgroup_mma(one, q_turned.index(2 * GROUP).permute((1, 0)), s, use_acc=False, is_async=True)
-            s = warpgroup_mma(other, q_turned.index(2 * GROUP + 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(one, q_turned.index(q_t).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma(other, q_turned.index(q_t + 1).permute((1, 0)), s, is_async=True)
             mbarrier.wait(full.index(2 * stage), phase)
             k = k_smem.index(stage)
             for c in gl.static_range(8):
                 one, other = _numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
-                b = q_smem.index(8 * GROUP + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                b = q_smem.index(q + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(one, b, s, is_async=True)
-                b = q_smem.index(8 * GROUP + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                b = q_smem.index(q + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(other, b, s, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s])
             s = warpgroup_mma_wait(0, deps=[s])
