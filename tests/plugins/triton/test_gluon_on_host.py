@@ -285,7 +285,7 @@ def test_mla_over_e4m3_by_another_kernel() -> None:
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla_by_roles(name: str, block: int) -> None:
-    """Two tiles of rows or more a sequence: one group of warps scores, another follows."""
+    """Two tiles of rows or more a sequence: two groups of warps take turns at weighing keys."""
     queries, lens, sms = LATENTS[name]
     latent(queries, lens, block, 96, sms, None, name.endswith("context"), roles=True)
 

@@ -60,6 +60,8 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
+MANY_TILES = 2
+"""Of rows, that a sequence has in the mean, where the kernel with roles takes 16-bit latents."""
 GROUP_ROWS = 32
 """Rows of a group of `hopper.latent_bytes`."""
 BYTE_STAGES = {1: 2, 2: 3}
@@ -180,7 +182,7 @@ class Kernels:
             return self._in_segments(batch, tiles, few)
         roles = self.config.roles and self.spec.sparse is None
         if self.spec.stored_dtype == self.spec.dtype:
-            roles = roles and count >= 2 * batch.num_seqs
+            roles = roles and count >= MANY_TILES * batch.num_seqs
         elif roles and byte_groups(self.spec, few) == 1:
             programs *= 2
         cuts = roles or self.spec.graph_capture

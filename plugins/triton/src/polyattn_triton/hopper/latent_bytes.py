@@ -48,9 +48,7 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(
-    FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, GROUP: gl.constexpr
-):
+def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Lay a group's rows into shared memory as keys' operands meet them; return their powers of two.
 
     These keep queries inside of float16's range.
@@ -95,12 +93,10 @@ def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.conste
 
 
 @gluon.jit
-def _store(
-    acc, m, l, power, TO, token0, query_len, start, first, cut, place, FORM: gl.constexpr
-):
+def _store(acc, m, l, TO, token0, query_len, start, first, cut, place, FORM: gl.constexpr):
     """Store a group's outputs, or of a part that is merged: `first` of the tile's rows are before."""
     HEADS: gl.constexpr = FORM[0]
-    OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, by, v_scale = TO
+    OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, _by, v_scale = TO
     HEAD: gl.constexpr = m.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
     lse = gl.where(l == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
@@ -173,7 +169,9 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
             mbarrier.wait(full.index(2 * stage + 1), phase)
             one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
-            s = warpgroup_mma(one, q_turned.index(q_t).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                one, q_turned.index(q_t).permute((1, 0)), s, use_acc=False, is_async=True
+            )
             s = warpgroup_mma(other, q_turned.index(q_t + 1).permute((1, 0)), s, is_async=True)
             mbarrier.wait(full.index(2 * stage), phase)
             k = k_smem.index(stage)
@@ -220,7 +218,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.arrive(empty.index(2 * stage))
             n += 1
         l = gl.sum(sums, 0)
-        _store(acc, m, l, power, TO, token0, query_len, mine, GROUP * ROWS, cut, place, FORM)
+        _store(acc, m, l, TO, token0, query_len, mine, GROUP * ROWS, cut, place, FORM)
         barrier()
 
 
@@ -263,11 +261,10 @@ def latent_bytes_kernel(
         WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, (full, empty), HEADS, BLOCK_SIZE, FEW, PIPE,
     )  # fmt: skip
     if GROUPS == 1:
-        gl.warp_specialize(
-            [(_attend, first), (produce, producing)], [1], [24]
-        )
+        gl.warp_specialize([(_attend, first), (produce, producing)], [1], [24])
     else:
         gl.warp_specialize(
             [(_attend, first), (_attend, second), (produce, producing)],
-            [4, 1], [240, 24],
+            [4, 1],
+            [240, 24],
         )

@@ -1,10 +1,9 @@
 """Decode over latents for Hopper, in Gluon: what `kernels.mla` computes over pages, by roles.
 
-The division of labour is FlashInfer's for this chip, but for who copies. A latent is read once, for its
-key and its value. One group of four warps computes the scores of 64 rows and 64 keys, and their weights;
-of the outputs each of two groups has half of the columns, 256. Weights pass from one to the other
-through shared memory. A warp asks the copy engine (TMA) for latents, a tile ahead. A tile comes, and
-becomes free, in parts.
+Two groups of four warps have half of the outputs' columns each, 256, of 64 rows. They take turns at tiles
+of 64 keys: one computes a tile's scores and weights, which pass to the other through shared memory. So
+while one weighs, the other multiplies. A latent is read once, for its key and its value. A warp asks the
+copy engine (TMA) for latents, a tile ahead. A tile comes, and becomes free, in parts.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
@@ -102,7 +101,7 @@ def _weigh(
     acc, m, l, turned, n, key, unmasked, bound, seq_len, by, SMEM, BARRIERS,
     FOLLOWS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the keys of tile `n`, and add up a half of the outputs; `FOLLOWS`: of the tile before, too."""
+    """Weigh tile `n`, and add up a half of its outputs; `FOLLOWS`: of the tile's before, too."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUTPUT: gl.constexpr = acc.type.layout
     q_smem, k_smem, turned_smem, p_smem, row_smem = SMEM
@@ -241,7 +240,20 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         key = first * 64
         if n % 2 == GROUP:
             acc, m, l = _weigh(
-                acc, m, l, turned, n, key, unmasked, bound, seq_len, by, SMEM, BARRIERS, False, GROUP
+                acc,
+                m,
+                l,
+                turned,
+                n,
+                key,
+                unmasked,
+                bound,
+                seq_len,
+                by,
+                SMEM,
+                BARRIERS,
+                False,
+                GROUP,
             )
             n += 1
             key += 64
