@@ -28,11 +28,9 @@ from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
 from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import (
+    BYTE_OPTIONS,
     HALF,
     ROPE,
-    byte_groups,
-    bytes_constants,
-    bytes_options,
     latents_constants,
     mla_config,
     mla_constants,
@@ -92,8 +90,7 @@ def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
     cached = element
     if spec.stored_dtype != spec.dtype:
         cached, kernel, narrow = "i16", latent_bytes_kernel, (ROPE // 2, NARROW)
-        constants = bytes_constants(spec, block_size, way, spec.needs_lse)
-        options = bytes_options(byte_groups(spec, few))
+        constants, options = (spec.num_heads, block_size, spec.needs_lse), BYTE_OPTIONS
     pointers = {
         name: f"tensordesc<{cached}[{box}, {width}],{layout!r}>"
         for name, (width, layout) in (("WIDE", (HALF, SHARED)), ("NARROW", narrow))

@@ -31,6 +31,7 @@ from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
     FEW_PARTS,
+    Key,
     Launcher,
     Merge,
     Workspace,
@@ -60,12 +61,10 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
-MANY_TILES = 2
-"""Of rows, that a sequence has in the mean, where the kernel with roles takes 16-bit latents."""
-GROUP_ROWS = 32
-"""Rows of a group of `hopper.latent_bytes`."""
-BYTE_STAGES = {1: 2, 2: 3}
-"""Tiles of latents in shared memory, by its groups."""
+BYTE_ROWS = 32
+"""Rows of a tile of `hopper.latent_bytes`."""
+BYTE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
+"""Its launch options: two programs share a multiprocessor's registers."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -75,6 +74,8 @@ RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
+RATES_OF_BYTES = Rates(item=2, least=0)
+"""And of its kernel over e4m3, of which another program runs meanwhile."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -126,22 +127,10 @@ def latents_constants(
     return spec.num_heads, block_size, way.few, lse
 
 
-def byte_groups(spec: LayerSpec, few: int) -> int:
-    """Return how many groups of 32 rows a program of Hopper's kernel over e4m3 has."""
-    return 1 if not few and spec.num_heads <= GROUP_ROWS else 2
-
-
-def bytes_constants(
-    spec: LayerSpec, block_size: int, way: Way, lse: bool
-) -> tuple[int, int, int, bool, int, int]:
-    """Return the constants of Hopper's kernel over e4m3, in its order."""
-    groups = byte_groups(spec, way.few)
-    return *latents_constants(spec, block_size, way, lse), groups, BYTE_STAGES[groups]
-
-
-def bytes_options(groups: int) -> dict[str, int]:
-    """Return its launch options: two programs of one group share a multiprocessor's registers."""
-    return {"num_warps": DEFAULT_WARPS} | ({"maxnreg": 128} if groups == 1 else {})
+def takes_bytes(spec: LayerSpec, config: MLAConfig, few: int) -> bool:
+    """Whether `hopper.latent_bytes` attends to a step's pages: e4m3, one query token, few heads."""
+    narrow = spec.stored_dtype != spec.dtype and spec.num_heads <= BYTE_ROWS
+    return config.roles and spec.sparse is None and narrow and not few
 
 
 class Kernels:
@@ -180,11 +169,11 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        roles = self.config.roles and self.spec.sparse is None
-        if self.spec.stored_dtype == self.spec.dtype:
-            roles = roles and count >= MANY_TILES * batch.num_seqs
-        elif roles and byte_groups(self.spec, few) == 1:
+        of_bytes = takes_bytes(self.spec, self.config, few)
+        if of_bytes:
             programs *= 2
+        many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
+        roles = of_bytes or (many and self.spec.stored_dtype == self.spec.dtype)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -194,7 +183,7 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
-            dealt, tiles = in_lanes(tiles, programs, ROLES_RATES)
+            dealt, tiles = in_lanes(tiles, programs, RATES_OF_BYTES if of_bytes else ROLES_RATES)
         else:
             dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
@@ -302,16 +291,15 @@ class Kernels:
         """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
         spec, table, space = self.spec, plan.batch.block_table, self.workspace
         box = box_rows(self.config.block_n, cache.block_size)
-        of_bytes = cache.key.dtype.itemsize == 1
         boxes = box and latent_boxes(cache.key, box)
         if not boxes:
             return False
         assert table is not None
-        kernel, constants = _latents, latents_constants
-        options = {"num_warps": DEFAULT_WARPS}
-        if of_bytes:
-            kernel, constants = _latent_bytes, bytes_constants
-            options = bytes_options(byte_groups(spec, plan.way.few))
+        constants: Key = (spec.num_heads, cache.block_size, lse is not None)
+        kernel, options = _latent_bytes, BYTE_OPTIONS
+        if cache.key.dtype.itemsize > 1:
+            kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
+            constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
         wide, narrow, block = boxes
         kernel(
             (plan.grid, 1, 1),
@@ -322,8 +310,8 @@ class Kernels:
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), block, out.stride(0), out.stride(1)),
             (wide, narrow, 0 if lse is None else lse.stride(0), table.stride(0), plan.grid),
-            constants(spec, cache.block_size, plan.way, lse is not None),
-            options,
+            constants,
+            options | {"launch_pdl": True},
         )  # fmt: skip
         return True
 

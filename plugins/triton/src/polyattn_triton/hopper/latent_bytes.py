@@ -6,8 +6,8 @@ goes back to shared memory, which queries and weights alone fill. A unit of 16 b
 a key: its first ones and its second ones are an operand each, of which a row, or a column, is every
 second number.
 
-A group of four warps attends with 32 (token, head) rows. Two groups of a program share what a warp
-copies (`latent_copies`); of one group two programs run on a multiprocessor.
+Four warps attend with 32 (token, head) rows to what another copies (`latent_copies`). Two programs run
+on a multiprocessor.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
@@ -33,9 +33,10 @@ from polyattn_triton.hopper.rows import barrier
 from polyattn_triton.hopper.unpacking import BELOW, BESIDE
 
 ROWS = gl.constexpr(32)
-"""Of a group."""
+"""Of a tile of queries."""
 UNITS = gl.constexpr(256)
 """Of a latent; 32 more are rotated."""
+STAGES = gl.constexpr(2)
 OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
 
 
@@ -48,8 +49,8 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Lay a group's rows into shared memory as keys' operands meet them; return their powers of two.
+def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr):
+    """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
 
     These keep queries inside of float16's range.
     """
@@ -74,15 +75,15 @@ def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, GROUP: g
     for i in gl.static_range(10):
         q = (pieces[i].to(gl.float32) / power[:, None]).to(gl.float16)
         if i < 8:
-            SMEM[0].index(8 * GROUP + i).store(q)
+            SMEM[0].index(i).store(q)
         else:
-            SMEM[3].index(2 * GROUP + i - 8).store(q)
+            SMEM[3].index(i - 8).store(q)
     return power
 
 
 @gluon.jit
 def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.constexpr):
-    """Store 128 columns of a group's rows: of every second, and of those between."""
+    """Store 128 columns of a tile's rows: of every second, and of those between."""
     both = gl.join(one, other).permute((0, 2, 1)).reshape((128, ROWS))
     LAYOUT: gl.constexpr = both.type.layout
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
@@ -93,8 +94,8 @@ def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.conste
 
 
 @gluon.jit
-def _store(acc, m, l, TO, token0, query_len, start, first, cut, place, FORM: gl.constexpr):
-    """Store a group's outputs, or of a part that is merged: `first` of the tile's rows are before."""
+def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constexpr):
+    """Store a tile's outputs, or a part's of it that is merged: parts have room for 64 rows."""
     HEADS: gl.constexpr = FORM[0]
     OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, _by, v_scale = TO
     HEAD: gl.constexpr = m.type.layout
@@ -105,13 +106,13 @@ def _store(acc, m, l, TO, token0, query_len, start, first, cut, place, FORM: gl.
     token = (token0 + (start + row) // HEADS).to(gl.int64)
     head = (start + row) % HEADS
     if cut:
-        gl.store(PART_LSE + place * 64 + first + row, lse, mask=ok)
-    elif FORM[2]:
+        gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
+    elif FORM[1]:
         gl.store(LSE + token * lse_t + head, lse * LN2, mask=ok)
     for c in gl.static_range(4):
         one, other = acc[2 * c] / safe[None, :], acc[2 * c + 1] / safe[None, :]
         if cut:
-            _store_columns(one, other, PARTS + 128 * c, place * 64 + first, 0, 512, 512, ok, 1)
+            _store_columns(one, other, PARTS + 128 * c, place * 64, 0, 512, 512, ok, 1)
         else:
             _store_columns(
                 one * v_scale, other * v_scale, OUT + 128 * c, token0, start, o_t, o_h, ok, HEADS
@@ -120,18 +121,14 @@ def _store(acc, m, l, TO, token0, query_len, start, first, cut, place, FORM: gl.
 
 @gluon.jit
 def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
-    """Attend with a group's rows to the items' keys."""
+    """Attend with the items' rows to their keys."""
     HEADS: gl.constexpr = FORM[0]
-    FEW: gl.constexpr = FORM[1]
-    GROUPS: gl.constexpr = FORM[3]
-    STAGES: gl.constexpr = FORM[4]
-    GROUP: gl.constexpr = FORM[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     k_smem, turned_smem = SMEM[1], SMEM[2]
     q_smem, q_turned = SMEM[0], SMEM[3]
-    p_smem = SMEM[4].index(GROUP)
+    p_smem = SMEM[4]
     full, empty = BARRIERS
     WORK, tiles = STEP[2], STEP[3]
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
@@ -139,19 +136,15 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     n = 0
     while at < stop:
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
-            STEP, at, stop, low, high, seq, start, HEADS, FEW, ROWS * GROUPS
+            STEP, at, stop, low, high, seq, start, HEADS, 0, ROWS
         )
         unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
         cut, place = part_of(WORK, low, high, 0)
-        mine = start + GROUP * ROWS
+        mine = start
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS, GROUP)
+        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS)
         by = gl.convert_layout(power, HEAD) * TO[7]
         by = gl.where(by < LEAST, LEAST, by)
-        bound = gl.full([ROWS], 0, gl.int32, HEAD) + limit
-        if FEW == 1:
-            row_pos = seq_len - query_len + (mine + gl.arange(0, ROWS, layout=HEAD)) // HEADS
-            bound = gl.minimum(row_pos + 1, limit)
         fence_async_shared()
         barrier()
 
@@ -163,23 +156,22 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         for i in range(count):
             stage = n % STAGES
             phase = (n // STAGES) & 1
-            # Zero, which no compiler knows: descriptors that a loop doesn't change are spilled.
-            q = 8 * GROUP + (n >> 30)
-            q_t = 2 * GROUP + (n >> 30)
+            # No compiler knows that it is zero: descriptors that a loop doesn't change are spilled.
+            zero = n >> 30
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
             mbarrier.wait(full.index(2 * stage + 1), phase)
             one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
             s = warpgroup_mma(
-                one, q_turned.index(q_t).permute((1, 0)), s, use_acc=False, is_async=True
+                one, q_turned.index(zero).permute((1, 0)), s, use_acc=False, is_async=True
             )
-            s = warpgroup_mma(other, q_turned.index(q_t + 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(other, q_turned.index(zero + 1).permute((1, 0)), s, is_async=True)
             mbarrier.wait(full.index(2 * stage), phase)
             k = k_smem.index(stage)
             for c in gl.static_range(8):
                 one, other = _numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
-                b = q_smem.index(q + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(one, b, s, is_async=True)
-                b = q_smem.index(q + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                b = q_smem.index(zero + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(other, b, s, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s])
             s = warpgroup_mma_wait(0, deps=[s])
@@ -187,7 +179,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.arrive(empty.index(2 * stage + 1))
             if first + i >= unmasked:
                 key = (first + i) * 64
-                s = kept_below(s, (key + key_of)[:, None], bound[None, :], "0fFF800000")
+                s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
                     clear(k, seq_len - key, UNITS, 64)
@@ -218,7 +210,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.arrive(empty.index(2 * stage))
             n += 1
         l = gl.sum(sums, 0)
-        _store(acc, m, l, TO, token0, query_len, mine, GROUP * ROWS, cut, place, FORM)
+        _store(acc, m, l, TO, token0, query_len, mine, cut, place, FORM)
         barrier()
 
 
@@ -226,45 +218,34 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
 def latent_bytes_kernel(
     Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, WORK, scale, v_scale,
     q_t, q_h, k_b, o_t, o_h, WIDE, NARROW, lse_t, table_s, tiles,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, HAS_LSE: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 32 rows or of 64 (`GROUPS`) over their sequence's latents. As `latents.latents_kernel`.
+    """One token's heads, at most 32, over its sequence's latents. Grid as `latents.latents_kernel`'s.
 
     `WIDE`, `NARROW`: descriptors of the cache's rows in units of two bytes, boxes of 256 and of 32.
     """
     gl.static_assert(gl.num_warps() == 4)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
-    gdc_wait()
+    gdc_wait()  # this was scheduled while what stores ran
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    q_smem = gl.allocate_shared_memory(gl.float16, [8 * GROUPS, ROWS, 64], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)
     k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, UNITS], SHARED)
     turned_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, 32], HALF)
-    q_turned = gl.allocate_shared_memory(gl.float16, [2 * GROUPS, ROWS, 32], HALF)
-    p_smem = gl.allocate_shared_memory(gl.float16, [GROUPS, 64, ROWS], HALF)
+    q_turned = gl.allocate_shared_memory(gl.float16, [2, ROWS, 32], HALF)
+    p_smem = gl.allocate_shared_memory(gl.float16, [64, ROWS], HALF)
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=GROUPS)
+        mbarrier.init(empty.index(part), count=1)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
-    FIRST: gl.constexpr = (HEADS, FEW, HAS_LSE, GROUPS, STAGES, 0)
-    SECOND: gl.constexpr = (HEADS, FEW, HAS_LSE, GROUPS, STAGES, 1)
+    FORM: gl.constexpr = (HEADS, HAS_LSE)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
-    first = (FROM, TO, STEP, SMEM, (full, empty), FIRST)
-    second = (FROM, TO, STEP, SMEM, (full, empty), SECOND)
-    PIPE: gl.constexpr = (ROWS * GROUPS, STAGES, 1)
-    producing = (
-        WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, (full, empty), HEADS, BLOCK_SIZE, FEW, PIPE,
-    )  # fmt: skip
-    if GROUPS == 1:
-        gl.warp_specialize([(_attend, first), (produce, producing)], [1], [24])
-    else:
-        gl.warp_specialize(
-            [(_attend, first), (_attend, second), (produce, producing)],
-            [4, 1],
-            [240, 24],
-        )
+    PIPE: gl.constexpr = (ROWS, STAGES, 1)
+    BARRIERS = (full, empty)
+    consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
+    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, 0, PIPE)
+    gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])
