@@ -216,10 +216,31 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])
 def latent_bytes_kernel(
-    Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, WORK, scale, v_scale,
-    q_t, q_h, k_b, o_t, o_h, WIDE, NARROW, lse_t, table_s, tiles,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    Q,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    BT,
+    SEQ_LENS,
+    STARTS,
+    WORK,
+    scale,
+    v_scale,
+    q_t,
+    q_h,
+    k_b,
+    o_t,
+    o_h,
+    WIDE,
+    NARROW,
+    lse_t,
+    table_s,
+    tiles,
+    HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """One token's heads, at most 32, over its sequence's latents. Grid as `latents.latents_kernel`'s.
 
     `WIDE`, `NARROW`: descriptors of the cache's rows in units of two bytes, boxes of 256 and of 32.

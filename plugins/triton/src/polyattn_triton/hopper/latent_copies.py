@@ -17,14 +17,35 @@ LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 @gluon.jit
 def keys_of(
-    STEP, at, stop, low, high, seq, start, HEADS: gl.constexpr, FEW: gl.constexpr,
+    STEP,
+    at,
+    stop,
+    low,
+    high,
+    seq,
+    start,
+    HEADS: gl.constexpr,
+    FEW: gl.constexpr,
     HEIGHT: gl.constexpr,
-):  # fmt: skip
+):
     """The keys of an item of `HEIGHT` rows, as `items.bounds`."""
     return bounds(
-        STEP[0], STEP[1], STEP[2], at, stop, low, high, seq, start,
-        HEADS, HEIGHT, 64, FEW == 1, 0, True,
-    )  # fmt: skip
+        STEP[0],
+        STEP[1],
+        STEP[2],
+        at,
+        stop,
+        low,
+        high,
+        seq,
+        start,
+        HEADS,
+        HEIGHT,
+        64,
+        FEW == 1,
+        0,
+        True,
+    )
 
 
 @gluon.jit

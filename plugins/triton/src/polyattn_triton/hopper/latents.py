@@ -297,8 +297,19 @@ def latents_kernel(
     consuming = (FROM, TO, STEP, SMEM, (full, empty, p_full, q_turns), FORM)
     PIPE: gl.constexpr = (64, 2, 2)
     producing = (
-        WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, (full, empty), HEADS, BLOCK_SIZE, FEW, PIPE,
-    )  # fmt: skip
+        WIDE,
+        NARROW,
+        BT,
+        k_b,
+        table_s,
+        STEP,
+        SMEM,
+        (full, empty),
+        HEADS,
+        BLOCK_SIZE,
+        FEW,
+        PIPE,
+    )
     gl.warp_specialize(
         [(_score, consuming), (_follow, consuming), (produce, producing)], [4, 1], [232, 24]
     )
