@@ -127,19 +127,24 @@ def latents_constants(
     return spec.num_heads, block_size, way.few, lse
 
 
-def takes_bytes(spec: LayerSpec, config: MLAConfig, few: int) -> bool:
-    """Whether `hopper.latent_bytes` attends to a step's pages: e4m3, one query token, few heads."""
+def takes_bytes(spec: LayerSpec, config: MLAConfig, cache: CacheFormat | None) -> bool:
+    """Whether `hopper.latent_bytes` attends where sequences have one query token: e4m3, few heads.
+
+    Blocks hold whole tiles: for others ptxas makes code that reads a register which nothing wrote.
+    """
     narrow = spec.stored_dtype != spec.dtype and spec.num_heads <= BYTE_ROWS
-    return config.roles and spec.sparse is None and narrow and not few
+    whole_tiles = cache is not None and cache.block_size % config.block_n == 0
+    return config.roles and spec.sparse is None and narrow and whole_tiles
 
 
 class Kernels:
     """What both backends hold: the kernel that fits, and a workspace for parts of tiles."""
 
-    def __init__(self, spec: LayerSpec, device: Device):
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         assert spec.latent is not None
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
+        self.of_bytes = takes_bytes(spec, self.config, cache)
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -169,7 +174,7 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        of_bytes = takes_bytes(self.spec, self.config, few)
+        of_bytes = self.of_bytes and not few
         if of_bytes:
             programs *= 2
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
@@ -336,7 +341,7 @@ class TritonMLA(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.kernels = Kernels(spec, device)
+        self.kernels = Kernels(spec, cache, device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal (token, head) rows and the keys that they see out to the programs."""
@@ -377,7 +382,7 @@ class TritonMLASparse(SparseBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         assert spec.sparse is not None
-        self.kernels, self.topk = Kernels(spec, device), spec.sparse.most
+        self.kernels, self.topk = Kernels(spec, cache, device), spec.sparse.most
 
     def place(
         self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int
