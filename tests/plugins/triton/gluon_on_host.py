@@ -25,6 +25,7 @@ from polyattn_triton.hopper import (
     copies,
     index,
     items,
+    latent_bytes,
     latent_copies,
     latents,
     mla,
@@ -41,6 +42,7 @@ MODULES = (
     copies,
     index,
     items,
+    latent_bytes,
     latent_copies,
     latents,
     mla,
@@ -59,7 +61,7 @@ BYTES = {name: max(1, bits // 8) for name, bits in (INTS | FLOATS).items()}
 RAW = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 OF_TORCH = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32",
-    torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.uint8: "uint8",
     torch.float8_e4m3fn: "float8e4nv",
 }  # fmt: skip
 
@@ -334,10 +336,11 @@ class Shared:
         assert 0 <= at < len(self.bits)
         return Shared(self.bits[at], self.dtype)
 
-    def slice(self, first: Any, count: int) -> Shared:
+    def slice(self, first: Any, count: int, dim: int = 0) -> Shared:
         first = int(first)
-        assert 0 <= first <= len(self.bits) - count
-        return Shared(self.bits[first : first + count], self.dtype)
+        assert 0 <= first <= self.bits.shape[dim] - count
+        whole = (slice(None),) * dim
+        return Shared(self.bits[(*whole, slice(first, first + count))], self.dtype)
 
     def permute(self, order: Any) -> Shared:
         return Shared(self.bits.transpose(order), self.dtype)
@@ -650,7 +653,7 @@ class Language:
         )  # fmt: skip
         names = {
             "gl": gl, "tl": gl, "mbarrier": barriers, "barrier": nothing, "fence_async_shared": nothing,
-            "gdc_launch_dependents": nothing, "warpgroup_mma": self.wgmma,
+            "gdc_launch_dependents": nothing, "gdc_wait": nothing, "warpgroup_mma": self.wgmma,
             "warpgroup_mma_wait": self.wgmma_wait,
             "async_load_box": self.copy_box, "async_load": self.copy_async,
             "units_layout": nothing, "words_layout": nothing,

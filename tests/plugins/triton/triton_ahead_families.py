@@ -16,7 +16,8 @@ from polyattn_triton.channels import (
 from polyattn_triton.configs import SCANS, prompt_config
 from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_constants
 from polyattn_triton.hopper.choice import DEFAULT_WARPS
-from polyattn_triton.hopper.descriptors import SHARED
+from polyattn_triton.hopper.descriptors import NARROW, SHARED
+from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
 from polyattn_triton.hopper.latents import latents_kernel
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.delta import delta_kernel, system_kernel
@@ -28,6 +29,7 @@ from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
 from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import (
+    BYTE_OPTIONS,
     HALF,
     ROPE,
     latents_constants,
@@ -82,17 +84,20 @@ def compile_mla(spec: LayerSpec, arch: str, split: bool, few: int = 0, block_siz
 
 
 def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
-    """Compile TRITON_MLA's kernel with roles to Hopper's machine code."""
-    element, box = ELEMENT[spec.dtype], min(64, block_size)
+    """Compile TRITON_MLA's kernel with roles, or over e4m3, to Hopper's machine code."""
+    element, box, way = ELEMENT[spec.dtype], min(64, block_size), Way(True, few)
+    kernel, options, narrow = latents_kernel, {"num_warps": DEFAULT_WARPS}, (ROPE, SHARED)
+    constants: tuple[Any, ...] = latents_constants(spec, block_size, way, spec.needs_lse)
+    cached = element
+    if spec.stored_dtype != spec.dtype:
+        cached, kernel, narrow = "i16", latent_bytes_kernel, (ROPE // 2, NARROW)
+        constants, options = (spec.num_heads, block_size, spec.needs_lse), BYTE_OPTIONS
     pointers = {
-        name: f"tensordesc<{element}[{box}, {width}],{SHARED!r}>"
-        for name, width in (("WIDE", HALF), ("NARROW", ROPE))
+        name: f"tensordesc<{cached}[{box}, {width}],{layout!r}>"
+        for name, (width, layout) in (("WIDE", (HALF, SHARED)), ("NARROW", narrow))
     }
-    constants = latents_constants(spec, block_size, Way(True, few), spec.needs_lse)
     pointers |= {"Q": element, "OUT": element}
-    return compile_kernel(
-        latents_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
-    )
+    return compile_kernel(kernel, pointers, constants, "sm_90", options)
 
 
 def compile_token_scan(spec: LayerSpec, arch: str, part: str = "") -> Any:

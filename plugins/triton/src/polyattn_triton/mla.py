@@ -31,6 +31,7 @@ from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
     FEW_PARTS,
+    Key,
     Launcher,
     Merge,
     Workspace,
@@ -60,6 +61,10 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
+BYTE_ROWS = 32
+"""Rows of a tile of `hopper.latent_bytes`."""
+BYTE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
+"""Its launch options: two programs share a multiprocessor's registers."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -69,17 +74,21 @@ RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
+RATES_OF_BYTES = Rates(item=2, least=0)
+"""And of its kernel over e4m3, of which another program runs meanwhile."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
+    from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
     from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = latents_kernel = None
+    mla_hopper_kernel = latents_kernel = latent_bytes_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
 _mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
+_latent_bytes = Launcher(latent_bytes_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
@@ -118,13 +127,24 @@ def latents_constants(
     return spec.num_heads, block_size, way.few, lse
 
 
+def takes_bytes(spec: LayerSpec, config: MLAConfig, cache: CacheFormat | None) -> bool:
+    """Whether `hopper.latent_bytes` attends where sequences have one query token: e4m3, few heads.
+
+    Blocks hold whole tiles: for others ptxas makes code that reads a register which nothing wrote.
+    """
+    narrow = spec.stored_dtype != spec.dtype and spec.num_heads <= BYTE_ROWS
+    whole_tiles = cache is not None and cache.block_size % config.block_n == 0
+    return config.roles and spec.sparse is None and narrow and whole_tiles
+
+
 class Kernels:
     """What both backends hold: the kernel that fits, and a workspace for parts of tiles."""
 
-    def __init__(self, spec: LayerSpec, device: Device):
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         assert spec.latent is not None
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
+        self.of_bytes = takes_bytes(spec, self.config, cache)
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -154,7 +174,11 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        roles = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
+        of_bytes = self.of_bytes and not few
+        if of_bytes:
+            programs *= 2
+        many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
+        roles = of_bytes or (many and self.spec.stored_dtype == self.spec.dtype)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -164,7 +188,7 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
-            dealt, tiles = in_lanes(tiles, programs, ROLES_RATES)
+            dealt, tiles = in_lanes(tiles, programs, RATES_OF_BYTES if of_bytes else ROLES_RATES)
         else:
             dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
@@ -272,31 +296,42 @@ class Kernels:
         """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
         spec, table, space = self.spec, plan.batch.block_table, self.workspace
         box = box_rows(self.config.block_n, cache.block_size)
-        boxes = [
-            None if box is None else described(cache.key, box, width) for width in (HALF, ROPE)
-        ]
-        if boxes[0] is None or boxes[1] is None:
+        boxes = box and latent_boxes(cache.key, box)
+        if not boxes:
             return False
         assert table is not None
-        _latents(
+        constants: Key = (spec.num_heads, cache.block_size, lse is not None)
+        kernel, options = _latent_bytes, BYTE_OPTIONS
+        if cache.key.dtype.itemsize > 1:
+            kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
+            constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
+        wide, narrow, block = boxes
+        kernel(
             (plan.grid, 1, 1),
             (
                 query, out, out if lse is None else lse, space.parts, space.part_lse, table,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
             (spec.scale * v_scale, v_scale),
-            (query.stride(0), query.stride(1), boxes[0][1].block, out.stride(0), out.stride(1)),
-            (
-                boxes[0][0],
-                boxes[1][0],
-                0 if lse is None else lse.stride(0),
-                table.stride(0),
-                plan.grid,
-            ),
-            latents_constants(spec, cache.block_size, plan.way, lse is not None),
-            {"num_warps": DEFAULT_WARPS},
+            (query.stride(0), query.stride(1), block, out.stride(0), out.stride(1)),
+            (wide, narrow, 0 if lse is None else lse.stride(0), table.stride(0), plan.grid),
+            constants,
+            options | {"launch_pdl": True},
         )  # fmt: skip
         return True
+
+
+def latent_boxes(key: Tensor, box: int) -> tuple[Any, Any, int] | None:
+    """Return what copies so many rows of latents' columns and of what is rotated, and a block's rows."""
+    widths = (HALF, ROPE)
+    if key.dtype.itemsize == 1:
+        if any(stride % 2 for stride in key.stride()[:-1]) or key.storage_offset() % 2:
+            return None
+        key, widths = key.view(torch.int16), (HALF, ROPE // 2)
+    wide, narrow = (described(key, box, width) for width in widths)
+    if wide is None or narrow is None:
+        return None
+    return wide[0], narrow[0], wide[1].block
 
 
 class TritonMLA(AttentionBackend):
@@ -306,7 +341,7 @@ class TritonMLA(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.kernels = Kernels(spec, device)
+        self.kernels = Kernels(spec, cache, device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
         """Deal (token, head) rows and the keys that they see out to the programs."""
@@ -347,7 +382,7 @@ class TritonMLASparse(SparseBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         assert spec.sparse is not None
-        self.kernels, self.topk = Kernels(spec, device), spec.sparse.most
+        self.kernels, self.topk = Kernels(spec, cache, device), spec.sparse.most
 
     def place(
         self, spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, first: int

@@ -14,6 +14,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SHARED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+NARROW = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+"""Of rows of 64 bytes."""
 MOST_ROWS = (1 << 31) - 1
 """The largest coordinate of the engine."""
 
@@ -58,5 +60,6 @@ def described(pages: Tensor, box: int, width: int | None = None) -> tuple[Any, S
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = pages, shape, [pages.stride(-3), 1]
     descriptor.block_shape = [box, width or pages.shape[-1]]
-    descriptor.layout, descriptor.padding = SHARED, "zero"
+    descriptor.layout = NARROW if descriptor.block_shape[1] == 32 else SHARED
+    descriptor.padding = "zero"
     return descriptor, steps

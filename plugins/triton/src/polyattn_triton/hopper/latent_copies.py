@@ -16,19 +16,51 @@ LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def keys_of(STEP, at, stop, low, high, seq, start, HEADS: gl.constexpr, FEW: gl.constexpr):
-    """An item's rows and keys, as `items.bounds`."""
+def keys_of(
+    STEP,
+    at,
+    stop,
+    low,
+    high,
+    seq,
+    start,
+    HEADS: gl.constexpr,
+    FEW: gl.constexpr,
+    HEIGHT: gl.constexpr,
+):
+    """The keys of an item of `HEIGHT` rows, as `items.bounds`."""
     return bounds(
-        STEP[0], STEP[1], STEP[2], at, stop, low, high, seq, start, HEADS, 64, 64, FEW == 1, 0, True
+        STEP[0],
+        STEP[1],
+        STEP[2],
+        at,
+        stop,
+        low,
+        high,
+        seq,
+        start,
+        HEADS,
+        HEIGHT,
+        64,
+        FEW == 1,
+        0,
+        True,
     )
 
 
 @gluon.jit
 def produce(
     WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
-    """Copy the items' tiles part by part, as the parts become free."""
+    """Copy the items' tiles part by part, as the parts become free: what is rotated, and then others.
+
+    `PIPE`: rows of a tile of queries, stages, and how many others there are.
+    """
+    HEIGHT: gl.constexpr = PIPE[0]
+    STAGES: gl.constexpr = PIPE[1]
+    WIDES: gl.constexpr = PIPE[2]
+    PARTS: gl.constexpr = WIDES + 1
     BOX: gl.constexpr = WIDE.block_shape[0]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORK, tiles = STEP[2], STEP[3]
@@ -38,7 +70,7 @@ def produce(
     n = 0
     while at < stop:
         _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = keys_of(
-            STEP, at, stop, low, high, seq, start, HEADS, FEW
+            STEP, at, stop, low, high, seq, start, HEADS, FEW, HEIGHT
         )
         TABLE = BT + seq.to(gl.int64) * table_s
         key = first * 64
@@ -46,14 +78,15 @@ def produce(
         blocks = blocks_of_boxes(TABLE, key, limit, True, BLOCK_SIZE, BOX, LANES)
         for _i in range(count):
             ahead = blocks_of_boxes(TABLE, key + 64, limit, True, BLOCK_SIZE, BOX, LANES)
-            stage = n % 2
-            free = (n // 2 + 1) & 1  # of a stage never used: at once
-            for part in gl.static_range(2, -1, -1):
+            stage = n % STAGES
+            free = (n // STAGES + 1) & 1  # of a stage never used: at once
+            for part in gl.static_range(WIDES, -1, -1):
                 copy_tile(
-                    NARROW if part == TURNED else WIDE, blocks, key, 0, part * HALF, k_b,
-                    turned_smem.index(stage) if part == TURNED else k_smem.index(2 * stage + part),
-                    full.index(3 * stage + part), empty.index(3 * stage + part), free,
-                    ROPE if part == TURNED else HALF, 64, BLOCK_SIZE, True, BOX, LANES,
+                    NARROW if part == WIDES else WIDE, blocks, key, 0, part * WIDE.block_shape[1], k_b,
+                    turned_smem.index(stage) if part == WIDES else k_smem.index(WIDES * stage + part),
+                    full.index(PARTS * stage + part), empty.index(PARTS * stage + part), free,
+                    NARROW.block_shape[1] if part == WIDES else WIDE.block_shape[1],
+                    64, BLOCK_SIZE, True, BOX, LANES,
                 )  # fmt: skip
             blocks = ahead
             key += 64

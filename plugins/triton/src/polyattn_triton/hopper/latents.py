@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_copies import (
@@ -149,7 +149,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
     while at < stop:
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
-            STEP, at, stop, low, high, seq, start, HEADS, FEW
+            STEP, at, stop, low, high, seq, start, HEADS, FEW, 64
         )
         unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
         cut, place = part_of(WORK, low, high, 0)
@@ -230,7 +230,7 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
     while at < stop:
         token0, query_len, _seq_len, _first, count, _full_low, _unmasked, _limit = keys_of(
-            STEP, at, stop, low, high, seq, start, HEADS, FORM[1]
+            STEP, at, stop, low, high, seq, start, HEADS, FORM[1], 64
         )
         cut, place = part_of(WORK, low, high, 0)
         my_start = start
@@ -271,6 +271,7 @@ def latents_kernel(
     """
     gl.static_assert(gl.num_warps() == 4)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
+    gdc_wait()  # this was scheduled while what stores ran
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, HALF], SHARED)
@@ -294,7 +295,21 @@ def latents_kernel(
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, p_smem, row_smem)
     consuming = (FROM, TO, STEP, SMEM, (full, empty, p_full, q_turns), FORM)
-    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, (full, empty), HEADS, BLOCK_SIZE, FEW)
+    PIPE: gl.constexpr = (64, 2, 2)
+    producing = (
+        WIDE,
+        NARROW,
+        BT,
+        k_b,
+        table_s,
+        STEP,
+        SMEM,
+        (full, empty),
+        HEADS,
+        BLOCK_SIZE,
+        FEW,
+        PIPE,
+    )
     gl.warp_specialize(
         [(_score, consuming), (_follow, consuming), (produce, producing)], [4, 1], [232, 24]
     )

@@ -1,0 +1,272 @@
+"""Decode over latents in e4m3 for Hopper, in Gluon: what `kernels.mla` computes over pages, by roles.
+
+Keys are the rows of the first product and values' columns those of the second: both come from shared
+memory to registers as bytes, become float16 there, and are first operands. So nothing that is widened
+goes back to shared memory, which queries and weights alone fill. A unit of 16 bits holds two numbers of
+a key: its first ones and its second ones are an operand each, of which a row, or a column, is every
+second number.
+
+Four warps attend with 32 (token, head) rows to what another copies (`latent_copies`). Two programs run
+on a multiprocessor.
+
+Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from polyattn_triton.hopper.items import advance, begin, part_of
+from polyattn_triton.hopper.latent_copies import keys_of, produce
+from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E, RAISED
+from polyattn_triton.hopper.packed_rows import longer
+from polyattn_triton.hopper.prefill import clear, kept_below
+from polyattn_triton.hopper.rows import barrier
+from polyattn_triton.hopper.unpacking import BELOW, BESIDE
+
+ROWS = gl.constexpr(32)
+"""Of a tile of queries."""
+UNITS = gl.constexpr(256)
+"""Of a latent; 32 more are rotated."""
+STAGES = gl.constexpr(2)
+OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
+
+
+@gluon.jit
+def _numbers(units, INSTRUCTIONS: gl.constexpr):
+    """Return the two operands, in float16, of a tile of units."""
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS, "=r,=r,r", (units,), (gl.float16, gl.float16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr):
+    """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
+
+    These keep queries inside of float16's range.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0])
+    Q, q_t, q_h = FROM
+    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    places = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
+    pieces = ()
+    most = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(10):
+        column = gl.arange(0, 64 if i < 8 else 32, layout=gl.SliceLayout(0, LAYOUT))
+        offs = i // 2 * 128 + i % 2 * 2 + column // 2 * 4 + column % 2
+        piece = gl.load(
+            Q + places[:, None] + offs[None, :],
+            mask=(row < rows)[:, None] & (offs >= 0)[None, :],
+            other=0.0,
+        )
+        most = gl.maximum(most, gl.max(gl.abs(piece.to(gl.float32)), 1))
+        pieces = longer(pieces, piece)
+    power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.where(power == 0.0, 1.0, power)
+    for i in gl.static_range(10):
+        q = (pieces[i].to(gl.float32) / power[:, None]).to(gl.float16)
+        if i < 8:
+            SMEM[0].index(i).store(q)
+        else:
+            SMEM[3].index(i - 8).store(q)
+    return power
+
+
+@gluon.jit
+def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.constexpr):
+    """Store 128 columns of a tile's rows: of every second, and of those between."""
+    both = gl.join(one, other).permute((0, 2, 1)).reshape((128, ROWS))
+    LAYOUT: gl.constexpr = both.type.layout
+    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    to = (token0 + row // HEADS).to(gl.int64) * o_t + row % HEADS * o_h
+    ok = gl.convert_layout(ok, gl.SliceLayout(0, LAYOUT))
+    gl.store(TO + to[None, :] + column[:, None], both.to(TO.dtype.element_ty), mask=ok[None, :])
+
+
+@gluon.jit
+def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constexpr):
+    """Store a tile's outputs, or a part's of it that is merged: parts have room for 64 rows."""
+    HEADS: gl.constexpr = FORM[0]
+    OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, _by, v_scale = TO
+    HEAD: gl.constexpr = m.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    lse = gl.where(l == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
+    row = gl.arange(0, ROWS, layout=HEAD)
+    ok = start + row < query_len * HEADS
+    token = (token0 + (start + row) // HEADS).to(gl.int64)
+    head = (start + row) % HEADS
+    if cut:
+        gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
+    elif FORM[1]:
+        gl.store(LSE + token * lse_t + head, lse * LN2, mask=ok)
+    for c in gl.static_range(4):
+        one, other = acc[2 * c] / safe[None, :], acc[2 * c + 1] / safe[None, :]
+        if cut:
+            _store_columns(one, other, PARTS + 128 * c, place * 64, 0, 512, 512, ok, 1)
+        else:
+            _store_columns(
+                one * v_scale, other * v_scale, OUT + 128 * c, token0, start, o_t, o_h, ok, HEADS
+            )
+
+
+@gluon.jit
+def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
+    """Attend with the items' rows to their keys."""
+    HEADS: gl.constexpr = FORM[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
+    k_smem, turned_smem = SMEM[1], SMEM[2]
+    q_smem, q_turned = SMEM[0], SMEM[3]
+    p_smem = SMEM[4]
+    full, empty = BARRIERS
+    WORK, tiles = STEP[2], STEP[3]
+    key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    n = 0
+    while at < stop:
+        token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
+            STEP, at, stop, low, high, seq, start, HEADS, 0, ROWS
+        )
+        unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
+        cut, place = part_of(WORK, low, high, 0)
+        mine = start
+        at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
+        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS)
+        by = gl.convert_layout(power, HEAD) * TO[7]
+        by = gl.where(by < LEAST, LEAST, by)
+        fence_async_shared()
+        barrier()
+
+        m = gl.full([ROWS], float("-inf"), gl.float32, HEAD)
+        sums = gl.zeros([64, ROWS], gl.float32, SCORES)
+        acc = ()
+        for _c in gl.static_range(8):
+            acc = longer(acc, gl.zeros([64, ROWS], gl.float32, SCORES))
+        for i in range(count):
+            stage = n % STAGES
+            phase = (n // STAGES) & 1
+            # No compiler knows that it is zero: descriptors that a loop doesn't change are spilled.
+            zero = n >> 30
+            s = gl.zeros([64, ROWS], gl.float32, SCORES)
+            mbarrier.wait(full.index(2 * stage + 1), phase)
+            one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
+            s = warpgroup_mma(
+                one, q_turned.index(zero).permute((1, 0)), s, use_acc=False, is_async=True
+            )
+            s = warpgroup_mma(other, q_turned.index(zero + 1).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(full.index(2 * stage), phase)
+            k = k_smem.index(stage)
+            for c in gl.static_range(8):
+                one, other = _numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
+                b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                s = warpgroup_mma(one, b, s, is_async=True)
+                b = q_smem.index(zero + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
+                s = warpgroup_mma(other, b, s, is_async=True)
+                s = warpgroup_mma_wait(2, deps=[s])
+            s = warpgroup_mma_wait(0, deps=[s])
+            barrier()
+            mbarrier.arrive(empty.index(2 * stage + 1))
+            if first + i >= unmasked:
+                key = (first + i) * 64
+                s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
+                # Beyond the length there may be NaN, which no weight hides.
+                if (key < seq_len) & (key + 64 > seq_len):
+                    clear(k, seq_len - key, UNITS, 64)
+            m_new = gl.maximum(m, gl.max(s, 0) * by)
+            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
+            ratio = gl.exp2(m - base)
+            p = gl.exp2(s * by[None, :] - (base - RAISED)[None, :])
+            m = m_new
+            p_smem.store(p.to(gl.float16))
+            fence_async_shared()
+            barrier()
+            sums = sums * ratio[None, :] + p
+            so_far = acc
+            acc = ()
+            for c in gl.static_range(4):
+                a = so_far[2 * c] * ratio[None, :]
+                b = so_far[2 * c + 1] * ratio[None, :]
+                for half in gl.static_range(2):
+                    v = k.slice(64 * c, 64, 1).slice(32 * half, 32).permute((1, 0)).load(A)
+                    one, other = _numbers(v, OF_VALUES)
+                    weights = p_smem.slice(32 * half, 32)
+                    a = warpgroup_mma(one, weights, a, is_async=True)
+                    b = warpgroup_mma(other, weights, b, is_async=True)
+                    a, b = warpgroup_mma_wait(2, deps=[a, b])
+                acc = longer(longer(acc, a), b)
+            acc = warpgroup_mma_wait(0, deps=acc)
+            barrier()
+            mbarrier.arrive(empty.index(2 * stage))
+            n += 1
+        l = gl.sum(sums, 0)
+        _store(acc, m, l, TO, token0, query_len, mine, cut, place, FORM)
+        barrier()
+
+
+@gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])
+def latent_bytes_kernel(
+    Q,
+    OUT,
+    LSE,
+    PARTS,
+    PART_LSE,
+    BT,
+    SEQ_LENS,
+    STARTS,
+    WORK,
+    scale,
+    v_scale,
+    q_t,
+    q_h,
+    k_b,
+    o_t,
+    o_h,
+    WIDE,
+    NARROW,
+    lse_t,
+    table_s,
+    tiles,
+    HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    """One token's heads, at most 32, over its sequence's latents. Grid as `latents.latents_kernel`'s.
+
+    `WIDE`, `NARROW`: descriptors of the cache's rows in units of two bytes, boxes of 256 and of 32.
+    """
+    gl.static_assert(gl.num_warps() == 4)
+    gdc_launch_dependents()  # let the merge be scheduled while this runs
+    gdc_wait()  # this was scheduled while what stores ran
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    q_smem = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)
+    k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, UNITS], SHARED)
+    turned_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, 32], HALF)
+    q_turned = gl.allocate_shared_memory(gl.float16, [2, ROWS, 32], HALF)
+    p_smem = gl.allocate_shared_memory(gl.float16, [64, ROWS], HALF)
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2 * STAGES):
+        mbarrier.init(full.index(part), count=1)
+        mbarrier.init(empty.index(part), count=1)
+    STEP = (SEQ_LENS, STARTS, WORK, tiles)
+    FORM: gl.constexpr = (HEADS, HAS_LSE)
+    FROM = (Q, q_t, q_h)
+    TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
+    SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
+    PIPE: gl.constexpr = (ROWS, STAGES, 1)
+    BARRIERS = (full, empty)
+    consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
+    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, 0, PIPE)
+    gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])
