@@ -120,9 +120,7 @@ class TritonStore(StoreBackend):
         site, limit = found
         site((tokens, 1, 1), tensors, (*numbers, limit), ())
 
-    def _site(
-        self, tensors: tuple[Tensor, ...], cache: KVCache, by: int
-    ) -> tuple[Site, float]:
+    def _site(self, tensors: tuple[Tensor, ...], cache: KVCache, by: int) -> tuple[Site, float]:
         """Return the kernel for tensors that lie like these, and the largest number that is stored."""
         key, value, keys, values = tensors[:4]
         (_, heads, size), dtype = key.shape, keys.dtype
