@@ -64,8 +64,11 @@ def engine(
 
 def answers(
     folder: Path, side: str, dtype: str, graphs: str, **changed: Any
-) -> tuple[Answers, int]:
-    """Return an engine's answers, and how many of polyattn's steps graphs held; `changed` are options."""
+) -> tuple[Answers, dict[str, Any]]:
+    """Return an engine's answers, and how many of polyattn's steps graphs held; `changed` are options.
+
+    With drafts also how many of them the model accepted.
+    """
     from engine import NEW, prompts
     from vllm import SamplingParams
 
@@ -77,7 +80,10 @@ def answers(
         for output in one.llm.generate(prompts(), asked, use_tqdm=False):
             words = [sorted(w.logprob for w in ws.values()) for ws in output.outputs[0].logprobs]
             found.append((list(output.outputs[0].token_ids), [w[-1] - w[-2] for w in words]))
-        return found, held[0]
+        counts: dict[str, Any] = {"steps held": held[0]}
+        if "speculative_config" in changed:
+            counts["accepted"] = one.draft_tokens("accepted") / one.draft_tokens()
+        return found, counts
 
 
 def same_bits(model: str, dtype: str, side: str, **changed: Any) -> dict[str, Any]:
@@ -121,11 +127,12 @@ def compared(model: str, dtype: str, own: str, drafts: str = "", **changed: Any)
                 "max_num_batched_tokens": 128,
             }  # fmt: skip
             graphs = "FULL_DECODE_ONLY"
-        ours, held = answers(folder, "polyattn", dtype, graphs, **options)
+        ours, counts = answers(folder, "polyattn", dtype, graphs, **options)
     equal = ties = 0
     for (tokens, gaps), (wanted, margins) in zip(ours, theirs, strict=True):
         differ = [i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b]
         equal += not differ
         ties += bool(differ) and max(gaps[differ[0]], margins[differ[0]]) < TIE
-    return {"equal": equal, "ties": ties, "of": len(ours), "steps held": held,
-            "right": equal + ties == len(ours) and bool(held or not serving.GPU)}  # fmt: skip
+    held = bool(counts["steps held"] or not serving.GPU)
+    right = equal + ties == len(ours) and held
+    return {"equal": equal, "ties": ties, "of": len(ours)} | counts | {"right": right}

@@ -273,7 +273,13 @@ class Builder(AttentionMetadataBuilder[Step]):
         cpu = self.device.type == "cpu"
         seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
         assert seq_lens is not None
-        return common.query_start_loc_cpu.tolist(), seq_lens.tolist()
+        lens = seq_lens.tolist()
+        # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
+        # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
+        more = common.max_seq_len - max(lens)
+        if 0 < more <= _drafts(self.vllm_config):
+            lens = [length and length + more for length in lens]
+        return common.query_start_loc_cpu.tolist(), lens
 
     def _table(self, common: CommonAttentionMetadata) -> Tensor | None:
         cached = any(group.spec.cached for group in self.groups.values())
