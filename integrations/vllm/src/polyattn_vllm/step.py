@@ -276,7 +276,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         lens = seq_lens.tolist()
         # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
         # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
-        more = common.max_seq_len - max(lens)
+        more = common.max_seq_len - max(lens, default=0)
         if 0 < more <= _drafts(self.vllm_config):
             lens = [length and length + more for length in lens]
         return common.query_start_loc_cpu.tolist(), lens
