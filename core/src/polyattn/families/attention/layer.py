@@ -284,7 +284,8 @@ class Attention(Layer):
         except RuntimeError:  # as in `forward`
             check_is_real("key", key)
             raise
-        self._known_cache = cache
+        if not seen:
+            self._known_cache = cache
 
     def _check(
         self,
