@@ -114,10 +114,10 @@ class TritonStore(StoreBackend):
         tensors = (key, value, cache.key, cache.value, slots, *scales)
         # All that decides the site, but for what the backend is of.
         lies = of_key, of_value, key.dtype, cache.strides, by_tensors
-        found = self.sites.get(lies)
-        if found is None:
-            found = self.sites[lies] = self._site(tensors, cache, by)
-        site, limit = found
+        launch = self.sites.get(lies)
+        if launch is None:
+            launch = self.sites[lies] = self._site(tensors, cache, by)
+        site, limit = launch
         site((tokens, 1, 1), tensors, (*numbers, limit), ())
 
     def _site(self, tensors: tuple[Tensor, ...], cache: KVCache, by: int) -> tuple[Site, float]:
