@@ -24,7 +24,7 @@ from torch import Tensor
 from polyattn_cuda.outputs import quantized_after
 from polyattn_cuda.paging import PackedKeys, ragged
 from polyattn_cuda.providers import vllm_library
-from polyattn_cuda.splits import captured_splits
+from polyattn_cuda.splits import captured_splits, capturing
 
 SHORT = 16
 """Query tokens up to which keys are split by a captured step, as decodes' are."""
@@ -156,9 +156,7 @@ class VllmFlashAttention3(FlashAttention3):
         don't divide the window. Of a length of at most 0 all blocks are masked.
         """
         lens = plan.batch.seq_lens
-        changes = self.spec.length_bounds or (
-            lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        )
+        changes = self.spec.length_bounds or capturing()
         masked = None if changes else plan.masked_lens
         if masked is None:
             masked = torch.where(lens > left + 1, -right, lens)
