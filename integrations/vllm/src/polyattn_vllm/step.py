@@ -271,16 +271,17 @@ class Builder(AttentionMetadataBuilder[Step]):
 
     def _lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
         """Return on the host where rows' queries start, and the rows' lengths."""
-        cpu = self.device.type == "cpu"
-        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert seq_lens is not None
-        lens = seq_lens.tolist()
+        starts = common.query_start_loc_cpu.tolist()
+        if self.device.type == "cpu":
+            return starts, common.seq_lens.tolist()
+        assert common.seq_lens_cpu_upper_bound is not None
+        lens = common.seq_lens_cpu_upper_bound.tolist()
         # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
         # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
         more = common.max_seq_len - max(lens, default=0)
         if 0 < more <= _drafts(self.vllm_config):
             lens = [length and length + more for length in lens]
-        return common.query_start_loc_cpu.tolist(), lens
+        return starts, lens
 
     def _table(self, common: CommonAttentionMetadata) -> Tensor | None:
         cached = any(group.spec.cached for group in self.groups.values())
