@@ -208,6 +208,9 @@ def test_lengths_of_a_draft_models_step_count_its_own_tokens(more: int) -> None:
     assert Builder._lengths(builder, longer)[1] == [40 + more, 0, 20 + more]
     longer.max_seq_len = LONGEST  # a bound that vLLM makes up says nothing of rows
     assert Builder._lengths(builder, longer)[1] == [40, 0, 20]
+    longer.seq_lens_cpu_upper_bound = None
+    with pytest.raises(NotImplementedError, match="seq_lens_cpu_upper_bound is None"):
+        Builder._lengths(builder, longer)
     # A CPU's lengths are the step's own, less what was rejected; the longest one isn't.
     common.seq_lens -= 2
     assert runner.builder._lengths(common)[1] == [38, 7, 18]

@@ -274,8 +274,13 @@ class Builder(AttentionMetadataBuilder[Step]):
         starts = common.query_start_loc_cpu.tolist()
         if self.device.type == "cpu":
             return starts, common.seq_lens.tolist()
-        assert common.seq_lens_cpu_upper_bound is not None
-        lens = common.seq_lens_cpu_upper_bound.tolist()
+        bounds = common.seq_lens_cpu_upper_bound
+        if bounds is None:  # as drafters of 0.24 do
+            raise NotImplementedError(
+                "polyattn plans by the host's lengths, and vLLM passes none for this step "
+                f"(seq_lens_cpu_upper_bound is None); leave out speculative decoding, or {REMEDY}"
+            )
+        lens = bounds.tolist()
         # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
         # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
         more = common.max_seq_len - max(lens, default=0)
