@@ -9,6 +9,7 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
 - `always`: vLLM's engine, whose graphs hold prompts and decodes, or drafts: tokens beside its own.
+- `bits`: vLLM's engine, whose graphs hold decodes, at `VLLM_BATCH_INVARIANT`: alone and beside others.
 - `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
@@ -34,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 120, "always": 240, "serving": 1200}
+TIMED = {"nano": 120, "always": 240, "bits": 120, "serving": 1200}
 COMPARED = {
     "nano32": 150, "vllm": 150, "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
@@ -112,6 +113,14 @@ def always(rows: Any, args: Options) -> None:
         rows.add(what, partial(tokens.compared, model, dtype, own, **changed))
 
 
+def bits(rows: Any, args: Options) -> None:
+    from engines import always as tokens
+
+    for side in ("polyattn", "FLASH_ATTN"):
+        what = f"log-probabilities at VLLM_BATCH_INVARIANT, llama, bfloat16, {side}"
+        rows.add(what, partial(tokens.same_bits, "llama", "bfloat16", side, head_dim=64))
+
+
 def hf_logits(rows: Any, args: Options) -> None:
     from engines import hugging_face as tf
 
@@ -137,7 +146,8 @@ def hf_batching(rows: Any, args: Options) -> None:
 
 
 SECTIONS: dict[str, Section] = {
-    "vllm": vllm, "nano32": nano32, "nano": nano16, "always": always, "serving": serving,
+    "vllm": vllm, "nano32": nano32, "nano": nano16, "always": always, "bits": bits,
+    "serving": serving,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 
@@ -165,6 +175,12 @@ def environment(section: str) -> dict[str, str]:
     if section in COMPARED:
         found["OMP_NUM_THREADS"] = "1"
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])
+    if section == "bits":  # with what vLLM sets, too late where torch has its handles already
+        found |= {
+            "VLLM_BATCH_INVARIANT": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+            "CUBLASLT_WORKSPACE_SIZE": "1",
+        }
     if section == "nano32":
         found["TORCHDYNAMO_DISABLE"] = "1"
     if section in ("hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():

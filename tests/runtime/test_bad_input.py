@@ -31,6 +31,7 @@ from polyattn.errors import (
 )
 from polyattn.runtime import inputs
 from polyattn.runtime.cache.kv_cache import quantize
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
@@ -336,17 +337,32 @@ def test_bad_stores(changes: dict[str, Any], says: str) -> None:
     assert torch.equal(step.cache.key, before)
 
 
-def test_a_store_looks_at_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_looks_at_each_tensor_once_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines store so in each layer of each step, and the host's time is theirs."""
     step = Step()
     given = {name: step.tensors[name] for name in ("key", "value")}
     given |= {"cache": step.cache, "slot_mapping": torch.arange(6)}
-    step.layer.store(**given)
     looked_at: list[str] = []
-    monkeypatch.setattr(inputs, "check_is_real", lambda name, tensor: looked_at.append(name))
-    monkeypatch.setattr(LayerGroup, "load", lambda *_, **__: pytest.fail("loaded again"))
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "check_is_real", lambda name, tensor: looked_at.append(name))
+        step.layer.store(**given)
+        assert looked_at == ["slot_mapping", "key", "value"]
+        patch.setattr(LayerGroup, "load", lambda *_, **__: pytest.fail("loaded again"))
+        step.layer.store(**given)
+        assert looked_at == ["slot_mapping", "key", "value"]
+        step.layer.store(**given | {"cache": step.layer.group.allocate_cache(4)})
+    assert looked_at == ["slot_mapping", "key", "value"] * 2
+    before = step.cache.key.clone()
     step.layer.store(**given)
-    assert looked_at == ["slot_mapping", "key", "value"]
+    with pytest.raises(BatchError, match=r"key is \(5, 2, 32\) .* must be \(6, 2, 32\)"):
+        step.layer.store(**given | {"key": given["key"][:5]})
+    with pytest.raises(BatchError, match="key is on meta, the layer on cpu"):
+        step.layer.store(**given | {"key": given["key"].to("meta")})
+    with pytest.raises(BatchError, match=r"inside torch\.vmap"):
+        torch.vmap(lambda key: step.layer.store(**given | {"key": key}))(given["key"][None])
+    with FakeTensorMode() as mode, pytest.raises(BatchError, match="FakeTensor"):
+        step.layer.store(**given | {"key": mode.from_tensor(given["key"])})
+    assert torch.equal(step.cache.key, before)
 
 
 def test_no_plan_and_profiles() -> None:

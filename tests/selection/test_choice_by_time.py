@@ -240,7 +240,7 @@ def test_a_group_chooses_for_each_step_and_computes_the_same(table: Any) -> None
     assert ran == ["TORCH_SDPA", "HPU_ATTN"]
 
 
-def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
+def test_under_a_captured_graph_the_captures_choice_holds(table: Any, monkeypatch: Any) -> None:
     table(SHORT_KEYS)
     group = LayerGroup(select(SPEC, "cpu"))
     blocks = torch.arange(260, dtype=torch.int32)[None]
@@ -248,6 +248,7 @@ def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
     long = Batch([0, 1], [4000], blocks)
     assert captured.calls[0].name == "TORCH_SDPA"
     assert group.plan(long).calls[0].name == "HPU_ATTN"
+    monkeypatch.setattr(StepChoice, "decode", lambda *_: pytest.fail("nobody chooses anew"))
     assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
 
 

@@ -70,10 +70,10 @@ class Engine:
         outputs = self.llm.generate(prompts(), options, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def draft_tokens(self) -> int:
-        """Return how many tokens were drafted since the engine was made."""
+    def draft_tokens(self, kind: str = "draft") -> int:
+        """Return how many tokens were drafted, or `accepted`, since the engine was made."""
         counted = {metric.name: metric for metric in self.llm.get_metrics()}
-        return int(counted["vllm:spec_decode_num_draft_tokens"].value)
+        return int(counted[f"vllm:spec_decode_num_{kind}_tokens"].value)
 
     def log_probabilities(self, which: Iterable[int], alone: bool) -> list[list[list[float]]]:
         """Return for each token of a prompt, and each greedy one after it, those of all words.

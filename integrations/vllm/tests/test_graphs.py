@@ -44,6 +44,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, MLAAttentionSpec
+from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 
 def test_graphs_hold_uniform_steps_where_there_are_graphs(monkeypatch: Any) -> None:
@@ -186,6 +187,33 @@ def test_lengths_of_a_mixed_step_are_the_devices() -> None:
     builder._lengths = lambda common: ([0, 1] + [16] * (ROWS - 1), [40, 100] + [0] * (ROWS - 2))
     (plan,) = builder.build(0, common).plans.values()
     assert plan.batch.lens[:2] == [40, 100] and plan.batch.seq_lens[:2].tolist() == [37, 98]
+
+
+@pytest.mark.parametrize("more", [1, 3])
+def test_lengths_of_a_draft_models_step_count_its_own_tokens(more: int) -> None:
+    """On an accelerator lengths are the host's, which vLLM leaves behind; a row of padding has none."""
+    runner = Runner("cpu", torch.float32, graphs="NONE", drafts=3)
+    common = runner.ragged([4, 2, 20], [40, 9, 20], 3, 26, random_table(3))
+    slots, rows = torch.zeros(26 + 3 * more, dtype=torch.int64), torch.arange(4, dtype=torch.int32)
+    longer = extend_all_queries_by_N(common, more, rows, slots)
+    builder: Any = SimpleNamespace(
+        device=torch.device("cuda"), vllm_config=runner.builder.vllm_config
+    )
+    assert Builder._lengths(builder, common) == ([0, 4, 6, 26], [40, 9, 20])
+    starts, lens = longer.query_start_loc.tolist(), longer.seq_lens.tolist()
+    assert Builder._lengths(builder, longer) == (starts, lens) and lens == [
+        n + more for n in (40, 9, 20)
+    ]
+    longer.seq_lens_cpu_upper_bound[1] = 0
+    assert Builder._lengths(builder, longer)[1] == [40 + more, 0, 20 + more]
+    longer.max_seq_len = LONGEST  # a bound that vLLM makes up says nothing of rows
+    assert Builder._lengths(builder, longer)[1] == [40, 0, 20]
+    longer.seq_lens_cpu_upper_bound = None
+    with pytest.raises(NotImplementedError, match="seq_lens_cpu_upper_bound is None"):
+        Builder._lengths(builder, longer)
+    # A CPU's lengths are the step's own, less what was rejected; the longest one isn't.
+    common.seq_lens -= 2
+    assert runner.builder._lengths(common)[1] == [38, 7, 18]
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])

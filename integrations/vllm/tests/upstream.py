@@ -58,7 +58,7 @@ FIELDS = {
     COMMON: (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs slot_mapping "
         "num_actual_tokens max_query_len block_table_tensor causal mm_req_doc_ranges rswa_prefix_lens "
-        "dcp_local_seq_lens"
+        "dcp_local_seq_lens max_seq_len"
     ),
     f"{BACKEND}.AttentionBackend": (
         "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes get_name "

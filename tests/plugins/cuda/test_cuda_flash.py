@@ -130,7 +130,8 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
     backend = VllmFlashAttention3(spec, form, CPU)
     out, lse = torch.empty_like(step.query), torch.empty(step.query.shape[:2])
     frame = Frame(step.query, None, None, step.cache, step.params, out, lse)
-    backend.run(backend.plan(batch), frame)
+    plan = backend.plan(batch)
+    backend.run(plan, frame)
     left, right = window_sizes(spec)
     steps = list(zip(queries, lens, told[0].tolist(), strict=True))
     tiles = [(128, 64), (128, 96), (128, 128), (192, 128), (128, 192)]
@@ -142,6 +143,18 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
     for query, length, bound in steps:
         for tile in tiles:
             assert not later_keys_seen(query, length, 2, left, right, bound, tile)
+    # Made once a step; in each call where a graph is captured, or lengths are the device's alone.
+    backend.run(plan, frame)
+    assert told[1] is told[0]
+    batch.seq_lens.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("polyattn_cuda.flash_attn_v3.capturing", lambda: True)
+        backend.run(plan, frame)
+    bounded = VllmFlashAttention3(spec.replace(length_bounds=True), form, CPU)
+    bounded.run(plan, frame)
+    assert torch.equal(told[2], told[3]) and not torch.equal(told[2], told[0])
+    backend.run(plan, frame)
+    assert told[4] is told[0]
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -80,15 +80,17 @@ def as_tensor(name: str, value: Any, error: type[PolyattnError] = BatchError) ->
         raise error(f"{name}={shown(value)} must be a tensor or numbers: {describe(why)}") from why
 
 
-def check_tensor(name: str, value: Any, device: torch.device) -> None:
+def check_tensor(name: str, value: Any, device: torch.device, seen: bool = False) -> None:
     """Check that what a layer was given is a tensor on its device: kernels go by addresses.
 
-    Raises `BatchError`.
+    `seen`: the layer's earlier call was with real tensors. Raises `BatchError`.
     """
     if value.__class__ is not Tensor or value.device != device:
         check_is_tensor(name, value, f" on {device}")
         if not same_device(value.device, device):
             raise BatchError(f"{name} is on {value.device}, the layer on {device}; move it there")
+    elif seen:
+        return
     check_is_real(name, value)
 
 
@@ -96,17 +98,17 @@ Expected = tuple[Any, tuple[Any, ...], torch.dtype]
 """A call's tensor, and the shape and dtype that it must have."""
 
 
-def check_tensors(device: torch.device, **expected: Expected) -> None:
-    """Check a call's tensors, each by its name. Raises `BatchError`."""
+def check_tensors(device: torch.device, seen: bool = False, /, **expected: Expected) -> None:
+    """Check a call's tensors, each by its name; `seen` as `check_tensor`. Raises `BatchError`."""
     for name, (tensor, shape, dtype) in expected.items():
-        check_tensor(name, tensor, device)
+        check_tensor(name, tensor, device, seen)
         if tensor.shape != shape or tensor.dtype is not dtype:
             raise bad_input(name, tensor, shape, dtype)
 
 
-def check_slots(slot_mapping: Any, device: torch.device) -> None:
+def check_slots(slot_mapping: Any, device: torch.device, seen: bool = False) -> None:
     """Check where `store` is to write to: (tokens,), int64 or int32. Raises `BatchError`."""
-    check_tensor("slot_mapping", slot_mapping, device)
+    check_tensor("slot_mapping", slot_mapping, device, seen)
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
         raise bad_input("slot_mapping", slot_mapping, ("num_tokens",), torch.int64)
 

@@ -174,22 +174,24 @@ def store_rows(
     slots: Tensor,
     params: LayerParams,
     dtype: torch.dtype,
+    seen: bool = False,
 ) -> None:
     """Check rows (rows, heads, size) of `dtype` and store them outside a step; slots (rows,).
 
-    Raises `BatchError` and `CacheError`.
+    `seen`: an earlier call for this cache checked its form. Raises `BatchError` and `CacheError`.
     """
-    form = group.cache_format
+    form, device = group.cache_format, group.torch_device
     assert form is not None
-    check_slots(slots, group.torch_device)
+    check_slots(slots, device, seen)
     count, heads = slots.shape[0], form.num_kv_heads
     check_tensors(
-        group.torch_device,
+        device,
+        seen,
         key=(key, (count, heads, form.head_size), dtype),
         value=(value, (count, heads, form.v_head_size), dtype),
     )
     assert value is not None
-    put_rows(group, key, value, cache, slots, params)
+    put_rows(group, key, value, cache, slots, params, seen)
 
 
 def put_rows(
@@ -199,9 +201,11 @@ def put_rows(
     cache: KVCache,
     slots: Tensor,
     params: LayerParams,
+    seen: bool = False,
 ) -> None:
     """Store rows that were checked, as `store_rows`. Raises `CacheError`."""
-    group.check_cache(cache)
+    if not seen:
+        group.check_cache(cache)
     group.store.run(group.store.plan(slots.long()), key, value, cache, params)
 
 

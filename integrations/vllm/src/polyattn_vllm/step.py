@@ -62,7 +62,8 @@ class Step(AttentionMetadata):
         tokens = plan.batch.num_tokens
         key, value = (None, None) if given is None else (first(t, tokens) for t in given)
         pages = pages_of(layer, cache) if given is None else None
-        layer(first(query, tokens), key, value, pages, plan, out=first(output, tokens))
+        # Without what `Module.__call__` looks for: nobody else has this layer to hook it.
+        layer.forward(first(query, tokens), key, value, pages, plan, out=first(output, tokens))
 
 
 @dataclass
@@ -270,10 +271,22 @@ class Builder(AttentionMetadataBuilder[Step]):
 
     def _lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
         """Return on the host where rows' queries start, and the rows' lengths."""
-        cpu = self.device.type == "cpu"
-        seq_lens = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
-        assert seq_lens is not None
-        return common.query_start_loc_cpu.tolist(), seq_lens.tolist()
+        starts = common.query_start_loc_cpu.tolist()
+        if self.device.type == "cpu":
+            return starts, common.seq_lens.tolist()
+        bounds = common.seq_lens_cpu_upper_bound
+        if bounds is None:  # as drafters of 0.24 do
+            raise NotImplementedError(
+                "polyattn plans by the host's lengths, and vLLM passes none for this step "
+                f"(seq_lens_cpu_upper_bound is None); leave out speculative decoding, or {REMEDY}"
+            )
+        lens = bounds.tolist()
+        # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
+        # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
+        more = common.max_seq_len - max(lens, default=0)
+        if 0 < more <= _drafts(self.vllm_config):
+            lens = [length and length + more for length in lens]
+        return starts, lens
 
     def _table(self, common: CommonAttentionMetadata) -> Tensor | None:
         cached = any(group.spec.cached for group in self.groups.values())

@@ -24,7 +24,7 @@ from torch import Tensor
 from polyattn_cuda.outputs import quantized_after
 from polyattn_cuda.paging import PackedKeys, ragged
 from polyattn_cuda.providers import vllm_library
-from polyattn_cuda.splits import captured_splits
+from polyattn_cuda.splits import captured_splits, capturing
 
 SHORT = 16
 """Query tokens up to which keys are split by a captured step, as decodes' are."""
@@ -35,10 +35,10 @@ class Flash3Plan(Plan):
     """`splits`: 0 lets the library decide by the lengths. `keys` where the layer has no cache.
 
     `seq_of` int64 (num_tokens,): each token's sequence, where queries are scaled by sequence; None
-    where every sequence has one token.
+    where every sequence has one token. `masked_lens`: what the first layer's call made for the others.
     """
 
-    __slots__ = ("keys", "seq_of", "splits")
+    __slots__ = ("keys", "masked_lens", "seq_of", "splits")
 
     def __init__(
         self, batch: Batch, cache: CacheFormat | None, splits: int, into: Tensor | None = None
@@ -47,6 +47,7 @@ class Flash3Plan(Plan):
         self.splits = splits
         self.keys = PackedKeys(batch, None) if cache is None else None
         self.seq_of: Tensor | None = None
+        self.masked_lens: Tensor | None = None
         if cache is not None and cache.item_bytes == 1 and not batch.all_decode:
             self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device, into)
 
@@ -136,19 +137,32 @@ class VllmFlashAttention3(FlashAttention3):
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         left, right = window_sizes(spec)
-        bounds = None
+        masked = None
         if left >= 0 and batch.max_query_len > 1:
-            # The keys of a tile count from its window's first. Since vllm-project/flash-attention#93 the
-            # blocks to mask count from the sequence's first, so rows see later keys where blocks of keys
-            # don't divide the window. Of a length of at most 0 all blocks are masked.
-            bounds = torch.where(batch.seq_lens > left + 1, -right, batch.seq_lens)
+            masked = self._masked_lens(plan, left, right)
         result = torch.ops._vllm_fa3_C.fwd(
             frame.query, key, value, None, None, None, frame.out, batch.query_start_loc, key_starts,
             None, None, lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
             *scales, spec.scale, spec.causal, left, right, self.cap, True, None,
-            plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, bounds,
+            plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, masked,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
+
+    def _masked_lens(self, plan: Flash3Plan, left: int, right: int) -> Tensor:
+        """Return the lengths by which blocks are masked: once a step, but in each call in a graph.
+
+        The keys of a tile count from its window's first. Since vllm-project/flash-attention#93 the
+        blocks to mask count from the sequence's first, so rows see later keys where blocks of keys
+        don't divide the window. Of a length of at most 0 all blocks are masked.
+        """
+        lens = plan.batch.seq_lens
+        changes = self.spec.length_bounds or capturing()
+        masked = None if changes else plan.masked_lens
+        if masked is None:
+            masked = torch.where(lens > left + 1, -right, lens)
+        if not changes:
+            plan.masked_lens = masked
+        return masked
 
 
 class UpstreamFlashAttention3(FlashAttention3):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.providers import vllm_library
+from polyattn_cuda.splits import capturing
 
 
 class FlashMLAPlan(LatentPlan):
@@ -39,15 +40,11 @@ class FlashMLAPlan(LatentPlan):
     @property
     def schedule(self) -> Any:
         """What an earlier layer of this step, or of this capture, left; None for the first one."""
-        return self._schedules.get(_capturing())
+        return self._schedules.get(capturing())
 
     @schedule.setter
     def schedule(self, made: Any) -> None:
-        self._schedules[_capturing()] = made
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self._schedules[capturing()] = made
 
 
 class FlashMLA(LatentAdapter):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 MAX_SPLITS = 32
+
+
+def capturing() -> bool:
+    """Return whether a graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def captured_splits(num_sms: int, programs: int) -> int:

@@ -331,9 +331,19 @@ class Launcher:
         constants: Key,
         options: dict[str, Any],
     ) -> None:
+        self.site(tensors, ints, constants, options)(grid, tensors, floats, free)
+
+    def site(
+        self,
+        tensors: tuple[Tensor, ...],
+        ints: tuple[int, ...],
+        constants: Key,
+        options: dict[str, Any],
+    ) -> Site:
+        """Return the site of such tensors, for callers that find it again by less than all of this."""
         dtypes = tuple([tensor.dtype for tensor in tensors])
         key: Key = (ints, constants, dtypes, tensors[0].device, *options.values())
         site = self.sites.get(key)
         if site is None:
             site = self.sites[key] = Site(self.kernel, ints, constants, options)
-        site(grid, tensors, floats, free)
+        return site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from polyattn_triton.kernels.four_bit_store import store_four_bits
 from polyattn_triton.kernels.rotated_store import rotate_and_store
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
 from polyattn_triton.kernels.row_store import store_rows
-from polyattn_triton.launch import Launcher
+from polyattn_triton.launch import Launcher, Site
 from polyattn_triton.variants import SCALES
 
 
@@ -75,6 +75,7 @@ class TritonStore(StoreBackend):
         super().__init__(spec, cache, device)
         self.writers: tuple[Writer, Writer] | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
+        self.sites: dict[Any, tuple[Site, float]] = {}
         rows = None if cache is None else cache.rows
         if cache is not None and rows is not None and not all(map(by_hand, rows)):
             key = writer(rows[0], cache.head_size)
@@ -91,43 +92,46 @@ class TritonStore(StoreBackend):
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        tokens, heads, size = key.shape
+        tokens, of_key, of_value = key.shape[0], key.stride(), value.stride()
         if tokens == 0:
             return
-        key = key if key.stride(2) == 1 else key.contiguous()
-        value = value if value.stride(2) == 1 else value.contiguous()
-        dtype = cache.key.dtype
-        quantized = dtype != key.dtype
-        by_tensors = isinstance(params.k_scale, Tensor)
-        scales = (params.k_scale, params.v_scale) if by_tensors else (plan.slots, plan.slots)
-        numbers = (1.0, 1.0) if by_tensors else (params.k_scale, params.v_scale)
+        if of_key[2] != 1 or of_value[2] != 1:
+            self.run(plan, key.contiguous(), value.contiguous(), cache, params)
+            return
+        k_scale, v_scale, slots = params.k_scale, params.v_scale, plan.slots
+        by_tensors = isinstance(k_scale, Tensor)
+        scales = (k_scale, v_scale) if by_tensors else (slots, slots)
+        numbers = (1.0, 1.0) if by_tensors else (k_scale, v_scale)
         by = SCALES[self.spec.scales]
         if self.writers is not None:
             store_rows(
                 plan, key, value, cache, scales, numbers, by, self.writers, self._tables(key.device)
             )
             return
-        if dtype == torch.uint8:
+        if cache.key.dtype == torch.uint8:
             store_four_bits(plan, key, value, cache, scales, numbers, by)
             return
-        integer = dtype == torch.int8
+        tensors = (key, value, cache.key, cache.value, slots, *scales)
+        # All that decides the site, but for what the backend is of.
+        lies = of_key, of_value, key.dtype, cache.strides, by_tensors
+        launch = self.sites.get(lies)
+        if launch is None:
+            launch = self.sites[lies] = self._site(tensors, cache, by)
+        site, limit = launch
+        site((tokens, 1, 1), tensors, (*numbers, limit), ())
+
+    def _site(self, tensors: tuple[Tensor, ...], cache: KVCache, by: int) -> tuple[Site, float]:
+        """Return the kernel for tensors that lie like these, and the largest number that is stored."""
+        key, value, keys, values = tensors[:4]
+        (_, heads, size), dtype = key.shape, keys.dtype
         width = heads * (size if cache.value_in_key else max(size, value.shape[2]))
-        k, v = cache.key.stride(), cache.value.stride()
-        _write(
-            (tokens, 1, 1),
-            (key, value, cache.key, cache.value, plan.slots, *scales),
-            (*numbers, limit_of(dtype, key.dtype)),
-            (
-                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-                k[0], k[1], k[2], v[0], v[1], v[2],
-            ),
-            (),
-            (
-                heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
-                quantized, integer, cache.value_in_key, by,
-            ),
-            {"num_warps": 4 if width >= 512 else 1},
+        ints = *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3]
+        constants = (
+            heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
+            dtype != key.dtype, dtype == torch.int8, cache.value_in_key, by,
         )  # fmt: skip
+        options = {"num_warps": 4 if width >= 512 else 1}
+        return _write.site(tensors, ints, constants, options), limit_of(dtype, key.dtype)
 
     def run_rotated(
         self,

@@ -267,7 +267,8 @@ class Attention(Layer):
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
-        if self.params.rotate or self.qkv_bias is not None or self.q_norm is not None:
+        params = self.params
+        if params.rotate or params.qkv_bias is not None or params.q_norm is not None:
             raise BatchError(
                 "store() writes keys and values as they are, and this layer norms, rotates or adds a "
                 "bias; pass them to forward, or build a layer with rotate=False and without qkv_bias"
@@ -275,8 +276,16 @@ class Attention(Layer):
         for name, tensor in (("key", key), ("value", value)):
             if tensor.__class__ is not Tensor:
                 check_tensor(name, tensor, self.group.torch_device)
-        key, value = keys_in_heads(self.spec, key, value)
-        store_rows(self.group, key, value, cache, slot_mapping, self.params, self._dtype)
+        if key.dim() == 2 or value.dim() == 2:
+            key, value = keys_in_heads(self.spec, key, value)
+        seen = cache is self._known_cache
+        try:
+            store_rows(self.group, key, value, cache, slot_mapping, params, self._dtype, seen)
+        except RuntimeError:  # as in `forward`
+            check_is_real("key", key)
+            raise
+        if not seen:
+            self._known_cache = cache
 
     def _check(
         self,

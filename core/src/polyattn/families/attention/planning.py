@@ -118,13 +118,17 @@ class Chooser:
         (call,) = by_time.calls(batch.host_query_lens, batch.host_lens)
         return self.phases["decode"][call.name]
 
-    def assign(self, batch: Batch) -> list[Assignment]:
-        """Return which backend runs which part of a step over a cache."""
+    def assign(self, batch: Batch, captured: bool = False) -> list[Assignment]:
+        """Return which backend runs which part of a step over a cache.
+
+        The decodes of a `captured` step are the capture's backend's, whichever is told here.
+        """
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            return [("decode", self.decode(batch).info, Part(batch, None))]
+            decode = self.chosen["decode"] if captured else self.decode(batch)
+            return [("decode", decode.info, Part(batch, None))]
         calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:
@@ -370,7 +374,8 @@ class Planner(StepPlanner):
             if rest is not None:
                 assigned = self._of_rest(rest)
             else:
-                assigned = self.chooser.assign(batch) if batch.num_tokens else []
+                captured = "decode" in before
+                assigned = self.chooser.assign(batch, captured) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
         if before and {phase for phase, _, _ in assigned} - before.keys():
