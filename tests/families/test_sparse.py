@@ -124,6 +124,20 @@ def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(step.check("in pieces: ", plan), whole)
 
 
+@pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
+@pytest.mark.parametrize("granularity", [1, 4])
+def test_a_choice_of_any_width(granularity: int, backend: str) -> None:
+    """No id at all, one, a budget above all keys; widths around the kernels' pages and tiles."""
+    spec = of(MSA.replace(needs_lse=True), scope="all", granularity=granularity, budget=80)
+    step = workload(LayerGroup(select(spec, "cpu", backend=backend)), [(1, 1), (1, 70), (2, 19)], 6)
+    ids = torch.randperm(80, generator=torch.Generator().manual_seed(1)).int()
+    for width in (0, 1, 15, 16, 17, 63, 64, 65, 80):
+        some = step.but(choice=ids[:width].expand(len(step.query), 1, width).contiguous())
+        some.check(f"{width} ids: ")
+        if not width:
+            assert not some.out.any() and (some.lse == -torch.inf).all()
+
+
 def test_an_id_that_comes_twice_counts_twice_or_is_refused() -> None:
     step = workload(LayerGroup(select(DSA, "cpu")), [(1, 30)], 2)
     step.choice[0, 0, :3] = torch.tensor([4, 9, 4])

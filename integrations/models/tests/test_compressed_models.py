@@ -176,10 +176,11 @@ class GlmLayer:
         return self.indexer(query, self.index_keys, plan, weights)
 
 
-def close(found: Tensor, wanted: Tensor, what: object) -> None:
-    error = float((found - wanted).abs().max() / wanted.abs().max())
-    assert error < 1e-5, (what, error)
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+def close(found: list[Tensor], wanted: list[Tensor], what: object) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        error = float((one - other).abs().max() / other.abs().max())
+        assert error < 1e-5, (what, error)
+    assert torch.equal(found[0].argmax(-1), wanted[0].argmax(-1))
 
 
 def tokens() -> Tensor:
@@ -191,13 +192,26 @@ def run(
     steps: list[tuple[int, int]],
     began: Callable[[int], None] = lambda past: None,
     **how: Any,
-) -> Tensor:
-    """Return the logits of accepted tokens; others stand in a step where drafts are rejected.
+) -> list[Tensor]:
+    """Return the logits of accepted tokens, and what each attention module returns of them.
+
+    Others stand in a step where drafts are rejected.
 
     `began(past)` is called before a step. Caches in `how` are of states that can't be put back: where
     drafts are rejected the accepted tokens run again, on a copy from before the step.
     """
-    found, past = [], 0
+    now: dict[str, Tensor] = {}
+    found: list[list[Tensor]] = []
+    handles = [
+        module.register_forward_hook(
+            lambda _, args, out, name=name: now.update(
+                {name: out if isinstance(out, Tensor) else out[0]}
+            )
+        )
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention")
+    ]
+    past = 0
     for new, rejected in steps:
         step = tokens()[:, past : past + new]
         if rejected:
@@ -207,15 +221,18 @@ def run(
         before = copy.deepcopy(how) if rejected else how
         with torch.no_grad():
             out = model(step, position_ids=at, **how)
+            logits = out.logits if "logits" in out else out.last_hidden_state
+            found.append([each[:, : new - rejected] for each in (logits, *now.values())])
             if rejected and how:
                 how = before
                 if new > rejected:
                     accepted = slice(new - rejected)
                     model(step[:, accepted], position_ids=at[:, accepted], **how)
-        logits = out.logits if "logits" in out else out.last_hidden_state
-        found.append(logits[:, : new - rejected])
         past += new - rejected
-    return torch.cat(found, 1)
+    for handle in handles:
+        handle.remove()
+    assert len(now) >= 2
+    return [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
 
 
 IDS = ["whole", "chunks", "single", "rejected"]
@@ -242,8 +259,7 @@ def test_deepseek_v4(steps: list[tuple[int, int]]) -> None:
             layers[module.layer_idx] = V4Layer(module)
         return layers[module.layer_idx](hidden_states, position_ids), None
 
-    with torch.no_grad():
-        wanted = model(tokens()[:, :TOKENS]).logits
+    wanted = run(model, WHOLE)
     with mock.patch.object(deepseek.DeepseekV4Attention, "forward", forward):
         close(run(model, steps), wanted, steps)
     assert len(layers) == 4
@@ -271,8 +287,7 @@ def test_glm5_next(steps: list[tuple[int, int]]) -> None:
         out, choice = layers[index](hidden_states, past[-1], prev_topk_indices)
         return out, None, choice
 
-    with torch.no_grad():
-        wanted = model(tokens()[:, :TOKENS]).last_hidden_state
+    wanted = run(model, WHOLE)
     cache = DynamicCache(config=model.config)
     with mock.patch.object(glm.Glm5NextTextAttention, "forward", forward):
         found = run(model, steps, past.append, past_key_values=cache, use_cache=True)

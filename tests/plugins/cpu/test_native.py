@@ -50,6 +50,7 @@ FEATURES = {
 SHAPES = {  # heads, KV heads, head size, V head size
     "gqa": (8, 2, 128, 128), "mha": (4, 4, 64, 64), "mqa": (71, 1, 64, 64), "odd group": (6, 2, 80, 80),
     "wide key": (4, 1, 192, 128), "narrow": (3, 1, 40, 24), "tiny": (2, 2, 7, 5),
+    "ten rows": (20, 2, 72, 40), "fifteen rows": (15, 1, 96, 112),
 }  # fmt: skip
 BATCHES = {  # query lengths, sequence lengths
     "decode": ([1] * 5, [130, 1, 600, 37, 0]),

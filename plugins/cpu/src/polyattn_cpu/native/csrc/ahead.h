@@ -10,6 +10,8 @@ struct Ahead {
   int head = 0, token = 0, run = 1;           // what comes next: of so many tokens, from this one on,
   const char *at = NULL, *end = NULL;         // the rest of the key or of the value
   bool value = false;
+  enum { LISTED = 128 };
+  const char *list[LISTED + 3];
 
   Ahead(const Source &source, const Item &item, int key_bytes, int value_bytes)
       : keys(NULL), values(NULL), key_offset(item.head0 * source.key_head),
@@ -55,19 +57,25 @@ struct Ahead {
   }
   void operator()(int cycles) { ask(due_over(cycles)); }
   void all() { ask(INT32_MAX); }
-  // Lines [at, end) that the caller asks for itself, beside products that take so many cycles and have
-  // room for `room` lines. What is due beyond those is asked for now.
+  // Lines that the caller asks for itself, beside products that take so many cycles and have room for `room`
+  // of them. What is due beyond those is asked for now.
   struct Lines {
-    const char *at, *end;
+    const char *const *at, *const *end;
   };
   Lines take(int cycles, int room) {
-    const int due = due_over(cycles);
-    const int lines = pa_min(pa_min(due, room), (int)((end - at + 63) / 64));
-    const Lines taken = {at, at + 64 * lines};
-    at += 64 * lines;
-    if (lines && at >= end) turn();
-    if (lines < due) ask(due - lines);
-    return taken;
+    const int due = due_over(cycles), most = pa_min(pa_min(due, room), LISTED);
+    int count = 0;
+    while (count < most && at != end) {
+      const int some = pa_min(most - count, (int)((end - at + 63) / 64));
+      for (int i = 0; i < some; i += 4) {
+        for (int j = 0; j < 4; j++) list[count + i + j] = at + 64 * (i + j);
+      }
+      count += some;
+      at += 64 * some;
+      if (at >= end) go_on();
+    }
+    if (count < due) ask(due - count);
+    return {list, list + count};
   }
 
  private:
@@ -78,7 +86,7 @@ struct Ahead {
     credit &= 0xffffffff;
     return due;
   }
-  void key() {
+  PA_ALWAYS void key() {
     at = keys[token] + key_offset + head * key_head;
     end = at + key_bytes;
     // Tokens whose keys lie one after another, and whose values do, are a run of memory each.
@@ -95,7 +103,8 @@ struct Ahead {
       if (at >= end) turn();
     }
   }
-  PA_NOINLINE void turn() {
+  PA_NOINLINE void turn() { go_on(); }
+  PA_ALWAYS void go_on() {
     value = !value && value_bytes;
     if (value) {
       at = values[token] + value_offset + head * value_head;

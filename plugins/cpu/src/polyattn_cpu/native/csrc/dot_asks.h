@@ -60,7 +60,7 @@ struct RowsAhead {
 // Where the plan wants lines in the second cache: a tile's values are asked for while its keys are
 // multiplied, and the next tile's keys while values are added, both in the order of their addresses.
 // A Zen 4 drops what it is asked for while some fifty lines are on their way, so asks keep apart: each
-// address waits for the one before it, by SPACING multiplications, as more rows take longer.
+// waits for the one before it, by SPACING multiplications, as more rows take longer.
 template <int SPACING>
 struct FarAhead {
   Ahead::Lines lines;
@@ -74,11 +74,10 @@ struct FarAhead {
   }
   template <int LINES>
   PA_ALWAYS void some() {
-    if (lines.at >= lines.end) return;
     PA_UNROLLED
     for (int i = 0; i < LINES; i++) {
-      prefetch_l2(lines.at);
-      lines.at += 64;
+      if (lines.at >= lines.end) return;
+      prefetch_l2(*lines.at++);
 #if defined(__x86_64__)
       PA_UNROLLED
       for (int j = 0; j < SPACING; j++) __asm__ volatile("imul $1, %0, %0" : "+r"(lines.at));

@@ -17,6 +17,7 @@ template <class T>
 constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
 constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
+constexpr int LANE_KEYS = 8;             // keys that are multiplied at a time where rows are lanes
 #if defined(__AVX2__)
 constexpr bool MAY_BE_FAR = true;
 #else
@@ -54,15 +55,16 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
   int64_t floats = (int64_t)heads * is.parts * is.rows * (is.ldq + is.ldo) +
                    (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes +
                    (int64_t)DOT_TILE / 2 * is.lanes;
-  return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 16 * 64;
+  return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 17 * 64 +
+         2 * LANE_KEYS * (int64_t)pa_round_up(layer.head_size, 64);
 }
 
 // One item. SHARE: parts that share the asking for a line. PAIRS: products of bfloat16, of pairs of
-// elements.
-template <class T, int ROWS, int SHARE, bool PAIRS = false>
+// elements; LANED: all of a head's rows are a vector's lanes where keys are multiplied.
+template <class T, int ROWS, int SHARE, bool PAIRS = false, bool LANED = false>
 struct Decode {
-  static constexpr int KEYS = W / ROWS, SIZE = (int)sizeof(T), LINE = 64 / SIZE;
-  static constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
+  static constexpr int KEYS = LANED ? LANE_KEYS : W / ROWS, SIZE = (int)sizeof(T), LINE = 64 / SIZE;
+  static constexpr int VALUES = (W >= 16 ? 16 : 8) / ROWS, C = ROWS == 6 ? 4 : VALUES > 8 ? 8 : VALUES;
 
   Run *run;
   const Item &item;
@@ -79,6 +81,7 @@ struct Decode {
   const bool beside;  // a token's value is asked for with its key, which it follows or lies in
   float *q, *o, *s, *alpha;
   uint32_t *pairs;
+  uint16_t *copies;  // of LANE_KEYS keys
   Lanes lanes;
   const char **keys, **values;  // of the item's tokens, then of those that follow
 
@@ -92,10 +95,11 @@ struct Decode {
         in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
         far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)),
         beside(in_keys || value_follows_key(source, size * SIZE)) {
-    q = arena.take<float>((int64_t)used * ldq);
+    q = arena.take<float>((int64_t)(LANED ? heads * W : used) * ldq);
     o = arena.take<float>((int64_t)used * is.ldo);
     s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
     pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
+    copies = arena.take<uint16_t>(LANED ? LANE_KEYS * (int64_t)pa_round_up(size, 64) : 0);
     alpha = arena.take<float>(is.lanes);
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     keys = arena.take<const char *>(DOT_KEYS + DOT_TILE);
@@ -119,19 +123,22 @@ struct Decode {
 
   void take_rows() {
     clear_lanes(lanes, is.lanes);
-    __builtin_memset(q, 0, sizeof(float) * used * ldq);
+    if (!LANED) __builtin_memset(q, 0, sizeof(float) * used * ldq);
     __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
     if (is.lanes > used) {  // lanes of no row: nothing else writes them
       __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
     }
     const int64_t query_row = run->plan->query_starts[item.seq] + item.token0;
     for (int h = 0; h < heads; h++) {
+      [[maybe_unused]] const char *together[W] = {};
       for (int r = 0; r < rows; r++) {
         int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
         int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
         const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
         float *to = q + (int64_t)lane * ldq;
-        if constexpr (PAIRS) {
+        if constexpr (LANED) {
+          together[lane - lane_of(h, 0)] = from;
+        } else if constexpr (PAIRS) {
           __builtin_memcpy(to, from, 2 * size);
 #if defined(PA_PAIR_DOTS)
           turn_to_keys<T>((uint16_t *)to, size);
@@ -142,16 +149,27 @@ struct Decode {
         }
         set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
       }
+#if defined(PA_PAIR_DOTS)
+      if constexpr (LANED) turn_to_lanes(together, (uint32_t *)q + (int64_t)h * W * ldq, size);
+#endif
     }
   }
 
   // The scores of `count` keys. `next` says what each visit, KEYS keys of one part of a head's rows, asks
-  // for.
+  // for; of all of them, where they are lanes.
   template <class Next>
   PA_ALWAYS void scores(const char *const *k, int count, Next next) {
     for (int t = 0; t < count; t += KEYS) {
       int64_t offset = key_base;
       for (int h = 0, lane = 0; h < heads; h++, offset += source.key_head) {
+        if constexpr (LANED) {
+#if defined(PA_PAIR_DOTS)
+          lane_dots<T>(k + t, offset, (const uint32_t *)q + (int64_t)h * W * ldq, size, copies,
+                       s + (int64_t)t * is.lanes + lane, is.lanes, is.parts * ROWS, next());
+          lane += is.parts * ROWS;
+#endif
+          continue;
+        }
         for (int part = 0; part < is.parts; part++, lane += ROWS) {
           const float *row = q + (int64_t)lane * ldq;
           vf found;
@@ -312,7 +330,7 @@ struct Decode {
     const Logits how = logits();
     // What is read of each token, by all parts: bytes of keys, and of values.
     const int key_bytes = used / ROWS * size * SIZE, value_bytes = used / ROWS * v_size * SIZE;
-    const int lines = KEYS * ((size * SIZE + 63) / 64);
+    const int lines = KEYS * ((size * SIZE + 63) / 64), visit = KEYS * size * SIZE * (LANED ? is.parts : 1);
     const bool dear = ROWS > (PAIRS ? 2 : 1) * SIZE;  // products of a byte, in cycles
     const int tile_keys = far_keys(layer, SIZE);
     const int at_once = in_keys || dear ? tile_keys : run_keys(layer, tile_keys, SIZE);
@@ -341,7 +359,7 @@ struct Decode {
       };
       if (beside) turn_to_next(count * (key_bytes + value_bytes));
       Ahead &beside_keys = beside ? next_keys : next_values;
-      scores(k, count, [&] { return Far{beside_keys.take(KEYS * size * SIZE, lines)}; });
+      scores(k, count, [&] { return Far{beside_keys.take(visit, lines)}; });
       weigh(count, tile.first_key, how);
       if (!beside) turn_to_next(count * value_bytes);
       for (int t = 0; t < count; t += at_once) {
@@ -378,7 +396,9 @@ static void pair_item(Run *run, const Item &item, Turn *turn) {
   if (rows <= 1) return Decode<T, 1, 1, true>(run, item, turn).all();
   if (rows <= 2) return Decode<T, 2, 1, true>(run, item, turn).all();
   if (rows <= 4) return Decode<T, 4, 1, true>(run, item, turn).all();
-  return Decode<T, 8, 1, true>(run, item, turn).all();
+  if (rows <= 8) return Decode<T, 8, 1, true>(run, item, turn).all();
+  if (rows <= 12) return Decode<T, 6, 1, true, true>(run, item, turn).all();
+  return Decode<T, 8, 1, true, true>(run, item, turn).all();
 }
 #else
 template <class T>

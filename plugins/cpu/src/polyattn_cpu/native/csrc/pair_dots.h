@@ -57,6 +57,57 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
   return sums(acc);
 }
 
+// Rows of a query, NULL where there is none, as `lane_dots` takes them: [pair of elements][row].
+PA_ONCE void turn_to_lanes(const char *const *rows, uint32_t *q, int size) {
+  for (int d = 0; d < size; d += 2 * W, q += W * W) {
+    const __mmask32 valid = size - d >= 2 * W ? ~0u : (1u << (size - d)) - 1;
+    vf block[W];
+    for (int r = 0; r < W; r++) block[r] = rows[r] ? (vf)_mm512_maskz_loadu_epi16(valid, rows[r] + 2 * d) : vf{};
+    transpose(block);
+    for (int i = 0; i < W; i++) write(q + i * W, block[i]);
+  }
+}
+
+// Dot products of LANE_KEYS keys with up to W rows, whose elements lie [pair][row]: each sum is a lane, so that
+// none are added across. Of keys that aren't bfloat16 `room` takes a copy. Writes `rows` of each key, `ld` on.
+template <class T, class Asks>
+PA_NOINLINE void lane_dots(const char *const *keys, int64_t offset, const uint32_t *q, int size, uint16_t *room,
+                           float *s, int64_t ld, int rows, Asks asks) {
+  const char *at[LANE_KEYS];
+  PA_UNROLLED
+  for (int k = 0; k < LANE_KEYS; k++) {
+    at[k] = keys[k] + offset;
+    if constexpr (sizeof(T) == 1) {
+      uint16_t *to = room + (int64_t)k * pa_round_up(size, 64);
+      for (int d = 0; d < size; d += 64) write(to + d, halves((const T *)at[k] + d, size - d));
+      at[k] = (const char *)to;
+    }
+  }
+  vf acc[LANE_KEYS];
+  PA_UNROLLED
+  for (int k = 0; k < LANE_KEYS; k++) acc[k] = vf{};
+  auto pair = [&](int d, int bytes) __attribute__((always_inline)) {
+    const __m512i row = _mm512_loadu_si512(q + d / 2 * W);
+    PA_UNROLLED
+    for (int k = 0; k < LANE_KEYS; k++) {
+      uint32_t both = 0;
+      __builtin_memcpy(&both, at[k] + 2 * d, bytes);
+      acc[k] = add_pairs(acc[k], row, _mm512_set1_epi32((int)both));
+    }
+  };
+  constexpr int LINE = 64 / (int)sizeof(T);
+  for (int first = 0; first < size; first += LINE) {
+    Asks::template keys<LANE_KEYS>(asks, first * sizeof(T));
+    const int end = pa_min(first + LINE, size);
+    int d = first;
+    for (; d + 2 <= end; d += 2) pair(d, 4);
+    if (d < end) pair(d, 2);
+  }
+  const __mmask16 valid = (__mmask16)((1u << rows) - 1);
+  PA_UNROLLED
+  for (int k = 0; k < LANE_KEYS; k++) _mm512_mask_storeu_ps(s + k * ld, valid, (__m512)acc[k]);
+}
+
 // 64 elements of two keys' values, each pair in 32 bits; no second key: zeros.
 template <class T>
 PA_INLINE void value_pairs(const T *a, const T *b, __m512i *pairs) {
