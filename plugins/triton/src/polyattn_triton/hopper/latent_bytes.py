@@ -26,10 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_copies import keys_of, produce
+from polyattn_triton.hopper.names import barrier
 from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E, RAISED
 from polyattn_triton.hopper.packed_rows import longer
 from polyattn_triton.hopper.prefill import clear, kept_below
-from polyattn_triton.hopper.rows import barrier
 from polyattn_triton.hopper.unpacking import BELOW, BESIDE
 
 ROWS = gl.constexpr(32)
