@@ -31,14 +31,19 @@ from polyattn.workload.base import workload
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
 
-def model(name: str, kind: str, overlap: bool = False, **coefficients: float) -> TimingModel:
-    return TimingModel(name, kind, tuple(coefficients.get(t, 0.0) for t in TERMS), overlap)
+def model(
+    name: str, kind: str, overlap: bool = False, host: float = 0.0, **coefficients: float
+) -> TimingModel:
+    values = tuple(coefficients.get(t, 0.0) for t in TERMS)
+    return TimingModel(name, kind, values, overlap, host=host)
 
 
-def by_time(models: list[TimingModel], **phases: list[BackendInfo]) -> StepChoice:
+def by_time(
+    models: list[TimingModel], spec: LayerSpec = SPEC, **phases: list[BackendInfo]
+) -> StepChoice:
     """The first of each phase is the selection's choice."""
     members = {phase: {i.name: i for i in infos} for phase, infos in phases.items()}
-    return StepChoice(SPEC, models, members, {p: infos[0].name for p, infos in phases.items()})
+    return StepChoice(spec, models, members, {p: infos[0].name for p, infos in phases.items()})
 
 
 A = backend("A", phases=frozenset({"prefill", "decode", "mixed"}), decode_query_lens=16)
@@ -132,6 +137,62 @@ def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: li
     assert (calls[0].rows == ALL) == (len(names) == 1)
 
 
+def hosted(hosts: dict[str, float]) -> list[TimingModel]:
+    """A and B, each at its best in one phase, and C, which takes a whole step in one call."""
+    return [
+        model("A", "decode", launch=10, host=hosts["A"]),
+        model("B", "decode", launch=15, host=hosts["B"]),
+        model("A", "prefill", launch=25, product=5e-7, host=hosts["A"]),
+        model("B", "prefill", launch=20, product=1e-6, host=hosts["B"]),
+        model("C", "mixed", launch=50, product=1e-6, host=hosts["C"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tokens", "names"),
+    [
+        # Two calls of 30 us on the device, and of 120 on the host, beside one of 50 and 60.
+        ({"A": 40, "B": 80, "C": 60}, 17, ["C"]),
+        # B's host is in the way, and A's device isn't.
+        ({"A": 20, "B": 80, "C": 60}, 17, ["A", "A"]),
+        # A long prompt: the device works for longer than the host needs for both calls.
+        ({"A": 40, "B": 80, "C": 60}, 2000, ["A", "A"]),
+        # Where one is not known none counts.
+        ({"A": 40, "B": 80, "C": 0}, 17, ["A", "B"]),
+    ],
+)
+def test_a_mixed_step_takes_as_long_as_the_slower_of_device_and_host(
+    hosts: dict[str, float], tokens: int, names: list[str]
+) -> None:
+    for level in ("none", "single_token_decode", "any"):  # no graph holds such a step
+        spec = SPEC.replace(graph_capture=level)
+        choice = by_time(hosted(hosts), spec, decode=[A, B, C], prefill=[A, B, C])
+        calls = choice.calls([1, 1, tokens], [100, 20, tokens])
+        assert [call.name for call in calls] == names
+        for call in calls:
+            own = choice.predictor.evaluate(choice.predictor.among(call.kind, "ABC"), call.shape)
+            assert dict(call.times) == own
+        total = sum(call.times[call.name] for call in calls)
+        host = sum(hosts[name] for name in names) if all(hosts.values()) else 0
+        assert {call.prices[call.name] for call in calls} == {max(total, host)}
+
+
+@pytest.mark.parametrize(
+    ("level", "decode", "short"),
+    [("none", "B", "B"), ("single_token_decode", "A", "B"), ("uniform", "A", "A")],
+)
+def test_what_a_graph_replays_costs_the_host_nothing(level: str, decode: str, short: str) -> None:
+    models = [
+        model(name, kind, launch=us, host=host)
+        for kind in ("decode", "short")
+        for name, us, host in (("A", 10, 60), ("B", 30, 40))
+    ]
+    both = [A, replace(B, capabilities=A.capabilities)]
+    choice = by_time(models, SPEC.replace(graph_capture=level), decode=both, prefill=both)
+    assert choice.decode([50] * 3) == choice.calls([1] * 3, [50] * 3)[0].name == decode
+    assert choice.calls([4] * 3, [50] * 3)[0].name == short
+
+
 def test_one_call_that_ranks_below_decode_is_for_measured_times_alone() -> None:
     from polyattn.families.attention.planning import _mixes
 
@@ -178,7 +239,7 @@ def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
             {
                 "backend": m.backend, "kind": m.kind, "of": ["torch"],
                 "layer": {"head_size": 32} | ({"batch_invariant": m.level} if m.level else {}),
-                "overlap": m.overlap, "whole": m.whole,
+                "overlap": m.overlap, "whole": m.whole, "host": m.host,
                 "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
             }
             for m in models
@@ -398,6 +459,8 @@ BAD_MODELS = {
     "overlap='yes'": {"overlap": "yes"},
     "whole=-1": {"whole": -1},
     "whole=True": {"whole": True},
+    "host=-1.0 must be finite": {"host": -1},
+    "host=inf must be finite": {"host": float("inf")},
 }
 
 

@@ -290,8 +290,13 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
+    host = float(entry.get("host", 0.0))
+    if not (math.isfinite(host) and host >= 0):
+        raise ValueError(f"host={host} must be finite and not negative")
     level = str(layer.get(LEVEL, ""))
-    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole, level)
+    model = TimingModel(
+        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host
+    )
     return model, tuple(sorted(layer.items())), of
 
 

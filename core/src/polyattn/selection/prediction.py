@@ -103,16 +103,29 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float, int]
+Weighed = tuple[str, tuple[float, ...], bool, float, int, float]
 """A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
-by before it is compared (`TimingModel.margin`), and `TimingModel.whole`."""
+by before it is compared (`TimingModel.margin`), `TimingModel.whole`, and its host's microseconds."""
+
+
+class Price(NamedTuple):
+    """Microseconds of a call: the device's, these with the margin, and the host's."""
+
+    us: float
+    compared: float
+    host: float
 
 
 class Predictor:
-    """Predicts the microseconds of each candidate for layers of one spec, by the kind of call."""
+    """Predicts the microseconds of each candidate for layers of one spec, by the kind of call.
+
+    Layers are queued one after another: where the host is slower than the device, a call takes the
+    host's time. That counts where each model has one.
+    """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
-        self.spec = spec
+        self.spec, models = spec, tuple(models)
+        known = all(model.host for model in models)
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
@@ -121,6 +134,7 @@ class Predictor:
                 model.overlap,
                 1 + model.margin,
                 model.whole,
+                model.host if known else 0.0,
             )
             self._weights[model.kind][model.backend] = weighed
 
@@ -130,27 +144,42 @@ class Predictor:
         return [known[name] for name in dict.fromkeys(names) if name in known]
 
     @staticmethod
+    def captured(candidates: Iterable[Weighed]) -> list[Weighed]:
+        """Return the candidates of a call that is replayed from a graph, without a host's time."""
+        return [(*weighed[:-1], 0.0) for weighed in candidates]
+
+    @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
-        """Return each candidate's microseconds for a call of this shape."""
+        """Return each candidate's microseconds on the device for a call of this shape."""
         rows, queries, keys, longest, pairs, tiles = shape
         values = {}
-        for name, (launch, item, byte, chain, product, token), overlap, _, whole in candidates:
+        for name, (launch, item, byte, chain, product, token), overlap, _, whole, _ in candidates:
             a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             values[name] = launch + item * rows + token * queries + busy
         return values
 
+    @classmethod
+    def prices(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
+        """Return each candidate's price for a call of this shape."""
+        times = cls.evaluate(candidates, shape)
+        return {
+            name: Price(times[name], times[name] * factor, host)
+            for name, _, _, factor, _, host in candidates
+        }
+
     @staticmethod
     def fastest(
         candidates: Iterable[Weighed], shape: StepShape, least: float = float("inf")
     ) -> str:
-        """Return whose time is the least, margins counted; "" where none is below `least`.
+        """Return whose time is the least, margins and hosts counted; "" where none is below `least`.
 
         Each decode of an engine asks.
         """
         rows, queries, keys, longest, pairs, tiles = shape
         fastest = ""
-        for name, (launch, item, byte, chain, product, token), overlap, factor, whole in candidates:
+        for name, weights, overlap, factor, whole, host in candidates:
+            launch, item, byte, chain, product, token = weights
             busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
             if not overlap:
                 busy += b + c
@@ -158,13 +187,14 @@ class Predictor:
                 busy = b if b > busy else busy
                 busy = c if c > busy else busy
             us = (launch + item * rows + token * queries + busy) * factor
+            us = host if host > us else us
             if us < least:
                 least, fastest = us, name
         return fastest
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _, whole = self._weights[kind][name]
+        _, weights, overlap, _, whole, _ = self._weights[kind][name]
         values = {
             term: weight * count
             for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)

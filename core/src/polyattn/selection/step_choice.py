@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from polyattn.selection.prediction import (
     Ints,
     Predictor,
     StepShape,
+    Weighed,
     kind_of_step,
     shape_of_decodes,
     shape_of_step,
 )
 from polyattn.selection.selection import Selection
+from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
@@ -27,8 +31,9 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 class CallChoice:
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are microseconds of every candidate that has a model for this `kind` of call. If the
-    selection's own choice has no model, it stays.
+    `times` are the device's microseconds of every candidate that has a model for this `kind` of call,
+    `prices` the step's, were it that candidate's: as long as the slower of device and host takes. If
+    the selection's own choice has no model, it stays.
     """
 
     phase: str
@@ -37,6 +42,17 @@ class CallChoice:
     shape: StepShape
     name: str
     times: Mapping[str, float]
+    prices: Mapping[str, float]
+
+
+class Part(NamedTuple):
+    """Rows of a step that one call may run, and who may run it."""
+
+    phase: str
+    kind: str
+    rows: str
+    shape: StepShape
+    candidates: list[Weighed]
 
 
 class StepChoice:
@@ -62,6 +78,8 @@ class StepChoice:
         self._decoding = self.predictor.among("decode", decode)
         if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
             self._decoding = []  # without its own time the selection's choice stays
+        if spec.graph_capture:  # replayed, they cost the host nothing
+            self._decoding = self.predictor.captured(self._decoding)
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of so many keys. A few microseconds.
@@ -77,7 +95,7 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return (self._call("decode", kind, ALL, shape_of_step(self.spec, q, n)),)
+            return self._fastest(self._part("decode", kind, ALL, shape_of_step(self.spec, q, n)))
         if kind == "short":
             return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
         if kind == "mixed":
@@ -89,22 +107,18 @@ class StepChoice:
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
         if not ones.any():
-            return (self._call("prefill", kind, ALL, whole),)
-        decodes = shape_of_decodes(self.spec, n[ones])
-        rest = shape_of_step(self.spec, more, longer)
-        apart = (
-            self._call("decode", "decode", DECODES, decodes),
-            self._call("prefill", kind, REST, rest),
+            return self._fastest(self._part("prefill", kind, ALL, whole))
+        apart = self._fastest(
+            self._part("decode", "decode", DECODES, shape_of_decodes(self.spec, n[ones]), False),
+            self._part("prefill", kind, REST, shape_of_step(self.spec, more, longer)),
         )
         if any(call.name not in call.times for call in apart):
             return apart  # what was not measured can't be compared
-        pair = sum(call.times[call.name] for call in apart)
+        pair = apart[0].prices[apart[0].name]
         candidates = self.predictor.among("mixed", self._mixing)
-        fastest = self.predictor.fastest(candidates, whole, pair)
-        if not fastest:
+        if not self.predictor.fastest(candidates, whole, pair):
             return apart
-        times = self.predictor.evaluate(candidates, whole)
-        return (CallChoice("prefill", "mixed", ALL, whole, fastest, times),)
+        return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
@@ -114,21 +128,52 @@ class StepChoice:
             if info.capabilities.decode_query_lens >= longest
         ]
         usual = "decode" if self.chosen["decode"] in takes else "prefill"
-        call = self._call(usual, "short", ALL, shape, [*takes, *self.phases["prefill"]])
+        captured = self.spec.graph_capture >= GraphCapture.UNIFORM
+        among = [*takes, *self.phases["prefill"]]
+        (call,) = self._fastest(self._part(usual, "short", ALL, shape, captured, among))
         phase = usual if call.name == self.chosen[usual] else "decode"
-        phase = phase if call.name in takes else "prefill"
-        return CallChoice(phase, "short", ALL, shape, call.name, call.times)
+        return replace(call, phase=phase if call.name in takes else "prefill")
 
-    def _call(
-        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str] | None = None
-    ) -> CallChoice:
-        """Weigh the candidates; without a time of the selection's own choice, that one stays."""
+    def _part(
+        self,
+        phase: str,
+        kind: str,
+        rows: str,
+        shape: StepShape,
+        captured: bool | None = None,
+        among: Iterable[str] | None = None,
+    ) -> Part:
+        """Return a call with its candidates; a captured one costs the host nothing."""
         candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
-        times = self.predictor.evaluate(candidates, shape)
-        name = self.chosen[phase]
-        if name in times:
-            name = self.predictor.fastest(candidates, shape)
-        return CallChoice(phase, kind, rows, shape, name, times)
+        if captured or (captured is None and kind == "decode" and self.spec.graph_capture):
+            candidates = self.predictor.captured(candidates)
+        return Part(phase, kind, rows, shape, candidates)
+
+    def _fastest(self, *parts: Part) -> tuple[CallChoice, ...]:
+        """Give each call of a step its backend; without a time of the selection's own, that one stays."""
+        prices = [self.predictor.prices(part.candidates, part.shape) for part in parts]
+        names = [
+            [self.chosen[part.phase]]
+            if part.kind != "mixed" and self.chosen[part.phase] not in known
+            else list(known)
+            for part, known in zip(parts, prices, strict=True)
+        ]
+
+        def step(way: Sequence[str], field: int) -> float:
+            """The microseconds of a step that runs so: the device's add up, and so do the host's."""
+            known = [p[n] for p, n in zip(prices, way, strict=True) if n in p]
+            return max(sum(price[field] for price in known), sum(price.host for price in known))
+
+        best = min(product(*names), key=lambda way: step(way, 1))
+        return tuple(
+            CallChoice(
+                *part[:4],
+                best[i],
+                {name: price.us for name, price in prices[i].items()},
+                {name: step([*best[:i], name, *best[i + 1 :]], 0) for name in prices[i]},
+            )
+            for i, part in enumerate(parts)
+        )
 
 
 def _mixes(info: BackendInfo) -> bool:

@@ -30,7 +30,8 @@ class TimingModel:
     relative error on points that it was not fitted to. `margin`: by how much it must be predicted to
     be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
     predictions are off by changes no choice. `level`: of `batch_invariant`, at which it was measured;
-    empty: none.
+    empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
+    next one; 0: not known, or no device works meanwhile.
     """
 
     backend: str
@@ -42,6 +43,7 @@ class TimingModel:
     margin: float = 0.0
     whole: int = 0
     level: str = ""
+    host: float = 0.0
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""
