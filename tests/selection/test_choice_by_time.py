@@ -431,6 +431,28 @@ def test_a_table_of_another_device_says_nothing_here(table: Any) -> None:
     assert selection.timings == () and not any("timing" in n for n in selection.decision.notes)
 
 
+def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: Any) -> None:
+    def said(device: str, **changes: Any) -> list[str]:
+        spec = LayerSpec(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 64} | changes)
+        notes = select(spec, device).decision.notes
+        return [note for note in notes if "tim" in note]
+
+    for device in ("a100", "l40s"):
+        (note,) = said(device)
+        assert note.startswith("no timing table covers this layer on ") and "polyattn tune" in note
+    assert "priorities choose" in said("h200", dtype="float32")[0]
+    # A chip of an architecture that was measured is judged by the layers that are nearest.
+    (near,) = said("h200", head_size=96)
+    assert "timings_h100.json (NVIDIA H100 80GB HBM3, the nearest measured layers: bfloat16 over" in near
+    assert "heads of 96)" in near
+    assert "nearest" not in said("h200", head_size=128)[0]
+    # What tune doesn't measure, a CPU, and a user who wants no times.
+    assert not said("a100", cached=False) and not said("x86-avx512")
+    monkeypatch.setenv("POLYATTN_TIMINGS", "0")
+    refresh()
+    assert not said("a100") and not said("h100")
+
+
 def test_stale_models_are_named_and_ignored(table: Any) -> None:
     path = table(SHORT_KEYS, versions={"torch": "1.0.0"})
     selection = select(SPEC, "cpu")
@@ -484,8 +506,8 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     # A profile assumes what was measured with; a device has what is installed there.
     assert len(found.models(SPEC, resolve_device("h200"))) == 3
     real = Device("cuda", "sm_90", "NVIDIA H200", torch_device="cuda:0")
-    assert found.models(SPEC, real) == () and len(found.notes(real)) == 1
-    assert found.models(SPEC, H100) == () and found.notes(H100) == []
+    assert found.models(SPEC, real) == () and len(found.notes(SPEC, real)) == 2
+    assert found.models(SPEC, H100) == () and len(found.notes(SPEC, H100)) == 1
 
 
 def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> None:
