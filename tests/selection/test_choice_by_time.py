@@ -443,7 +443,10 @@ def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: 
     assert "priorities choose" in said("h200", dtype="float32")[0]
     # A chip of an architecture that was measured is judged by the layers that are nearest.
     (near,) = said("h200", head_size=96)
-    assert "timings_h100.json (NVIDIA H100 80GB HBM3, the nearest measured layers: bfloat16 over" in near
+    assert (
+        "timings_h100.json (NVIDIA H100 80GB HBM3, the nearest measured layers: bfloat16 over"
+        in near
+    )
     assert "heads of 96)" in near
     assert "nearest" not in said("h200", head_size=128)[0]
     # What tune doesn't measure, a CPU, and a user who wants no times.

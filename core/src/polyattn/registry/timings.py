@@ -91,7 +91,9 @@ class TimingTable:
         plain = [e for e in self._fresh(device) if not e.model.level]
         far = {e.layer: distance(dict(e.layer), mine) for e in plain}
         nearest = min(far, key=far.__getitem__, default=())
-        source = f"{self.path} ({self.device}, the nearest measured layers: {_words(dict(nearest))})"
+        source = (
+            f"{self.path} ({self.device}, the nearest measured layers: {_words(dict(nearest))})"
+        )
         models = tuple(replace(e.model, source=source) for e in plain if e.layer == nearest)
         return far.get(nearest, math.inf) + (0 if self.is_for(device) else OTHER_CHIP), models
 
@@ -140,13 +142,16 @@ class Timings:
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
         asked = device.is_accelerator and _measurable(spec) and not self.unasked
         if asked and not self.models(spec, device):
-            notes.append(f"no timing table covers this layer on {device}: priorities choose; {MEASURE}")
+            notes.append(
+                f"no timing table covers this layer on {device}: priorities choose; {MEASURE}"
+            )
         return notes
 
 
 def _measurable(spec: LayerSpec) -> bool:
     """Whether `polyattn tune` measures such layers: attention over a cache, without functions or masks."""
-    return spec.kind in MEASURED and spec.cached and spec.variant is None and spec.mask is None
+    plain = spec.variant is None and spec.mask is None
+    return bool(spec.cached) and plain and spec.kind in MEASURED
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
@@ -172,7 +177,9 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
 def _words(layer: Mapping[str, Any]) -> str:
     """Return a class in words."""
     cap = ", with a cap" if layer.get(CAP) else ""
-    return f"{layer.get('dtype')} over {layer.get('stored')}, heads of {layer.get('head_size')}{cap}"
+    return (
+        f"{layer.get('dtype')} over {layer.get('stored')}, heads of {layer.get('head_size')}{cap}"
+    )
 
 
 def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
