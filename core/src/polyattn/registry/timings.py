@@ -138,7 +138,7 @@ class Timings:
         return exact or (models if far <= FARTHEST else ())
 
     def notes(self, spec: LayerSpec, device: Device) -> list[str]:
-        """Return what is ignored of the tables for `device`, or that none has such a layer, a line each."""
+        """Return what is ignored of the tables, or that none has such a layer, a line each."""
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
         asked = device.is_accelerator and _measurable(spec) and not self.unasked
         if asked and not self.models(spec, device):
@@ -149,7 +149,7 @@ class Timings:
 
 
 def _measurable(spec: LayerSpec) -> bool:
-    """Whether `polyattn tune` measures such layers: attention over a cache, without functions or masks."""
+    """Whether `polyattn tune` measures such layers: over a cache, without functions and masks."""
     plain = spec.variant is None and spec.mask is None
     return bool(spec.cached) and plain and spec.kind in MEASURED
 
