@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
+from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TILES, TimingModel
 
 Ints = Sequence[int] | npt.NDArray[np.int64]
 
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
     `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
     those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
-    heads.
+    heads. `by_tile` has the last three as each of `TILES` has them, where rows have several tokens.
     """
 
     rows: int
@@ -45,12 +45,13 @@ class StepShape(NamedTuple):
     longest: int
     pairs: int
     tiles: int
+    by_tile: tuple[tuple[int, int, int], ...] = ()
 
 
-def counts(shape: StepShape, whole: int = 0) -> tuple[int, ...]:
-    """Return what each of `TERMS` counts in a call. `whole`: as in `TimingModel`."""
-    longest = shape.longest if shape.tiles >= whole else 0
-    return (1, shape.rows, shape.keys, longest, shape.pairs, shape.queries)
+def counts(shape: StepShape, whole: int = 0, tile: int = 0) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call. `whole`, `tile`: as in `Weighed`."""
+    longest, pairs, tiles = shape.by_tile[tile - 1] if tile else shape[3:6]
+    return (1, shape.rows, shape.keys, longest if tiles >= whole else 0, pairs, shape.queries)
 
 
 def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
@@ -69,8 +70,11 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL))
 
 
-def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
-    """Return the shape of a call over rows of so many query tokens and keys."""
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, tiled: bool = True) -> StepShape:
+    """Return the shape of a call over rows of so many query tokens and keys.
+
+    `tiled`: whether `by_tile` is asked for, which takes the most of the time.
+    """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return StepShape(0, 0, 0, 0, 0, 0)
@@ -89,7 +93,31 @@ def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
             over = np.maximum(n - seen - 1, 0)
             pairs -= int(over @ (over + 1)) // 2
     tiles = int((-(-q * group // TALL)).sum()) * kv_heads
-    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles)
+    by_tile = _in_tiles(spec, q, n, group) if tiled and most > 1 else ()
+    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, by_tile)
+
+
+def _in_tiles(spec: LayerSpec, q: Any, n: Any, group: int) -> tuple[tuple[int, int, int], ...]:
+    """Return `StepShape.by_tile`: a tile has `TALL` rows, and reads all keys that one of them sees."""
+    size = np.array([[max(1, TALL // group)], [TALL]])
+    tiles, longest = -(-q // size), np.maximum(n, 0 * size)
+    if not spec.causal:
+        keys = tiles * n
+    else:
+        keys = tiles * (n - q) + q + size * (tiles * (tiles - 1) // 2)
+        seen = _seen(spec, 0)
+        if seen < sys.maxsize:
+            before = q + seen - n  # tokens whose window reaches back to the first key
+            first = np.minimum(tiles, -(-before // size))
+            later = (tiles * (tiles - 1) - first * (first - 1)) // 2
+            keys -= size * later - (tiles - first) * before
+            longest = np.minimum(n, seen + np.minimum(q, size))
+    rows = zip(longest.max(1).tolist(), keys.sum(1).tolist(), tiles.sum(1).tolist(), strict=True)
+    wide = zip(rows, (group, 1), strict=True)
+    return tuple(
+        (most, sums * TALL // heads, count * spec.num_heads // heads)
+        for (most, sums, count), heads in wide
+    )
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -103,9 +131,10 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float, int, float]
+Weighed = tuple[str, tuple[float, ...], bool, float, int, int, float]
 """A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
-by before it is compared (`TimingModel.margin`), `TimingModel.whole`, and its host's microseconds."""
+by before it is compared (`TimingModel.margin`), `TimingModel.whole`, which tiles it counts (0: none, else
+one more than the place in `TILES`), and its host's microseconds."""
 
 
 class Price(NamedTuple):
@@ -126,6 +155,7 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, tuple(models)
         known = all(model.host for model in models)
+        self.tiled = {model.kind for model in models if model.tile}
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
@@ -134,6 +164,7 @@ class Predictor:
                 model.overlap,
                 1 + model.margin,
                 model.whole,
+                TILES.index(model.tile) + 1 if model.tile else 0,
                 model.host if known else 0.0,
             )
             self._weights[model.kind][model.backend] = weighed
@@ -151,10 +182,12 @@ class Predictor:
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds on the device for a call of this shape."""
-        rows, queries, keys, longest, pairs, tiles = shape
+        rows, queries, keys, longest, pairs, tiles, by_tile = shape
         values = {}
-        for name, (launch, item, byte, chain, product, token), overlap, _, whole, _ in candidates:
-            a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
+        for name, weights, overlap, _, whole, tile, _ in candidates:
+            launch, item, byte, chain, product, token = weights
+            long, products, many = by_tile[tile - 1] if tile else (longest, pairs, tiles)
+            a, b, c = byte * keys, chain * long * (many >= whole), product * products
             busy = max(a, b, c) if overlap else a + b + c
             values[name] = launch + item * rows + token * queries + busy
         return values
@@ -165,7 +198,7 @@ class Predictor:
         times = cls.evaluate(candidates, shape)
         return {
             name: Price(times[name], times[name] * factor, host)
-            for name, _, _, factor, _, host in candidates
+            for name, _, _, factor, _, _, host in candidates
         }
 
     @staticmethod
@@ -176,11 +209,12 @@ class Predictor:
 
         Each decode of an engine asks.
         """
-        rows, queries, keys, longest, pairs, tiles = shape
+        rows, queries, keys, longest, pairs, tiles, by_tile = shape
         fastest = ""
-        for name, weights, overlap, factor, whole, host in candidates:
+        for name, weights, overlap, factor, whole, tile, host in candidates:
             launch, item, byte, chain, product, token = weights
-            busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
+            long, products, many = by_tile[tile - 1] if tile else (longest, pairs, tiles)
+            busy, b, c = byte * keys, chain * long if many >= whole else 0.0, product * products
             if not overlap:
                 busy += b + c
             else:
@@ -194,10 +228,10 @@ class Predictor:
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _, whole, _ = self._weights[kind][name]
+        _, weights, overlap, _, whole, tile, _ = self._weights[kind][name]
         values = {
             term: weight * count
-            for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)
+            for term, weight, count in zip(TERMS, weights, counts(shape, whole, tile), strict=True)
         }
         if overlap:
             counted = max(OVERLAPPING, key=values.__getitem__)

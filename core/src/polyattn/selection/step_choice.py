@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.selection.prediction import (
     Ints,
     Predictor,
+    Price,
     StepShape,
     Weighed,
     kind_of_step,
@@ -24,6 +25,7 @@ from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
+UNKNOWN = Price(0.0, 0.0, 0.0)
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 
@@ -95,30 +97,37 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, shape_of_step(self.spec, q, n)))
+            return self._fastest(self._part("decode", kind, ALL, self._shape(kind, q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
+            return (self._short(int(q.max()), self._shape(kind, q, n)),)
         if kind == "mixed":
             some = q > 0
             if not some.all():  # a row without tokens takes no time
                 q, n = q[some], n[some]
-        whole = shape_of_step(self.spec, q, n)
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
+        rest = self._shape(kind, more, longer)
         if not ones.any():
-            return self._fastest(self._part("prefill", kind, ALL, whole))
+            return self._fastest(self._part("prefill", kind, ALL, rest))
         apart = self._fastest(
             self._part("decode", "decode", DECODES, shape_of_decodes(self.spec, n[ones]), False),
-            self._part("prefill", kind, REST, shape_of_step(self.spec, more, longer)),
+            self._part("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):
             return apart  # what was not measured can't be compared
         pair = apart[0].prices[apart[0].name]
         candidates = self.predictor.among("mixed", self._mixing)
+        if not candidates:
+            return apart
+        whole = self._shape("mixed", q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
         return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))
+
+    def _shape(self, kind: str, q: Ints, n: Ints) -> StepShape:
+        """Return the shape of a call of a kind, with what its models count."""
+        return shape_of_step(self.spec, q, n, kind in self.predictor.tiled)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
@@ -150,29 +159,34 @@ class StepChoice:
         return Part(phase, kind, rows, shape, candidates)
 
     def _fastest(self, *parts: Part) -> tuple[CallChoice, ...]:
-        """Give each call of a step its backend; without a time of the selection's own, that one stays."""
+        """Give each call of a step its backend; without a time of the selection's own, that one stays.
+
+        The device's times of calls add up, and so do the host's; the larger sum is what the step takes.
+        """
         prices = [self.predictor.prices(part.candidates, part.shape) for part in parts]
-        names = [
-            [self.chosen[part.phase]]
-            if part.kind != "mixed" and self.chosen[part.phase] not in known
-            else list(known)
-            for part, known in zip(parts, prices, strict=True)
-        ]
-
-        def step(way: Sequence[str], field: int) -> float:
-            """The microseconds of a step that runs so: the device's add up, and so do the host's."""
-            known = [p[n] for p, n in zip(prices, way, strict=True) if n in p]
-            return max(sum(price[field] for price in known), sum(price.host for price in known))
-
-        best = min(product(*names), key=lambda way: step(way, 1))
+        options: list[list[tuple[str, Price]]] = []
+        for part, known in zip(parts, prices, strict=True):
+            usual = self.chosen[part.phase]
+            stays = part.kind != "mixed" and usual not in known
+            options.append([(usual, UNKNOWN)] if stays else list(known.items()))
+        best: tuple[tuple[str, Price], ...] = ()
+        least = float("inf")
+        for way in product(*options):
+            us = host = 0.0
+            for _, price in way:
+                us, host = us + price.compared, host + price.host
+            if max(us, host) < least:
+                best, least = way, max(us, host)
+        us = sum(price.us for _, price in best)
+        host = sum(price.host for _, price in best)
         return tuple(
             CallChoice(
                 *part[:4],
-                best[i],
-                {name: price.us for name, price in prices[i].items()},
-                {name: step([*best[:i], name, *best[i + 1 :]], 0) for name in prices[i]},
+                name,
+                {n: p.us for n, p in known.items()},
+                {n: max(us - own.us + p.us, host - own.host + p.host) for n, p in known.items()},
             )
-            for i, part in enumerate(parts)
+            for part, known, (name, own) in zip(parts, prices, best, strict=True)
         )
 
 
