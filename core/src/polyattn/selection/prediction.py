@@ -4,8 +4,8 @@ A time is modelled by six terms, each a cost that one can name: a launch, work i
 queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
 row, products. These three add up, or where a kernel hides them behind one another, the largest
 counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. Where
-a kernel multiplies whole tiles, what its tiles read counts. The coefficients are fitted to measured times (`polyattn tune`); they choose
-among right backends only.
+a kernel multiplies whole tiles, what its tiles read counts. The coefficients are fitted to measured
+times (`polyattn tune`); they choose among right backends only.
 """
 
 from __future__ import annotations

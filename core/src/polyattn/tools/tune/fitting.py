@@ -1,9 +1,10 @@
 """Which coefficients explain the measured times? Least squares of relative errors, none negative.
 
 Forms compete: terms that add up and terms that overlap, what rows see or what whole tiles read
-(`TimingModel.tile`), the longest row from several numbers of tiles on (`TimingModel.whole`). The one that predicts best what it was not fitted to is kept. Overlap
-is fitted by turns: which term is largest at each point, then the coefficients that follow (as k-plane
-regression: Magnani and Boyd, "Convex piecewise-linear fitting", 2009).
+(`TimingModel.tile`), the longest row from several numbers of tiles on (`TimingModel.whole`). The one
+that predicts best what it was not fitted to is kept. Overlap is fitted by turns: which term is largest
+at each point, then the coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex
+piecewise-linear fitting", 2009).
 """
 
 from __future__ import annotations
