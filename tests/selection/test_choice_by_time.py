@@ -202,8 +202,10 @@ def hosted(hosts: dict[str, float]) -> list[TimingModel]:
         ({"A": 20, "B": 80, "C": 60}, 17, ["A", "A"]),
         # A long prompt: the device works for longer than the host needs for both calls.
         ({"A": 40, "B": 80, "C": 60}, 2000, ["A", "A"]),
-        # Where one is not known none counts.
-        ({"A": 40, "B": 80, "C": 0}, 17, ["A", "B"]),
+        # What isn't known is taken for the slowest: 80.
+        ({"A": 45, "B": 80, "C": 0}, 17, ["C"]),
+        ({"A": 35, "B": 80, "C": 0}, 17, ["A", "A"]),
+        ({"A": 0, "B": 0, "C": 0}, 17, ["A", "B"]),
     ],
 )
 def test_a_mixed_step_takes_as_long_as_the_slower_of_device_and_host(
@@ -218,7 +220,7 @@ def test_a_mixed_step_takes_as_long_as_the_slower_of_device_and_host(
             own = choice.predictor.evaluate(choice.predictor.among(call.kind, "ABC"), call.shape)
             assert dict(call.times) == own
         total = sum(call.times[call.name] for call in calls)
-        host = sum(hosts[name] for name in names) if all(hosts.values()) else 0
+        host = sum(hosts[name] or max(hosts.values()) for name in names)
         assert {call.prices[call.name] for call in calls} == {max(total, host)}
 
 

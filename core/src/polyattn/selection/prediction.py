@@ -149,12 +149,12 @@ class Predictor:
     """Predicts the microseconds of each candidate for layers of one spec, by the kind of call.
 
     Layers are queued one after another: where the host is slower than the device, a call takes the
-    host's time. That counts where each model has one.
+    host's time. Where a model has none, it is taken for the slowest one that is known.
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, tuple(models)
-        known = all(model.host for model in models)
+        slowest = max((model.host for model in models), default=0.0)
         self.tiled = {model.kind for model in models if model.tile}
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
@@ -165,7 +165,7 @@ class Predictor:
                 1 + model.margin,
                 model.whole,
                 TILES.index(model.tile) + 1 if model.tile else 0,
-                model.host if known else 0.0,
+                model.host or slowest,
             )
             self._weights[model.kind][model.backend] = weighed
 
