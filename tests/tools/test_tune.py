@@ -207,7 +207,8 @@ def sample(kind: str = "decode") -> StepSample:
 
 def test_a_table_has_the_hosts_time_of_each_model() -> None:
     truths = {"TORCH_SDPA": CROSSING["A"], "HPU_ATTN": CROSSING["B"]}
-    made = [replace(m, host=40.0 + m.step % 3) for m in measurements(truths, 0.0)]
+    made = measurements(truths, 0.0)
+    made = [replace(m, host=40.0 + m.step % 3) for m in made]
     data = tables.table(fits(made), select(HEADS[0], "cpu").device, discover())
     assert [m["host"] for m in data["models"]] == [41.0, 41.0]
 
