@@ -581,6 +581,21 @@ def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> Non
     assert names[capped] > 1.5 > names[free]
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_what_keeps_a_hopper_hosts_busy_is_not_chosen(size: int) -> None:
+    """32 layers of 32 decodes and a prompt of 256: 150 us each in two calls, 99 in one (heads of 128)."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=size)
+    selection = select(spec, "h100")
+    queries, lens = [1] * 32 + [256], [1500] * 32 + [256]
+    choice = step_choice(selection)
+    alone = step_choice(
+        replace(selection, timings=tuple(replace(m, host=0.0) for m in selection.timings))
+    )
+    assert choice is not None and alone is not None
+    assert [call.name for call in choice.calls(queries, lens)] == ["FLASH_ATTN_V3"]
+    assert len(alone.calls(queries, lens)) == 2
+
+
 class WithTables:
     def __init__(self, answer: Any):
         self.answer = answer
