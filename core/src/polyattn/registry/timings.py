@@ -193,7 +193,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
     others = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
-    others += [0.25] if CAP in measured and CAP not in asked else []
+    others += [0.25] if (CAP in measured) != (CAP in asked) else []
     return sum(sizes + others)
 
 
