@@ -81,13 +81,10 @@ def fit(points: Sequence[Point]) -> Fit | None:
     }
     # Squares of logarithms are what a choice suffers from; the median is what one reads.
     form = min(held, key=lambda form: _loss(held[form], times))
-    coefficients = solve(features(points, form), times, form.overlap)
-    guessed = held[form]
-    error = float(np.median(np.abs(guessed / times - 1)))
-    return Fit(
-        tuple(map(float, coefficients)), form.overlap, form.whole, form.tile,
-        tuple(map(float, guessed)), error,
-    )  # fmt: skip
+    coefficients = tuple(map(float, solve(features(points, form), times, form.overlap)))
+    guessed = tuple(map(float, held[form]))
+    error = float(np.median(np.abs(held[form] / times - 1)))
+    return Fit(coefficients, form.overlap, form.whole, form.tile, guessed, error)
 
 
 def _forms(points: Sequence[Point]) -> list[Form]:
