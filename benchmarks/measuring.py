@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -305,7 +304,7 @@ def _measured(who: str, make: Callable[[], Workload], part: Part, clock: Clock) 
             if not error <= allowed:
                 return record | {"cannot": f"it is wrong: error {error:.2g}, allowed {allowed:g}"}
             record |= {"error": error}
-        return record | {"us": host_us(call, work.device) if part.host else clock.us(call)}
+        return record | {"us": clock.host_us(call) if part.host else clock.us(call)}
     except Exception as problem:  # one contender must not end the others
         said = str(problem).strip().splitlines() or [""]
         cannot = {"who": who, "cannot": f"{type(problem).__name__}: {said[0]}"[:160]}
@@ -313,17 +312,3 @@ def _measured(who: str, make: Callable[[], Workload], part: Part, clock: Clock) 
     finally:
         if clock.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def host_us(call: Call, device: torch.device, calls: int = 20, rounds: int = 15) -> float:
-    """Return the host's least microseconds of a call, the device done with what came before."""
-    best = float("inf")
-    call()
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - started)
-    return best / calls * 1e6

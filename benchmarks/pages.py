@@ -191,7 +191,9 @@ def choice(row: Row, machine: str, measured: Iterable[str]) -> str:
         candidates=tuple((phase, tuple(infos)) for phase, infos in served.items()),
     )
     queries, lens = zip(*row.lengths(), strict=True)
-    by_time = step_choice(selection)
+    # Rows are the device's times, so the host's don't choose.
+    models = tuple(replace(model, host=0.0) for model in selection.timings)
+    by_time = step_choice(replace(selection, timings=models))
     if by_time is None:
         decode = selection.backend("decode")
         short = decode is not None and max(queries) <= decode.capabilities.decode_query_lens

@@ -22,7 +22,7 @@ from polyattn.registry.discovery import discover, refresh, register, unregister
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
-from polyattn.selection.step_choice import ALL, StepChoice, step_choice
+from polyattn.selection.step_choice import ALL, APART, StepChoice, step_choice
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 from polyattn.tools.cli.models import bundled
@@ -31,14 +31,19 @@ from polyattn.workload.base import workload
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
 
-def model(name: str, kind: str, overlap: bool = False, **coefficients: float) -> TimingModel:
-    return TimingModel(name, kind, tuple(coefficients.get(t, 0.0) for t in TERMS), overlap)
+def model(
+    name: str, kind: str, overlap: bool = False, host: float = 0.0, **coefficients: float
+) -> TimingModel:
+    values = tuple(coefficients.get(t, 0.0) for t in TERMS)
+    return TimingModel(name, kind, values, overlap, host=host)
 
 
-def by_time(models: list[TimingModel], **phases: list[BackendInfo]) -> StepChoice:
+def by_time(
+    models: list[TimingModel], spec: LayerSpec = SPEC, **phases: list[BackendInfo]
+) -> StepChoice:
     """The first of each phase is the selection's choice."""
     members = {phase: {i.name: i for i in infos} for phase, infos in phases.items()}
-    return StepChoice(SPEC, models, members, {p: infos[0].name for p, infos in phases.items()})
+    return StepChoice(spec, models, members, {p: infos[0].name for p, infos in phases.items()})
 
 
 A = backend("A", phases=frozenset({"prefill", "decode", "mixed"}), decode_query_lens=16)
@@ -100,6 +105,51 @@ def test_tiles_are_counted_over_all_kv_heads() -> None:
     )
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
+def test_tiles_read_all_keys_that_their_rows_see(window: int | None, causal: bool) -> None:
+    """By hand: a tile's first token has the earliest first key, its last one the latest last key."""
+    spec = LayerSpec(
+        num_heads=12, num_kv_heads=4, head_size=64, sliding_window=window, causal=causal
+    )
+    steps = [(500, 500), (127, 900), (129, 5000), (42, 60), (43, 43), (5, 150), (1, 300)]
+    for step in [*([each] for each in steps[:-1]), steps]:
+        queries, lens = zip(*step, strict=True)
+        by_tile = shape_of_step(spec, queries, lens).by_tile
+        for (longest, pairs, tiles), group in zip(by_tile, (3, 1), strict=True):
+            size, reads = 128 // group, []
+            for query, length in step:
+                length = length if window is None else min(length, query + window - 1)
+                for first in range(0, query, size):
+                    last = min(first + size, query) - 1
+                    end = length - query + last + 1 if causal else length
+                    begin = length - query + first - window + 1 if window and causal else 0
+                    reads.append(end - max(begin, 0))
+            assert (longest, tiles) == (max(reads), len(reads) * 12 // group)
+            assert pairs == sum(reads) * 128 // group
+    assert shape_of_step(spec, [1, 1], [30, 40]).by_tile == ()
+
+
+def test_a_model_may_count_in_tiles() -> None:
+    """65 tokens of heads apart are a tile of 128, and of a group of 2 more than one."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    shape = shape_of_step(spec, [65], [65])
+    models = [
+        replace(model(tile or "none", "prefill", product=1e-6), tile=tile)
+        for tile in ("", "group", "head")
+    ]
+    predictor = Predictor(spec, models)
+    among = predictor.among("prefill", ["none", "group", "head"])
+    times = predictor.evaluate(among, shape)
+    unit = 4 * 128 * 1e-6
+    assert times["none"] == pytest.approx(unit * 65 * 66 / 2)
+    assert times["group"] == pytest.approx(unit * 64 * (64 + 65))
+    assert times["head"] == pytest.approx(unit * 128 * 65)
+    assert predictor.fastest(among, shape) == "none"
+    assert predictor.fastest(among[1:], shape) == "group"
+    assert sum(predictor.terms("prefill", "head", shape).values()) == pytest.approx(times["head"])
+
+
 def test_lengths_may_be_arrays() -> None:
     batch = Batch([0, 1, 2, 42], [7, 300, 90], torch.zeros(3, 20, dtype=torch.int32))
     choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
@@ -130,6 +180,67 @@ def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: li
     calls = choice.calls([1, 1, 64], [100, 20, 64])
     assert [call.name for call in calls] == names
     assert (calls[0].rows == ALL) == (len(names) == 1)
+
+
+def hosted(hosts: dict[str, float]) -> list[TimingModel]:
+    """A and B, each at its best in one phase, and C, which takes a whole step in one call."""
+    return [
+        model("A", "decode", launch=10, host=hosts["A"]),
+        model("B", "decode", launch=15, host=hosts["B"]),
+        model("A", "prefill", launch=25, product=5e-7, host=hosts["A"]),
+        model("B", "prefill", launch=20, product=1e-6, host=hosts["B"]),
+        model("C", "mixed", launch=50, product=1e-6, host=hosts["C"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tokens", "names"),
+    [
+        # Two calls of 30 us on the device, and of 120 on the host, beside one of 50 and 60.
+        ({"A": 40, "B": 80, "C": 60}, 17, ["C"]),
+        # B's host is in the way, and A's device isn't.
+        ({"A": 20, "B": 80, "C": 60}, 17, ["A", "A"]),
+        # A long prompt: the device works for longer than the host needs for both calls.
+        ({"A": 40, "B": 80, "C": 60}, 2000, ["A", "A"]),
+        # What isn't known is taken for the slowest: 80. Two calls of 35 cost the host 80.5.
+        ({"A": 35, "B": 80, "C": 0}, 17, ["C"]),
+        ({"A": 34, "B": 80, "C": 0}, 17, ["A", "A"]),
+        ({"A": 0, "B": 0, "C": 0}, 17, ["A", "B"]),
+    ],
+)
+def test_a_mixed_step_takes_as_long_as_the_slower_of_device_and_host(
+    hosts: dict[str, float], tokens: int, names: list[str]
+) -> None:
+    for level in ("none", "single_token_decode", "any"):  # no graph holds such a step
+        spec = SPEC.replace(graph_capture=level)
+        choice = by_time(hosted(hosts), spec, decode=[A, B, C], prefill=[A, B, C])
+        calls = choice.calls([1, 1, tokens], [100, 20, tokens])
+        assert [call.name for call in calls] == names
+        for call in calls:
+            own = choice.predictor.evaluate(choice.predictor.among(call.kind, "ABC"), call.shape)
+            assert dict(call.times) == own
+        total = sum(call.times[call.name] for call in calls)
+        host = sum(hosts[name] or max(hosts.values()) for name in names)
+        host *= APART if len(calls) > 1 else 1
+        assert [call.prices[call.name] for call in calls] == pytest.approx(
+            [max(total, host)] * len(calls)
+        )
+
+
+@pytest.mark.parametrize(
+    ("level", "decode", "short"),
+    [("none", "B", "B"), ("single_token_decode", "A", "B"), ("uniform", "A", "A")],
+)
+def test_what_a_graph_replays_costs_the_host_nothing(level: str, decode: str, short: str) -> None:
+    models = [
+        model(name, kind, launch=us, host=host)
+        for kind in ("decode", "short")
+        for name, us, host in (("A", 10, 60), ("B", 30, 40))
+    ]
+    both = [A, replace(B, capabilities=A.capabilities)]
+    choice = by_time(models, SPEC.replace(graph_capture=level), decode=both, prefill=both)
+    assert choice.decode([50] * 3) == choice.calls([1] * 3, [50] * 3)[0].name == decode
+    assert choice.calls([4] * 3, [50] * 3)[0].name == short
 
 
 def test_one_call_that_ranks_below_decode_is_for_measured_times_alone() -> None:
@@ -178,7 +289,7 @@ def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
             {
                 "backend": m.backend, "kind": m.kind, "of": ["torch"],
                 "layer": {"head_size": 32} | ({"batch_invariant": m.level} if m.level else {}),
-                "overlap": m.overlap, "whole": m.whole,
+                "overlap": m.overlap, "whole": m.whole, "host": m.host,
                 "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
             }
             for m in models
@@ -371,6 +482,28 @@ def test_a_table_of_another_device_says_nothing_here(table: Any) -> None:
     assert selection.timings == () and not any("timing" in n for n in selection.decision.notes)
 
 
+def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: Any) -> None:
+    def said(device: str, **changes: Any) -> list[str]:
+        spec = LayerSpec(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 64} | changes)
+        notes = select(spec, device).decision.notes
+        return [note for note in notes if "tim" in note]
+
+    for device in ("a100", "l40s"):
+        (note,) = said(device)
+        assert note.startswith("no timing table covers this layer on ") and "polyattn tune" in note
+    assert "priorities choose" in said("h200", dtype="float32")[0]
+    # A chip of an architecture that was measured is judged by the layers that are nearest.
+    (near,) = said("h100", head_size=128)
+    assert "timings_h200.json (NVIDIA H200, the nearest measured layers: bfloat16 over" in near
+    assert "heads of 128)" in near
+    assert "nearest" not in said("h200", head_size=128)[0]
+    # What tune doesn't measure, a CPU, and a user who wants no times.
+    assert not said("a100", cached=False) and not said("x86-avx512")
+    monkeypatch.setenv("POLYATTN_TIMINGS", "0")
+    refresh()
+    assert not said("a100") and not said("h100")
+
+
 def test_stale_models_are_named_and_ignored(table: Any) -> None:
     path = table(SHORT_KEYS, versions={"torch": "1.0.0"})
     selection = select(SPEC, "cpu")
@@ -399,6 +532,10 @@ BAD_MODELS = {
     "overlap='yes'": {"overlap": "yes"},
     "whole=-1": {"whole": -1},
     "whole=True": {"whole": True},
+    "tile='row'": {"tile": "row"},
+    "tile='head'": {"tile": "head"},
+    "host=-1.0 must be finite": {"host": -1},
+    "host=inf must be finite": {"host": float("inf")},
 }
 
 
@@ -422,8 +559,8 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     # A profile assumes what was measured with; a device has what is installed there.
     assert len(found.models(SPEC, resolve_device("h200"))) == 3
     real = Device("cuda", "sm_90", "NVIDIA H200", torch_device="cuda:0")
-    assert found.models(SPEC, real) == () and len(found.notes(real)) == 1
-    assert found.models(SPEC, H100) == () and found.notes(H100) == []
+    assert found.models(SPEC, real) == () and len(found.notes(SPEC, real)) == 2
+    assert found.models(SPEC, H100) == () and len(found.notes(SPEC, H100)) == 1
 
 
 def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> None:
@@ -440,6 +577,31 @@ def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> Non
         times = Predictor.evaluate(among, shape_of_step(spec, queries, lens))
         names[spec] = times["TRITON_ATTN"] / times["FLASH_ATTN_V3"]
     assert names[capped] > 1.5 > names[free]
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_heads_of_192_have_their_own_times(device: str) -> None:
+    """8/4 heads, a prompt of the judging set on an H200: TRITON_ATTN 3,978 us, FLASH_ATTN_V3 2,262."""
+    spec = LayerSpec(num_heads=8, num_kv_heads=4, head_size=192)
+    choice = step_choice(select(spec, device))
+    assert choice is not None
+    for queries, lens in (([9000, 9000], [9000, 9000]), ([2000], [30_000])):
+        assert [call.name for call in choice.calls(queries, lens)] == ["FLASH_ATTN_V3"]
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_what_keeps_a_hopper_hosts_busy_is_not_chosen(size: int) -> None:
+    """32 layers of 32 decodes and a prompt of 256: 150 us each in two calls, 99 in one (heads of 128)."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=size)
+    selection = select(spec, "h100")
+    queries, lens = [1] * 32 + [256], [1500] * 32 + [256]
+    choice = step_choice(selection)
+    alone = step_choice(
+        replace(selection, timings=tuple(replace(m, host=0.0) for m in selection.timings))
+    )
+    assert choice is not None and alone is not None
+    assert [call.name for call in choice.calls(queries, lens)] == ["FLASH_ATTN_V3"]
+    assert len(alone.calls(queries, lens)) == 2
 
 
 class WithTables:

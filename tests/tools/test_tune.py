@@ -23,9 +23,9 @@ from polyattn.tools.cli.options import TuneOptions
 from polyattn.tools.cli.tuning import show
 from polyattn.tools.lengths import DISTRIBUTIONS, lengths_named, of_trace, redrawn
 from polyattn.tools.replay.trace import read_trace
-from polyattn.tools.tune import tuning
-from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, predict
-from polyattn.tools.tune.measuring import Measured, size_for
+from polyattn.tools.tune import tables, tuning
+from polyattn.tools.tune.fitting import LEAST_POINTS, Form, Point, features, fit, predict
+from polyattn.tools.tune.measuring import Measured, Times, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, counts_of, layers, samples
 from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
@@ -92,15 +92,16 @@ def test_the_fit_predicts_as_the_choice_does() -> None:
                 model = TimingModel("A", "short", coefficients, overlap, whole=whole)
                 predictor = Predictor(spec, [model])
                 among = predictor.among("short", ["A"])
-                table = features([Point(spec, shape, 1.0, 0) for shape in shapes], whole)
+                table = features([Point(spec, shape, 1.0, 0) for shape in shapes], Form(whole))
                 found = predict(table, np.array(coefficients), overlap)
                 expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
                 np.testing.assert_allclose(found, expected)
                 terms = [sum(predictor.terms("short", "A", shape).values()) for shape in shapes]
                 np.testing.assert_allclose(terms, expected)
-                slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap, 1.0, whole), *among)
+                (_, weights, *rest) = among[0]
+                slower = (("B", tuple(1.01 * w for w in weights), *rest), *among)
                 assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
-                faster = (("B", tuple(0.99 * w for w in among[0][1]), overlap, 1.0, whole), *among)
+                faster = (("B", tuple(0.99 * w for w in weights), *rest), *among)
                 assert {predictor.fastest(faster, shape) for shape in shapes} == {"B"}
 
 
@@ -204,6 +205,14 @@ def sample(kind: str = "decode") -> StepSample:
     return StepSample(kind, "zipf", (1, 1), (30, 40))
 
 
+def test_a_table_has_the_hosts_time_of_each_model() -> None:
+    truths = {"TORCH_SDPA": CROSSING["A"], "HPU_ATTN": CROSSING["B"]}
+    made = measurements(truths, 0.0)
+    made = [replace(m, host=40.0 + m.step % 3) for m in made]
+    data = tables.table(fits(made), select(HEADS[0], "cpu").device, discover())
+    assert [m["host"] for m in data["models"]] == [41.0, 41.0]
+
+
 def test_points_go_on_where_they_ended(tmp_path: Path) -> None:
     path, facts = tmp_path / "a" / "p.jsonl", {"device": "X", "seed": 1}
     first = PointsFile(path, facts)
@@ -294,9 +303,9 @@ def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
         StepSample("mixed", "", (1, 40), (300, 90)),
     ]  # fmt: skip
     times = [dict(measured.times(step, ["TORCH_SDPA", "HPU_ATTN"])) for step in steps]
-    assert all(isinstance(us, float) and us > 0 for us in (*times[0].values(), *times[1].values()))
+    assert all(t.us > 0 and not t.host for step in times[:2] for t in step.values())
     assert times[2]["TORCH_SDPA"] == "takes this kind of step in several calls"
-    assert isinstance(times[2]["HPU_ATTN"], float)
+    assert times[2]["HPU_ATTN"].us > 0
     # One that computes something else is measured once, and named.
     layer = measured.layers["TORCH_SDPA"]
 
@@ -392,6 +401,14 @@ def test_explain_predicts_a_batch(tmp_path: Path) -> None:
     assert "TRITON_ATTN would take 1.3" in text and "launch" in text and "longest 4096" in text
     bare = polyattn(*command, POLYATTN_TIMINGS="0").stdout
     assert "by priority" in bare
+    for model, host in zip(data["models"], (30.0, 500.0), strict=True):  # type: ignore[arg-type]
+        model["host"] = host  # type: ignore[index]
+    path.write_text(json.dumps(data))
+    text = polyattn(*command, **environ).stdout
+    assert "TRITON_ATTN: FLASHINFER would take 2.9" in text and "500.0" in text
+    assert "the host's time counts" not in text
+    text = polyattn(*command[:-1], "2q1s400", **environ).stdout
+    assert "the host needs 30 us a layer, and the device 10: the host's time counts" in text
 
 
 def test_bench_draws_lengths(tmp_path: Path) -> None:
@@ -416,4 +433,4 @@ def test_latents_are_measured_absorbed(cached: str) -> None:
     assert set(measured.layers) >= names
     step = StepSample("decode", "", (1, 1), (300, 7))
     times = dict(measured.times(step, names))
-    assert all(isinstance(us, float) and us > 0 for us in times.values()), times
+    assert all(isinstance(each, Times) and each.us > 0 for each in times.values()), times

@@ -308,7 +308,7 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     infos, spec, device = facts.backends, decision.spec, decision.device
     candidates = {n for _, names in decision.candidates for n in names}
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
-    notes = _unset(decision) + measured.notes(device)
+    notes = _unset(decision) + measured.notes(spec, device)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
         notes.append(

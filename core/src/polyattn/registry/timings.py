@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
-from polyattn.spec.kinds import ITEM_BYTES
+from polyattn.spec.kinds import ITEM_BYTES, AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TERMS, TimingModel
+from polyattn.spec.timing import KINDS, TERMS, TILES, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
+MEASURE = "to choose by times: polyattn tune"
+MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
@@ -89,7 +91,10 @@ class TimingTable:
         plain = [e for e in self._fresh(device) if not e.model.level]
         far = {e.layer: distance(dict(e.layer), mine) for e in plain}
         nearest = min(far, key=far.__getitem__, default=())
-        models = tuple(e.model for e in plain if e.layer == nearest)
+        source = (
+            f"{self.path} ({self.device}, the nearest measured layers: {_words(dict(nearest))})"
+        )
+        models = tuple(replace(e.model, source=source) for e in plain if e.layer == nearest)
         return far.get(nearest, math.inf) + (0 if self.is_for(device) else OTHER_CHIP), models
 
     def _fresh(self, device: Device) -> list[Entry]:
@@ -109,10 +114,14 @@ class TimingTable:
 
 @dataclass(frozen=True)
 class Timings:
-    """The tables that count, the strongest first; `broken` has the files that are no tables."""
+    """The tables that count, the strongest first; `broken` has the files that are no tables.
+
+    `unasked`: the user wants no times.
+    """
 
     tables: tuple[TimingTable, ...] = ()
     broken: tuple[str, ...] = ()
+    unasked: bool = False
 
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
         """Return the models of the first table that speaks of a spec on a device, or of what is near.
@@ -120,7 +129,7 @@ class Timings:
         What is measured is attention over a cache, without functions and masks of a caller's. A layer
         of a class, or on a chip, that no table has is judged by the nearest class of the architecture.
         """
-        if not spec.cached or spec.variant is not None or spec.mask is not None:
+        if not _measurable(spec):
             return ()
         exact = next((m for table in self.tables if (m := table.models(spec, device))), ())
         others = [] if exact else [t for t in self.tables if t.platform == device.platform]
@@ -128,9 +137,21 @@ class Timings:
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
         return exact or (models if far <= FARTHEST else ())
 
-    def notes(self, device: Device) -> list[str]:
-        """Return what is ignored of the tables for `device`, a line each."""
-        return [*self.broken, *(note for table in self.tables for note in table.notes(device))]
+    def notes(self, spec: LayerSpec, device: Device) -> list[str]:
+        """Return what is ignored of the tables, or that none has such a layer, a line each."""
+        notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
+        asked = device.is_accelerator and _measurable(spec) and not self.unasked
+        if asked and not self.models(spec, device):
+            notes.append(
+                f"no timing table covers this layer on {device}: priorities choose; {MEASURE}"
+            )
+        return notes
+
+
+def _measurable(spec: LayerSpec) -> bool:
+    """Whether `polyattn tune` measures such layers: over a cache, without functions and masks."""
+    plain = spec.variant is None and spec.mask is None
+    return bool(spec.cached) and plain and spec.kind in MEASURED
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
@@ -153,6 +174,14 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
     )
 
 
+def _words(layer: Mapping[str, Any]) -> str:
+    """Return a class in words."""
+    cap = ", with a cap" if layer.get(CAP) else ""
+    return (
+        f"{layer.get('dtype')} over {layer.get('stored')}, heads of {layer.get('head_size')}{cap}"
+    )
+
+
 def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
     """Return how far a class is from a layer's: doublings of head sizes; other types count little.
 
@@ -164,7 +193,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
     others = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
-    others += [0.25] if CAP in measured and CAP not in asked else []
+    others += [0.25] if (CAP in measured) != (CAP in asked) else []
     return sum(sizes + others)
 
 
@@ -174,7 +203,7 @@ _read: dict[Any, Timings] = {}
 def timings(settings: Settings) -> Timings:
     """Return the tables of the user and of the plugins, read once; `refresh()` forgets them."""
     if settings.timings == NO_TIMINGS:
-        return Timings()
+        return Timings(unasked=True)
     own = Path(settings.timings) if settings.timings is not None else default_path()
     key = (own, settings.plugins, settings.disabled_plugins, plugins_generation())
     table = _read.get(key)
@@ -290,8 +319,16 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
+    host = float(entry.get("host", 0.0))
+    if not (math.isfinite(host) and host >= 0):
+        raise ValueError(f"host={host} must be finite and not negative")
+    tile = entry.get("tile", "")
+    if tile not in ("", *TILES) or (tile and kind == "decode"):
+        raise ValueError(f"tile={shown(tile)} must be one of {', '.join(TILES)}; none for decodes")
     level = str(layer.get(LEVEL, ""))
-    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole, level)
+    model = TimingModel(
+        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, tile
+    )
     return model, tuple(sorted(layer.items())), of
 
 

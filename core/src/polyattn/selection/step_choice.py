@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,15 +13,22 @@ from polyattn.registry.info import BackendInfo
 from polyattn.selection.prediction import (
     Ints,
     Predictor,
+    Price,
     StepShape,
+    Weighed,
     kind_of_step,
     shape_of_decodes,
     shape_of_step,
 )
 from polyattn.selection.selection import Selection
+from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
+UNKNOWN = Price(0.0, 0.0, 0.0)
+APART = 1.15
+"""What each of two calls costs the host over a call that has the whole step, which needs no views of its
+rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 
@@ -27,8 +36,9 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 class CallChoice:
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are microseconds of every candidate that has a model for this `kind` of call. If the
-    selection's own choice has no model, it stays.
+    `times` are the device's microseconds of every candidate that has a model for this `kind` of call,
+    `prices` the step's, were it that candidate's: as long as the slower of device and host takes. If
+    the selection's own choice has no model, it stays.
     """
 
     phase: str
@@ -37,6 +47,17 @@ class CallChoice:
     shape: StepShape
     name: str
     times: Mapping[str, float]
+    prices: Mapping[str, float]
+
+
+class Part(NamedTuple):
+    """Rows of a step that one call may run, and who may run it."""
+
+    phase: str
+    kind: str
+    rows: str
+    shape: StepShape
+    candidates: list[Weighed]
 
 
 class StepChoice:
@@ -62,6 +83,8 @@ class StepChoice:
         self._decoding = self.predictor.among("decode", decode)
         if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
             self._decoding = []  # without its own time the selection's choice stays
+        if spec.graph_capture:  # replayed, they cost the host nothing
+            self._decoding = self.predictor.captured(self._decoding)
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of so many keys. A few microseconds.
@@ -77,34 +100,37 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return (self._call("decode", kind, ALL, shape_of_step(self.spec, q, n)),)
+            return self._fastest(self._part("decode", kind, ALL, self._shape(kind, q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
+            return (self._short(int(q.max()), self._shape(kind, q, n)),)
         if kind == "mixed":
             some = q > 0
             if not some.all():  # a row without tokens takes no time
                 q, n = q[some], n[some]
-        whole = shape_of_step(self.spec, q, n)
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
+        rest = self._shape(kind, more, longer)
         if not ones.any():
-            return (self._call("prefill", kind, ALL, whole),)
-        decodes = shape_of_decodes(self.spec, n[ones])
-        rest = shape_of_step(self.spec, more, longer)
-        apart = (
-            self._call("decode", "decode", DECODES, decodes),
-            self._call("prefill", kind, REST, rest),
+            return self._fastest(self._part("prefill", kind, ALL, rest))
+        apart = self._fastest(
+            self._part("decode", "decode", DECODES, shape_of_decodes(self.spec, n[ones]), False),
+            self._part("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):
             return apart  # what was not measured can't be compared
-        pair = sum(call.times[call.name] for call in apart)
+        pair = apart[0].prices[apart[0].name]
         candidates = self.predictor.among("mixed", self._mixing)
-        fastest = self.predictor.fastest(candidates, whole, pair)
-        if not fastest:
+        if not candidates:
             return apart
-        times = self.predictor.evaluate(candidates, whole)
-        return (CallChoice("prefill", "mixed", ALL, whole, fastest, times),)
+        whole = self._shape("mixed", q, n)
+        if not self.predictor.fastest(candidates, whole, pair):
+            return apart
+        return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))
+
+    def _shape(self, kind: str, q: Ints, n: Ints) -> StepShape:
+        """Return the shape of a call of a kind, with what its models count."""
+        return shape_of_step(self.spec, q, n, kind in self.predictor.tiled)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
@@ -114,21 +140,62 @@ class StepChoice:
             if info.capabilities.decode_query_lens >= longest
         ]
         usual = "decode" if self.chosen["decode"] in takes else "prefill"
-        call = self._call(usual, "short", ALL, shape, [*takes, *self.phases["prefill"]])
+        captured = self.spec.graph_capture >= GraphCapture.UNIFORM
+        among = [*takes, *self.phases["prefill"]]
+        (call,) = self._fastest(self._part(usual, "short", ALL, shape, captured, among))
         phase = usual if call.name == self.chosen[usual] else "decode"
-        phase = phase if call.name in takes else "prefill"
-        return CallChoice(phase, "short", ALL, shape, call.name, call.times)
+        return replace(call, phase=phase if call.name in takes else "prefill")
 
-    def _call(
-        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str] | None = None
-    ) -> CallChoice:
-        """Weigh the candidates; without a time of the selection's own choice, that one stays."""
+    def _part(
+        self,
+        phase: str,
+        kind: str,
+        rows: str,
+        shape: StepShape,
+        captured: bool | None = None,
+        among: Iterable[str] | None = None,
+    ) -> Part:
+        """Return a call with its candidates; a captured one costs the host nothing."""
         candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
-        times = self.predictor.evaluate(candidates, shape)
-        name = self.chosen[phase]
-        if name in times:
-            name = self.predictor.fastest(candidates, shape)
-        return CallChoice(phase, kind, rows, shape, name, times)
+        if captured or (captured is None and kind == "decode" and self.spec.graph_capture):
+            candidates = self.predictor.captured(candidates)
+        return Part(phase, kind, rows, shape, candidates)
+
+    def _fastest(self, *parts: Part) -> tuple[CallChoice, ...]:
+        """Give each call of a step its backend; without a time of the selection's own, that one stays.
+
+        The device's times of calls add up, and so do the host's, `APART` counted; the larger sum is what
+        the step takes.
+        """
+        apart = APART if len(parts) > 1 else 1.0
+        prices = [self.predictor.prices(part.candidates, part.shape) for part in parts]
+        options: list[list[tuple[str, Price]]] = []
+        for part, known in zip(parts, prices, strict=True):
+            usual = self.chosen[part.phase]
+            stays = part.kind != "mixed" and usual not in known
+            options.append([(usual, UNKNOWN)] if stays else list(known.items()))
+        best: tuple[tuple[str, Price], ...] = ()
+        least = float("inf")
+        for way in product(*options):
+            us = host = 0.0
+            for _, price in way:
+                us, host = us + price.compared, host + apart * price.host
+            if max(us, host) < least:
+                best, least = way, max(us, host)
+        us = sum(price.us for _, price in best)
+        host = sum(apart * price.host for _, price in best)
+        return tuple(
+            CallChoice(
+                *part[:4],
+                name,
+                {n: p.us for n, p in known.items()},
+                {
+                    n: max(us - own.us + p.us, host - apart * (own.host - p.host))
+                    for n, p in known.items()
+                },
+            )
+            for part, known, (name, own) in zip(parts, prices, best, strict=True)
+        )
 
 
 def _mixes(info: BackendInfo) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyattn.selection.prediction import Predictor
+from polyattn.selection.prediction import Predictor, Price
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import CallChoice, step_choice
 from polyattn.spec.timing import TERMS
@@ -31,21 +31,27 @@ def forecast(
     others = Predictor(selection.spec, (free or selection).timings)
     able = {phase: [i.name for i in infos] for phase, infos in (free or selection).candidates}
 
-    def times(call: CallChoice) -> dict[str, float]:
-        weighed = others.among(call.kind, able[call.phase])
-        return {**others.evaluate(weighed, call.shape), **call.times}
+    def prices(call: CallChoice) -> dict[str, Price]:
+        return others.prices(others.among(call.kind, able[call.phase]), call.shape)
 
     def candidates(call: CallChoice) -> list[dict[str, Any]]:
+        known, times = prices(call), dict(call.times)
+        times = {n: price.us for n, price in known.items()} | times
         return [
             {
                 "backend": n,
                 "us": us,
+                "host": known[n].host if n in known else 0.0,
                 "terms": (choice.predictor if n in call.times else others).terms(
                     call.kind, n, call.shape
                 ),
             }
-            for n, us in sorted(times(call).items(), key=lambda item: item[1])
+            for n, us in sorted(times.items(), key=lambda item: item[1])
         ]
+
+    def why(call: CallChoice) -> str:
+        alone = {n: max(price.us, price.host) for n, price in prices(call).items()}
+        return _why(call, {**alone, **call.prices})
 
     predicted = [
         {
@@ -55,25 +61,41 @@ def forecast(
             "backend": call.name,
             "shape": call.shape._asdict(),
             "candidates": candidates(call),
-            "why": _why(call, times(call)),
+            "why": why(call),
         }
         for call in calls
     ]
-    return {"calls": predicted, "chosen": {c.rows: c.name for c in calls}, "why": ""}
+    return {
+        "calls": predicted,
+        "chosen": {c.rows: c.name for c in calls},
+        "why": _host_bound(calls),
+    }
 
 
-def _why(call: CallChoice, times: Mapping[str, float]) -> str:
-    others = sorted((us, name) for name, us in times.items() if name != call.name)
+def _host_bound(calls: Sequence[CallChoice]) -> str:
+    """Say so where a step takes what the host takes to queue its calls."""
+    device = sum(call.times.get(call.name, 0.0) for call in calls)
+    step = calls[0].prices.get(calls[0].name, 0.0)
+    if step <= device:
+        return ""
+    return (
+        f"the host needs {step:.0f} us a layer, and the device {device:.0f}: the host's time counts"
+    )
+
+
+def _why(call: CallChoice, prices: Mapping[str, float]) -> str:
+    others = sorted((us, name) for name, us in prices.items() if name != call.name)
     if call.name not in call.times:
         return f"{call.name} by priority: its {call.kind} steps were not measured"
     if not others:
         return f"{call.name} alone was measured at {call.kind} steps"
     us, name = others[0]
-    if name not in call.times and us < call.times[call.name]:
-        return f"{call.name}, as named: {call.times[call.name] / us:.2f} times the time of {name}"
-    if us < call.times[call.name]:
+    own = prices[call.name]
+    if name not in call.times and us < own:
+        return f"{call.name}, as named: {own / us:.2f} times the time of {name}"
+    if us < own:
         return f"{call.name}, the fastest on the whole: {name} isn't faster by its margin"
-    return f"{call.name}: {name} would take {us / call.times[call.name]:.2f} times as long"
+    return f"{call.name}: {name} would take {us / own:.2f} times as long"
 
 
 def print_forecast(text: str, prediction: dict[str, Any]) -> None:
@@ -91,8 +113,9 @@ def print_forecast(text: str, prediction: dict[str, Any]) -> None:
         )
         if not call["candidates"]:
             continue
-        rows = table("  backend", ">us", *(f">{term}" for term in TERMS))
+        hosts = [">host"] if any(row["host"] for row in call["candidates"]) else []
+        rows = table("  backend", ">us", *hosts, *(f">{term}" for term in TERMS))
         for row in call["candidates"]:
-            terms = [f"{row['terms'][term]:.1f}" for term in TERMS]
-            add_row(rows, f"  {row['backend']}", f"{row['us']:.1f}", *terms)
+            times = [row["us"], *([row["host"]] if hosts else []), *row["terms"].values()]
+            add_row(rows, f"  {row['backend']}", *(f"{us:.1f}" for us in times))
         console.print(rows)

@@ -14,9 +14,9 @@ from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
-from polyattn.registry.timings import default_path
+from polyattn.registry.timings import MEASURED, default_path
 from polyattn.spec.decompose import unrotated
-from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
@@ -30,7 +30,6 @@ from polyattn.tools.tune.shapes import layers
 from polyattn.tools.tune.tuning import SEED, Tuning, facts_of, left_out, points_path
 
 LONGEST = 7 * 24 * 3600
-MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 
 
 def show(options: TuneOptions) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,16 @@ MOST_KEYS = 1 << 20
 PAIRS = {"cpu": 4_000_000, "gpu": 2_000_000_000}
 """Query-key pairs of the largest prefill, over all heads: a CPU's tens of ms, a GPU's few."""
 LONGEST = 131_072
+
+
+class Times(NamedTuple):
+    """Microseconds of a layer's call: the device's, and the host's until it can queue another one.
+
+    The host's are 0 where no device works meanwhile.
+    """
+
+    us: float
+    host: float
 
 
 def pool_bytes(device: Device) -> int:
@@ -81,8 +91,8 @@ class Measured:
 
     def times(
         self, sample: StepSample, names: Collection[str], one_call: bool = True
-    ) -> Iterator[tuple[str, float | str]]:
-        """Yield each backend's microseconds for a step, or why it has none.
+    ) -> Iterator[tuple[str, Times | str]]:
+        """Yield each backend's times for a step, or why it has none.
 
         `one_call`: a backend that would take the step in several calls has none.
         """
@@ -95,9 +105,9 @@ class Measured:
                 elif one_call and len(mine.plan.calls) > 1:
                     yield name, "takes this kind of step in several calls"
                 else:
-                    us = self.us(mine)
+                    times = self.of(mine)
                     self._check(name, sample.kind, mine)
-                    yield name, us
+                    yield name, times
             except torch.OutOfMemoryError:
                 yield name, "out of memory"
             except Exception as error:  # whatever a vendor's library raises is a reason
@@ -110,13 +120,15 @@ class Measured:
         where = {"full": self.cache} | ({} if self.spec.latent is not None else {"spare": 0})
         return workload(layer, lengths, self._dice, step=where)
 
-    def us(self, step: Any) -> float:
-        """Return a layer's microseconds for a step.
+    def of(self, step: Any) -> Times:
+        """Return a layer's times for a step.
 
         The new tokens are given, as engines give them: storing costs the same with every backend.
         """
         assert step.plan
-        return self.clock.us(step.call)
+        us = self.clock.us(step.call)
+        cuda = self.clock.device.type == "cuda"
+        return Times(us, self.clock.host_us(step.call, calls=4, rounds=3) if cuda else 0.0)
 
     def _check(self, name: str, kind: str, step: Any) -> None:
         """Compare one token of the first step of each kind with the float64 reference."""

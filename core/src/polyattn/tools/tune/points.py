@@ -17,13 +17,14 @@ from polyattn.tools.tune.shapes import StepSample
 
 @dataclass(frozen=True)
 class Measurement:
-    """One step of one layer on one backend: `us`, or why there is none (`cannot`)."""
+    """One step of one layer on one backend: `us` and `host` (`Times`), or why not (`cannot`)."""
 
     spec: LayerSpec
     step: int
     sample: StepSample
     backend: str
     us: float | None = None
+    host: float = 0.0
     cannot: str = ""
 
     @property
@@ -67,7 +68,7 @@ class PointsFile:
 
     def start(self, spec: LayerSpec, step: int, sample: StepSample, backend: str) -> None:
         """Note what is about to be measured: if the process ends in it, it isn't tried again."""
-        self.add(Measurement(spec, step, sample, backend, None, "the process ended in it"))
+        self.add(Measurement(spec, step, sample, backend, cannot="the process ended in it"))
 
     def add(self, made: Measurement) -> None:
         """Keep a measurement, on disk at once."""
@@ -93,4 +94,5 @@ def _measurement(value: dict[str, Any]) -> Measurement:
         fields["kind"], fields["lengths"], tuple(fields["queries"]), tuple(fields["lens"])
     )
     spec = LayerSpec.from_dict(value["spec"])
-    return Measurement(spec, value["step"], sample, value["backend"], value["us"], value["cannot"])
+    rest = {name: value[name] for name in ("step", "backend", "us", "host", "cannot")}
+    return Measurement(spec, sample=sample, **rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -136,11 +137,13 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "of": of[backend],
                 "overlap": model.overlap,
                 "whole": model.whole,
+                "tile": model.tile,
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
                 },
                 "error": round(model.error, 4),
+                "host": round(statistics.median(m.host for m in members), 1),
                 "margin": round(margin_of((layer, kind, backend), model.error, choices), 4),
                 "points": len(members),
             }

@@ -135,7 +135,7 @@ class Tuning:
             self.points.start(spec, step, sample, name)
             for _, result in measured.times(sample, [name]):
                 outcome: dict[str, Any] = (
-                    {"cannot": result} if isinstance(result, str) else {"us": result}
+                    {"cannot": result} if isinstance(result, str) else result._asdict()
                 )
                 self.points.add(Measurement(spec, step, sample, name, **outcome))
 
