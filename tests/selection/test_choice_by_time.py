@@ -105,51 +105,6 @@ def test_tiles_are_counted_over_all_kv_heads() -> None:
     )
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 100, 700])
-def test_tiles_read_all_keys_that_their_rows_see(window: int | None, causal: bool) -> None:
-    """By hand: a tile's first token has the earliest first key, its last one the latest last key."""
-    spec = LayerSpec(
-        num_heads=12, num_kv_heads=4, head_size=64, sliding_window=window, causal=causal
-    )
-    steps = [(500, 500), (127, 900), (129, 5000), (42, 60), (43, 43), (5, 150), (1, 300)]
-    for step in [*([each] for each in steps[:-1]), steps]:
-        queries, lens = zip(*step, strict=True)
-        by_tile = shape_of_step(spec, queries, lens).by_tile
-        for (longest, pairs, tiles), group in zip(by_tile, (3, 1), strict=True):
-            size, reads = 128 // group, []
-            for query, length in step:
-                length = length if window is None else min(length, query + window - 1)
-                for first in range(0, query, size):
-                    last = min(first + size, query) - 1
-                    end = length - query + last + 1 if causal else length
-                    begin = length - query + first - window + 1 if window and causal else 0
-                    reads.append(end - max(begin, 0))
-            assert (longest, tiles) == (max(reads), len(reads) * 12 // group)
-            assert pairs == sum(reads) * 128 // group
-    assert shape_of_step(spec, [1, 1], [30, 40]).by_tile == ()
-
-
-def test_a_model_may_count_in_tiles() -> None:
-    """65 tokens of heads apart are a tile of 128, and of a group of 2 more than one."""
-    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
-    shape = shape_of_step(spec, [65], [65])
-    models = [
-        replace(model(tile or "none", "prefill", product=1e-6), tile=tile)
-        for tile in ("", "group", "head")
-    ]
-    predictor = Predictor(spec, models)
-    among = predictor.among("prefill", ["none", "group", "head"])
-    times = predictor.evaluate(among, shape)
-    unit = 4 * 128 * 1e-6
-    assert times["none"] == pytest.approx(unit * 65 * 66 / 2)
-    assert times["group"] == pytest.approx(unit * 64 * (64 + 65))
-    assert times["head"] == pytest.approx(unit * 128 * 65)
-    assert predictor.fastest(among, shape) == "none"
-    assert predictor.fastest(among[1:], shape) == "group"
-    assert sum(predictor.terms("prefill", "head", shape).values()) == pytest.approx(times["head"])
-
-
 def test_lengths_may_be_arrays() -> None:
     batch = Batch([0, 1, 2, 42], [7, 300, 90], torch.zeros(3, 20, dtype=torch.int32))
     choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
@@ -532,8 +487,6 @@ BAD_MODELS = {
     "overlap='yes'": {"overlap": "yes"},
     "whole=-1": {"whole": -1},
     "whole=True": {"whole": True},
-    "tile='row'": {"tile": "row"},
-    "tile='head'": {"tile": "head"},
     "host=-1.0 must be finite": {"host": -1},
     "host=inf must be finite": {"host": float("inf")},
 }

@@ -24,7 +24,7 @@ from polyattn.tools.cli.tuning import show
 from polyattn.tools.lengths import DISTRIBUTIONS, lengths_named, of_trace, redrawn
 from polyattn.tools.replay.trace import read_trace
 from polyattn.tools.tune import tables, tuning
-from polyattn.tools.tune.fitting import LEAST_POINTS, Form, Point, features, fit, predict
+from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, predict
 from polyattn.tools.tune.measuring import Measured, Times, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, counts_of, layers, samples
@@ -92,7 +92,7 @@ def test_the_fit_predicts_as_the_choice_does() -> None:
                 model = TimingModel("A", "short", coefficients, overlap, whole=whole)
                 predictor = Predictor(spec, [model])
                 among = predictor.among("short", ["A"])
-                table = features([Point(spec, shape, 1.0, 0) for shape in shapes], Form(whole))
+                table = features([Point(spec, shape, 1.0, 0) for shape in shapes], whole)
                 found = predict(table, np.array(coefficients), overlap)
                 expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
                 np.testing.assert_allclose(found, expected)

@@ -20,7 +20,7 @@ from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.kinds import ITEM_BYTES, AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TERMS, TILES, TimingModel
+from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
@@ -322,12 +322,9 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     host = float(entry.get("host", 0.0))
     if not (math.isfinite(host) and host >= 0):
         raise ValueError(f"host={host} must be finite and not negative")
-    tile = entry.get("tile", "")
-    if tile not in ("", *TILES) or (tile and kind == "decode"):
-        raise ValueError(f"tile={shown(tile)} must be one of {', '.join(TILES)}; none for decodes")
     level = str(layer.get(LEVEL, ""))
     model = TimingModel(
-        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, tile
+        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host
     )
     return model, tuple(sorted(layer.items())), of
 

@@ -3,22 +3,22 @@
 A time is modelled by six terms, each a cost that one can name: a launch, work items, bytes of
 queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
 row, products. These three add up, or where a kernel hides them behind one another, the largest
-counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. Where
-a kernel multiplies whole tiles, what its tiles read counts. The coefficients are fitted to measured
-times (`polyattn tune`); they choose among right backends only.
+counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. The
+coefficients are fitted to measured times (`polyattn tune`); they choose
+among right backends only.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TILES, TimingModel
+from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
 Ints = Sequence[int] | npt.NDArray[np.int64]
 
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
     `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
     those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
-    heads. `by_tile` has the last three as each of `TILES` has them, where rows have several tokens.
+    heads.
     """
 
     rows: int
@@ -45,13 +45,12 @@ class StepShape(NamedTuple):
     longest: int
     pairs: int
     tiles: int
-    by_tile: tuple[tuple[int, int, int], ...] = ()
 
 
-def counts(shape: StepShape, whole: int = 0, tile: int = 0) -> tuple[int, ...]:
-    """Return what each of `TERMS` counts in a call. `whole`, `tile`: as in `Weighed`."""
-    longest, pairs, tiles = shape.by_tile[tile - 1] if tile else shape[3:6]
-    return (1, shape.rows, shape.keys, longest if tiles >= whole else 0, pairs, shape.queries)
+def counts(shape: StepShape, whole: int = 0) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call. `whole`: as in `TimingModel`."""
+    longest = shape.longest if shape.tiles >= whole else 0
+    return (1, shape.rows, shape.keys, longest, shape.pairs, shape.queries)
 
 
 def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
@@ -70,11 +69,8 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL))
 
 
-def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, tiled: bool = True) -> StepShape:
-    """Return the shape of a call over rows of so many query tokens and keys.
-
-    `tiled`: whether `by_tile` is asked for, which takes the most of the time.
-    """
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
+    """Return the shape of a call over rows of so many query tokens and keys."""
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return StepShape(0, 0, 0, 0, 0, 0)
@@ -93,31 +89,7 @@ def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, tiled: bool = True
             over = np.maximum(n - seen - 1, 0)
             pairs -= int(over @ (over + 1)) // 2
     tiles = int((-(-q * group // TALL)).sum()) * kv_heads
-    by_tile = _in_tiles(spec, q, n, group) if tiled and most > 1 else ()
-    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, by_tile)
-
-
-def _in_tiles(spec: LayerSpec, q: Any, n: Any, group: int) -> tuple[tuple[int, int, int], ...]:
-    """Return `StepShape.by_tile`: a tile has `TALL` rows, and reads all keys that one of them sees."""
-    size = np.array([[max(1, TALL // group)], [TALL]])
-    tiles, longest = -(-q // size), np.maximum(n, 0 * size)
-    if not spec.causal:
-        keys = tiles * n
-    else:
-        keys = tiles * (n - q) + q + size * (tiles * (tiles - 1) // 2)
-        seen = _seen(spec, 0)
-        if seen < sys.maxsize:
-            before = q + seen - n  # tokens whose window reaches back to the first key
-            first = np.minimum(tiles, -(-before // size))
-            later = (tiles * (tiles - 1) - first * (first - 1)) // 2
-            keys -= size * later - (tiles - first) * before
-            longest = np.minimum(n, seen + np.minimum(q, size))
-    rows = zip(longest.max(1).tolist(), keys.sum(1).tolist(), tiles.sum(1).tolist(), strict=True)
-    wide = zip(rows, (group, 1), strict=True)
-    return tuple(
-        (most, sums * TALL // heads, count * spec.num_heads // heads)
-        for (most, sums, count), heads in wide
-    )
+    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles)
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -131,10 +103,9 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float, int, int, float]
+Weighed = tuple[str, tuple[float, ...], bool, float, int, float]
 """A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
-by before it is compared (`TimingModel.margin`), `TimingModel.whole`, which tiles it counts (0: none, else
-one more than the place in `TILES`), and its host's microseconds."""
+by before it is compared (`TimingModel.margin`), `TimingModel.whole`, and its host's microseconds."""
 
 
 class Price(NamedTuple):
@@ -155,7 +126,6 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, tuple(models)
         slowest = max((model.host for model in models), default=0.0)
-        self.tiled = {model.kind for model in models if model.tile}
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
@@ -164,7 +134,6 @@ class Predictor:
                 model.overlap,
                 1 + model.margin,
                 model.whole,
-                TILES.index(model.tile) + 1 if model.tile else 0,
                 model.host or slowest,
             )
             self._weights[model.kind][model.backend] = weighed
@@ -182,12 +151,10 @@ class Predictor:
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds on the device for a call of this shape."""
-        rows, queries, keys, longest, pairs, tiles, by_tile = shape
+        rows, queries, keys, longest, pairs, tiles = shape
         values = {}
-        for name, weights, overlap, _, whole, tile, _ in candidates:
-            launch, item, byte, chain, product, token = weights
-            long, products, many = by_tile[tile - 1] if tile else (longest, pairs, tiles)
-            a, b, c = byte * keys, chain * long * (many >= whole), product * products
+        for name, (launch, item, byte, chain, product, token), overlap, _, whole, _ in candidates:
+            a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             values[name] = launch + item * rows + token * queries + busy
         return values
@@ -198,7 +165,7 @@ class Predictor:
         times = cls.evaluate(candidates, shape)
         return {
             name: Price(times[name], times[name] * factor, host)
-            for name, _, _, factor, _, _, host in candidates
+            for name, _, _, factor, _, host in candidates
         }
 
     @staticmethod
@@ -209,12 +176,11 @@ class Predictor:
 
         Each decode of an engine asks.
         """
-        rows, queries, keys, longest, pairs, tiles, by_tile = shape
+        rows, queries, keys, longest, pairs, tiles = shape
         fastest = ""
-        for name, weights, overlap, factor, whole, tile, host in candidates:
+        for name, weights, overlap, factor, whole, host in candidates:
             launch, item, byte, chain, product, token = weights
-            long, products, many = by_tile[tile - 1] if tile else (longest, pairs, tiles)
-            busy, b, c = byte * keys, chain * long if many >= whole else 0.0, product * products
+            busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
             if not overlap:
                 busy += b + c
             else:
@@ -228,10 +194,10 @@ class Predictor:
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _, whole, tile, _ = self._weights[kind][name]
+        _, weights, overlap, _, whole, _ = self._weights[kind][name]
         values = {
             term: weight * count
-            for term, weight, count in zip(TERMS, weights, counts(shape, whole, tile), strict=True)
+            for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)
         }
         if overlap:
             counted = max(OVERLAPPING, key=values.__getitem__)

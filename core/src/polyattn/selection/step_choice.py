@@ -100,9 +100,9 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, self._shape(kind, q, n)))
+            return self._fastest(self._part("decode", kind, ALL, shape_of_step(self.spec, q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), self._shape(kind, q, n)),)
+            return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
         if kind == "mixed":
             some = q > 0
             if not some.all():  # a row without tokens takes no time
@@ -110,7 +110,7 @@ class StepChoice:
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
-        rest = self._shape(kind, more, longer)
+        rest = shape_of_step(self.spec, more, longer)
         if not ones.any():
             return self._fastest(self._part("prefill", kind, ALL, rest))
         apart = self._fastest(
@@ -123,14 +123,10 @@ class StepChoice:
         candidates = self.predictor.among("mixed", self._mixing)
         if not candidates:
             return apart
-        whole = self._shape("mixed", q, n)
+        whole = shape_of_step(self.spec, q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
         return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))
-
-    def _shape(self, kind: str, q: Ints, n: Ints) -> StepShape:
-        """Return the shape of a call of a kind, with what its models count."""
-        return shape_of_step(self.spec, q, n, kind in self.predictor.tiled)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""

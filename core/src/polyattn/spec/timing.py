@@ -15,8 +15,6 @@ multiply-add of a query with a key or value (of short rows: of whole tiles of qu
 queries and outputs."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
-TILES = ("group", "head")
-"""What a kernel's tile of query rows has beside tokens: all query heads of a group, or one head."""
 KINDS = ("decode", "short", "prefill", "chunked", "mixed")
 """Steps that a model speaks of: one token a row; up to a few; whole prompts, whose keys and values are at
 hand; chunks behind a context; of both sorts in one call."""
@@ -33,8 +31,7 @@ class TimingModel:
     be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
     predictions are off by changes no choice. `level`: of `batch_invariant`, at which it was measured;
     empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
-    next one; 0: not known, or no device works meanwhile. `tile`: which of `TILES` its products, its
-    longest row and its tiles are counted in; empty: products are what rows see.
+    next one; 0: not known, or no device works meanwhile.
     """
 
     backend: str
@@ -47,7 +44,6 @@ class TimingModel:
     whole: int = 0
     level: str = ""
     host: float = 0.0
-    tile: str = ""
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

@@ -1,24 +1,23 @@
 """Which coefficients explain the measured times? Least squares of relative errors, none negative.
 
-Forms compete: terms that add up and terms that overlap, what rows see or what whole tiles read
-(`TimingModel.tile`), the longest row from several numbers of tiles on (`TimingModel.whole`). The one
-that predicts best what it was not fitted to is kept. Overlap is fitted by turns: which term is largest
-at each point, then the coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex
-piecewise-linear fitting", 2009).
+Forms compete: terms that add up and terms that overlap, the longest row from several numbers of
+tiles on (`TimingModel.whole`). The one that predicts best what it was not fitted to is kept. Overlap
+is fitted by turns: which term is largest at each point, then the coefficients that follow (as k-plane
+regression: Magnani and Boyd, "Convex piecewise-linear fitting", 2009).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from polyattn.errors import PolyattnError
 from polyattn.selection.prediction import StepShape, counts
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import OVERLAPPING, TERMS, TILES, units
+from polyattn.spec.timing import OVERLAPPING, TERMS, units
 
 FOLDS = 5
 LEAST_LAYERS = 3
@@ -50,24 +49,19 @@ class Fit:
     coefficients: tuple[float, ...]
     overlap: bool
     whole: int
-    tile: str
     held_out: tuple[float, ...]
     error: float
 
 
-class Form(NamedTuple):
-    """What terms count, and how they add up: as in `TimingModel`."""
-
-    whole: int = 0
-    tile: str = ""
-    overlap: bool = False
-
-
-def features(points: Sequence[Point], form: Form) -> Array:
+def features(points: Sequence[Point], whole: int = 0) -> Array:
     """Return what each coefficient is multiplied with, (points, terms)."""
-    tile = TILES.index(form.tile) + 1 if form.tile else 0
-    counted = [counts(p.shape, form.whole, tile) for p in points]
-    return np.array([units(p.spec) for p in points], np.float64) * np.array(counted, np.float64)
+    return np.array(
+        [
+            [u * count for u, count in zip(units(p.spec), counts(p.shape, whole), strict=True)]
+            for p in points
+        ],
+        dtype=np.float64,
+    )
 
 
 def fit(points: Sequence[Point]) -> Fit | None:
@@ -75,27 +69,24 @@ def fit(points: Sequence[Point]) -> Fit | None:
     if len(points) < LEAST_POINTS:
         return None
     times, folds = np.array([p.us for p in points]), _folds(points)
+    forms = [(whole, overlap) for whole in _thresholds(points) for overlap in (False, True)]
     held = {
-        form: _held_out(features(points, form), times, folds, form.overlap)
-        for form in _forms(points)
+        (whole, overlap): _held_out(features(points, whole), times, folds, overlap)
+        for whole, overlap in forms
     }
     # Squares of logarithms are what a choice suffers from; the median is what one reads.
-    form = min(held, key=lambda form: _loss(held[form], times))
-    coefficients = tuple(map(float, solve(features(points, form), times, form.overlap)))
-    guessed = tuple(map(float, held[form]))
-    error = float(np.median(np.abs(held[form] / times - 1)))
-    return Fit(coefficients, form.overlap, form.whole, form.tile, guessed, error)
+    whole, overlap = min(forms, key=lambda form: _loss(held[form], times))
+    coefficients = solve(features(points, whole), times, overlap)
+    guessed = held[whole, overlap]
+    error = float(np.median(np.abs(guessed / times - 1)))
+    return Fit(tuple(map(float, coefficients)), overlap, whole, tuple(map(float, guessed)), error)
 
 
-def _forms(points: Sequence[Point]) -> list[Form]:
-    """Return the forms that tell points apart, each in its own way: tiles, and thresholds of `WHOLE`."""
-    forms = []
-    for place, tile in enumerate(("", *TILES) if all(p.shape.by_tile for p in points) else ("",)):
-        tiles = [p.shape.by_tile[place - 1][2] if place else p.shape.tiles for p in points]
-        told = {sum(n >= whole for n in tiles): whole for whole in reversed(WHOLE)}
-        wholes = sorted(whole for many, whole in told.items() if many or not whole)
-        forms += [Form(whole, tile, overlap) for whole in wholes for overlap in (False, True)]
-    return forms
+def _thresholds(points: Sequence[Point]) -> list[int]:
+    """Return those of `WHOLE` that tell points apart, each in its own way."""
+    tiles = np.array([p.shape.tiles for p in points])
+    told = {int((tiles >= whole).sum()): whole for whole in reversed(WHOLE)}
+    return sorted(whole for many, whole in told.items() if many or not whole)
 
 
 def _held_out(table: Array, times: Array, folds: Array, overlap: bool) -> Array:

@@ -137,7 +137,6 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "of": of[backend],
                 "overlap": model.overlap,
                 "whole": model.whole,
-                "tile": model.tile,
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
