@@ -71,7 +71,7 @@ def declared(
         name="compiled",
         path=f"polyattn_triton.{path}",
         probe="polyattn_triton.probes:compiles",
-        requires=("triton>=3.6,<3.9",),
+        requires=("triton>=3.6,<3.10",),
         install='pip install "polyattn[triton]"',
         capabilities=claims,
     )
