@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from polyattn import AttentionKind, LatentSpec, LayerSpec, row_formats
 from polyattn.tools.tune import shapes, tuning
+from polyattn.tools.tune.measuring import Measured, Times
 from tools.commands import here
 from unseen_format import registered
 
@@ -99,9 +100,7 @@ def test_explain_prices_a_format_by_its_own_times_once_tune_measured_it(
         tuning, "size_for", lambda *_: shapes.Size(keys=400, pairs=4000, longest=200)
     )
     us = iter(range(10, 10**6))
-    monkeypatch.setattr(
-        "polyattn.tools.tune.measuring.Measured.us", lambda self, step: float(next(us))
-    )
+    monkeypatch.setattr(Measured, "step_times", lambda self, step: Times(float(next(us)), 0.0))
     options = ("--model", model, "--kv-cache-dtype", name, "--backend", "TORCH_SDPA")
     tuned = asked("tune", *options, "--device=cpu", "--out", str(table))
     assert {m["layer"]["stored"] for m in tuned["models"]} == {name}

@@ -105,7 +105,7 @@ class Measured:
                 elif one_call and len(mine.plan.calls) > 1:
                     yield name, "takes this kind of step in several calls"
                 else:
-                    times = self.of(mine)
+                    times = self.step_times(mine)
                     self._check(name, sample.kind, mine)
                     yield name, times
             except torch.OutOfMemoryError:
@@ -120,7 +120,7 @@ class Measured:
         where = {"full": self.cache} | ({} if self.spec.latent is not None else {"spare": 0})
         return workload(layer, lengths, self._dice, step=where)
 
-    def of(self, step: Any) -> Times:
+    def step_times(self, step: Any) -> Times:
         """Return a layer's times for a step.
 
         The new tokens are given, as engines give them: storing costs the same with every backend.
