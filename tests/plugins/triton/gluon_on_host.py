@@ -641,7 +641,9 @@ class Language:
                 ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout",
                  "NVMMASharedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"), nothing,
             ),
-            extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=nothing)),
+            extra=SimpleNamespace(
+                cuda=SimpleNamespace(gdc_wait=nothing, gdc_launch_dependents=nothing)
+            ),
         )  # fmt: skip
 
     def names(self) -> tuple[SimpleNamespace, dict[str, Any]]:

@@ -384,7 +384,8 @@ def _by_rank(
             for d, decode in enumerate(decodes)
             if 0 <= total - d < len(prefills)
         ]
-        yield from sorted(alike, key=lambda pair: pair[0] is not pair[1])
+        yield from [pair for pair in alike if pair[0] is pair[1]]
+        yield from [pair for pair in alike if pair[0] is not pair[1]]
 
 
 def _answer(ranking: Mapping[str, list[BackendInfo]]) -> str:
