@@ -62,7 +62,7 @@ struct Ahead {
   struct Lines {
     const char *const *at, *const *end;
   };
-  Lines take(int cycles, int room) {
+  PA_NOINLINE Lines take(int cycles, int room) {
     const int due = due_over(cycles), most = pa_min(pa_min(due, room), LISTED);
     int count = 0;
     while (count < most && at != end) {
