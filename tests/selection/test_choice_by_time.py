@@ -512,8 +512,8 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     # A profile assumes what was measured with; a device has what is installed there.
     assert len(found.models(SPEC, resolve_device("h200"))) == 3
     real = Device("cuda", "sm_90", "NVIDIA H200", torch_device="cuda:0")
-    assert found.models(SPEC, real) == () and len(found.notes(SPEC, real)) == 2
-    assert found.models(SPEC, H100) == () and len(found.notes(SPEC, H100)) == 1
+    assert found.models(SPEC, real) == () and len(found.notes(SPEC, real, ())) == 2
+    assert found.models(SPEC, H100) == () and len(found.notes(SPEC, H100, ())) == 1
 
 
 def test_capped_layers_have_times_of_their_own_where_they_were_measured() -> None:

@@ -307,8 +307,9 @@ def _unset(decision: Decision) -> list[str]:
 def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection:
     infos, spec, device = facts.backends, decision.spec, decision.device
     candidates = {n for _, names in decision.candidates for n in names}
-    models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
-    notes = _unset(decision) + measured.notes(spec, device)
+    covering = measured.models(spec, device)
+    models = tuple(m for m in covering if m.backend in candidates)
+    notes = _unset(decision) + measured.notes(spec, device, covering)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
         notes.append(

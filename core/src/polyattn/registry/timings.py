@@ -137,11 +137,14 @@ class Timings:
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
         return exact or (models if far <= FARTHEST else ())
 
-    def notes(self, spec: LayerSpec, device: Device) -> list[str]:
-        """Return what is ignored of the tables, or that none has such a layer, a line each."""
+    def notes(self, spec: LayerSpec, device: Device, models: tuple[TimingModel, ...]) -> list[str]:
+        """Return what is ignored of the tables, or that none has such a layer, a line each.
+
+        `models`: the layer's.
+        """
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
-        asked = device.is_accelerator and _measurable(spec) and not self.unasked
-        if asked and not self.models(spec, device):
+        wanted = device.is_accelerator and not self.unasked
+        if wanted and not models and _measurable(spec):
             notes.append(
                 f"no timing table covers this layer on {device}: priorities choose; {MEASURE}"
             )

@@ -157,9 +157,9 @@ class VllmFlashAttention3(FlashAttention3):
         """
         lens = plan.batch.seq_lens
         changes = self.spec.length_bounds or capturing()
-        masked = None if changes else plan.masked_lens
-        if masked is None:
-            masked = torch.where(lens > left + 1, -right, lens)
+        if plan.masked_lens is not None and not changes:
+            return plan.masked_lens
+        masked = torch.where(lens > left + 1, -right, lens)
         if not changes:
             plan.masked_lens = masked
         return masked

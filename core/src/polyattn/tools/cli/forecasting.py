@@ -34,9 +34,8 @@ def forecast(
     def prices(call: CallChoice) -> dict[str, Price]:
         return others.prices(others.among(call.kind, able[call.phase]), call.shape)
 
-    def candidates(call: CallChoice) -> list[dict[str, Any]]:
-        known, times = prices(call), dict(call.times)
-        times = {n: price.us for n, price in known.items()} | times
+    def candidates(call: CallChoice, known: Mapping[str, Price]) -> list[dict[str, Any]]:
+        times = {n: price.us for n, price in known.items()} | dict(call.times)
         return [
             {
                 "backend": n,
@@ -49,8 +48,8 @@ def forecast(
             for n, us in sorted(times.items(), key=lambda item: item[1])
         ]
 
-    def why(call: CallChoice) -> str:
-        alone = {n: max(price.us, price.host) for n, price in prices(call).items()}
+    def why(call: CallChoice, known: Mapping[str, Price]) -> str:
+        alone = {n: max(price.us, price.host) for n, price in known.items()}
         return _why(call, {**alone, **call.prices})
 
     predicted = [
@@ -60,10 +59,10 @@ def forecast(
             "kind": call.kind,
             "backend": call.name,
             "shape": call.shape._asdict(),
-            "candidates": candidates(call),
-            "why": why(call),
+            "candidates": candidates(call, known),
+            "why": why(call, known),
         }
-        for call in calls
+        for call, known in ((call, prices(call)) for call in calls)
     ]
     return {
         "calls": predicted,
