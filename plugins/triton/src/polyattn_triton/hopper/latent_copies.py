@@ -1,4 +1,4 @@
-"""What copies latents for `hopper.latents`? A warp that asks the copy engine, part by part."""
+"""What copies latents for Hopper's kernels? A warp that asks the copy engine, part by part."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from triton.experimental.gluon import language as gl
 
 from polyattn_triton.hopper.copies import blocks_of_boxes, copy_tile
 from polyattn_triton.hopper.items import advance, begin, bounds
-
-HALF = gl.constexpr(256)
-"""Columns of a group's outputs."""
-ROPE = gl.constexpr(64)
-LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Parts of a tile: the latents' halves, and what is rotated."""
 
 
 @gluon.jit
@@ -29,22 +23,9 @@ def keys_of(
     HEIGHT: gl.constexpr,
 ):
     """The keys of an item of `HEIGHT` rows, as `items.bounds`."""
+    lens, starts, work = STEP[0], STEP[1], STEP[2]
     return bounds(
-        STEP[0],
-        STEP[1],
-        STEP[2],
-        at,
-        stop,
-        low,
-        high,
-        seq,
-        start,
-        HEADS,
-        HEIGHT,
-        64,
-        FEW == 1,
-        0,
-        True,
+        lens, starts, work, at, stop, low, high, seq, start, HEADS, HEIGHT, 64, FEW == 1, 0, True
     )
 
 

@@ -23,18 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import (
-    HALF,
-    LEFT,
-    RIGHT,
-    ROPE,
-    TURNED,
-    keys_of,
-    produce,
-)
+from polyattn_triton.hopper.latent_copies import keys_of, produce
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
+
+HALF = gl.constexpr(256)
+"""Columns of a group's outputs."""
+ROPE = gl.constexpr(64)
+LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Parts of a tile: the latents' halves, and what is rotated."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
