@@ -78,7 +78,7 @@ def select(
             f"spec={shown(spec)} must be a LayerSpec; LayerSpec.from_dict makes one from a mapping"
         )
     settings = _checked(settings, verify)
-    if not isinstance(backend, str | None):
+    if backend is not None and not isinstance(backend, str):
         raise SettingsError(
             f"argument backend={shown(backend)} must be a backend's name, or scope=NAME"
         )
@@ -248,9 +248,11 @@ def _checked(settings: Settings | None, verify: bool | None) -> Settings:
     """Return the settings that were given, else the current ones. Raises `SettingsError`."""
     if verify is not None:
         flag("argument verify", verify, SettingsError)
-    if not isinstance(settings, Settings | None):
+    if settings is None:
+        return current_settings()
+    if not isinstance(settings, Settings):
         raise SettingsError(f"argument settings={shown(settings)} must be Settings, or None")
-    return current_settings() if settings is None else settings
+    return settings
 
 
 def _listed(specs: Iterable[LayerSpec]) -> list[LayerSpec]:

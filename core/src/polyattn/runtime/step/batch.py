@@ -13,7 +13,14 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
+from polyattn.runtime.step.integers import (
+    LARGEST,
+    Integers,
+    check_lengths,
+    check_longest,
+    integers,
+    on_host,
+)
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -23,6 +30,7 @@ from polyattn.runtime.step.shared_prefix import (
     shared_prefixes,
 )
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
+from polyattn.spec.fields import LONGEST
 
 Ints = Sequence[int] | Tensor
 
@@ -115,6 +123,8 @@ class Batch:
         self.host_starts = on_host("query_start_loc", self.starts)
         self.host_lens = on_host("seq_lens", self.lens)
         check_lengths(self.host_starts, self.host_lens)
+        if max(self.max_seq_len, self.starts[-1]) > LONGEST:
+            check_longest(self.host_lens, self.host_query_lens)
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
@@ -130,7 +140,9 @@ class Batch:
         if first_positions is not None:
             self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
-        self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
+        self.inputs = {}
+        if inputs is not None or mask is not None:
+            self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
@@ -506,6 +518,11 @@ class Batch:
         batch.causal = False
         return batch
 
+    @cached_property
+    def _short_rows(self) -> list[int]:
+        """The numbers of the sequences whose length is shorter than their query."""
+        return list((self.host_lens < self.host_query_lens).nonzero()[0].tolist())
+
     def check_queries(self, unable: Sequence[str] = ()) -> None:
         """Check that each length covers its query's tokens; a padding row's length is 0.
 
@@ -516,10 +533,7 @@ class Batch:
             BatchError: a length is shorter than its query.
 
         """
-        missing = self.host_lens < self.host_query_lens
-        if not missing.any():
-            return
-        for index in missing.nonzero()[0].tolist():
+        for index in self._short_rows:
             query, length = self.query_lens[index], self.lens[index]
             short = f"seq_lens[{index}]={length} is shorter than its query of {query} tokens"
             if length:
@@ -576,13 +590,15 @@ class Batch:
         self.check_pages(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
-        # A padding row has no position; its slot is whatever its engine says, -1 here.
-        at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
-        seqs, blocks, offsets, positions = upload(at.astype(np.int64), self.device)
+        places = [seq, np.maximum(position, 0) // block_size, position % block_size]
+        seqs, blocks, offsets = upload(np.array(places, np.int64), self.device)
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
         slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
-        return slots if not (position < 0).any() else slots.masked_fill_(positions < 0, -1)
+        padding = (
+            position < 0
+        )  # which has no position; its slot is whatever its engine says, -1 here
+        return slots.masked_fill_(upload(padding, self.device), -1) if padding.any() else slots
 
     def __repr__(self) -> str:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
