@@ -366,13 +366,11 @@ def _facts(
     seconds = settings.probe_timeout
     unavailable = partial(availability, timeout=seconds)
     models = timings(settings).models(spec, device) if spec.batch_invariant else ()
-    rank = partial(rerank, registry, spec, device, seconds=seconds)
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=(lambda phase, names: rank(phase, by_times(spec, models, phase, names)))
-        if models
-        else rank,
+        rank=partial(rerank, registry, spec, device, seconds=seconds),
+        faster_first=partial(by_times, spec, models) if models else None,
         failed=failed,
         problems=lambda: registry.problems,
         running=cache(partial(running, timeout=seconds)),  # it starts a thread

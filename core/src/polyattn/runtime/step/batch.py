@@ -13,14 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import (
-    LARGEST,
-    Integers,
-    check_lengths,
-    check_longest,
-    integers,
-    on_host,
-)
+from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -30,7 +23,6 @@ from polyattn.runtime.step.shared_prefix import (
     shared_prefixes,
 )
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
-from polyattn.spec.fields import LONGEST
 
 Ints = Sequence[int] | Tensor
 
@@ -98,6 +90,7 @@ class Batch:
     """There, where the others' query tokens start, counted from the first of them."""
     block_size: int | None = None
     """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
+    _covers_queries = False
 
     def __init__(
         self,
@@ -123,8 +116,6 @@ class Batch:
         self.host_starts = on_host("query_start_loc", self.starts)
         self.host_lens = on_host("seq_lens", self.lens)
         check_lengths(self.host_starts, self.host_lens)
-        if max(self.max_seq_len, self.starts[-1]) > LONGEST:
-            check_longest(self.host_lens, self.host_query_lens)
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
@@ -518,11 +509,6 @@ class Batch:
         batch.causal = False
         return batch
 
-    @cached_property
-    def _short_rows(self) -> list[int]:
-        """The numbers of the sequences whose length is shorter than their query."""
-        return list((self.host_lens < self.host_query_lens).nonzero()[0].tolist())
-
     def check_queries(self, unable: Sequence[str] = ()) -> None:
         """Check that each length covers its query's tokens; a padding row's length is 0.
 
@@ -533,7 +519,13 @@ class Batch:
             BatchError: a length is shorter than its query.
 
         """
-        for index in self._short_rows:
+        if self._covers_queries:  # as another group's plan found
+            return
+        missing = self.host_lens < self.host_query_lens
+        if not missing.any():
+            self._covers_queries = True
+            return
+        for index in missing.nonzero()[0].tolist():
             query, length = self.query_lens[index], self.lens[index]
             short = f"seq_lens[{index}]={length} is shorter than its query of {query} tokens"
             if length:

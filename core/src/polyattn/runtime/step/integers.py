@@ -67,10 +67,6 @@ def check_lengths(starts: Integers, lens: Integers) -> None:
     if lens.min(initial=0) < 0:
         index = int((lens < 0).argmax())
         raise BatchError(f"seq_lens[{index}]={lens[index]} is negative")
-
-
-def check_longest(lens: Integers, queries: Integers) -> None:
-    """Check that no sequence, and no query, is longer than kernels take. Raises `BatchError`."""
     for name, counts in (("seq_lens", lens), ("query_lens", queries)):
         if counts.max(initial=0) > LONGEST:
             index = int(counts.argmax())
