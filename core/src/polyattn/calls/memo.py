@@ -107,8 +107,8 @@ def group_of(make: Callable[..., LayerGroup], *args: Any, **fields: Any) -> Laye
 def place_of(device: torch.device) -> Any:
     """Return the key of what may share workspaces: a thread, and on CUDA its stream.
 
-    A capture shares those of the thread's last call before, because a graph's own memory is written
-    only when it is replayed, too late for what a kernel expects to find there.
+    A capture shares the workspaces of the thread's last call before it. A graph's own memory is written
+    only when the graph is replayed, which is too late for what a kernel expects there.
     """
     thread = get_ident()
     if device.type != "cuda":

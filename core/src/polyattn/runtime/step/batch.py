@@ -45,10 +45,10 @@ class Batch:
             + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
         state_slots: int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers; -1
             for a padding row. A sequence whose length is its query's starts with a fresh state.
-        state_targets: int64 (num_seqs,): where each sequence's new state goes instead of `state_slots`,
-            which stay; or (num_seqs, tokens): where the state after each of its tokens goes, so that
-            any number of drafts can be accepted (`StateCache.accepted`). -1 for a padding row and
-            behind a sequence's last token. Several sequences may start from one slot then.
+        state_targets: int64 (num_seqs,): where each sequence's new state goes; `state_slots` stay as
+            they are. Or (num_seqs, tokens): where the state after each of its tokens goes. Any number
+            of drafts can be accepted then (`StateCache.accepted`). -1 for a padding row and behind a
+            sequence's last token. Several sequences may start from one slot then.
         key_starts: (num_seqs,): without a cache, where each sequence's keys start in `key` and `value`;
             default: packed one after another. Gaps aren't read.
         first_positions: (num_seqs,): without a cache, the position of each sequence's first key in its
@@ -453,7 +453,7 @@ class Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
         batch = self.copy()
         batch.lens = self.seq_lens.tolist()
-        for name in ("max_seq_len", "host_lens"):
+        for name in ("max_seq_len", "host_lens", "_covers_queries"):
             batch.__dict__.pop(name, None)
         return batch
 
