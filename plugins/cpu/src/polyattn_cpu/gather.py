@@ -41,9 +41,8 @@ def picked(
 ) -> tuple[Tensor, Tensor]:
     """Return what `pick` takes of the cache's keys and values, in `dtype`.
 
-    Quantised values come as they are stored: every one of them is exact in bf16, so the scales are left
-    for the scores and the output, where they cost no rounding. Rows of bytes come as their format
-    decodes them.
+    Quantised values come as they are stored, and each is exact in bf16. The scales are left for the
+    scores and the output, where they cost no rounding. Rows of bytes come as their format decodes them.
     """
     form = cache.format
     formats, sizes = form.rows, (form.head_size, form.v_head_size)
