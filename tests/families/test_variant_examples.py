@@ -45,17 +45,28 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
-@pytest.mark.slow
+HARDEST = ("flash_sigmoid", "speculation_tree", "documents", "t5_bias")
+"""They leave the softmax out or read inputs. `test_random_functions.py` draws the others' kind."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(HARDEST, marks=pytest.mark.slow), pytest.param((), marks=pytest.mark.sweep)],
+)
 @pytest.mark.parametrize("backend", INTERPRETED)
-def test_right_where_they_are_generated_or_compiled(backend: str, tmp_path: Path) -> None:
+def test_right_where_they_are_generated_or_compiled(
+    backend: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     pytest.importorskip({"TRITON_ATTN": "triton", "PALLAS_ATTN": "jax"}.get(backend, "torch"))
     variables = INTERPRETED[backend] | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("variant_examples.py")
-    ran = python(script, backend, seconds=1200, **variables)
+    ran = python(script, backend, "cpu", "float32", *names, seconds=1200, **variables)
     lines = ran.stdout.splitlines()
     # torch's flex_attention always takes a softmax.
     refused = [line for line in lines if "refused" in line]
-    assert len(lines) == 14 and "WRONG" not in ran.stdout, ran.stdout + ran.stderr[-2000:]
+    assert len(lines) == 2 * len(names or FORMULAS) and "WRONG" not in ran.stdout, (
+        ran.stdout + ran.stderr[-2000:]
+    )
     assert len(refused) == (2 if backend == "FLEX_ATTENTION" else 0)
     assert all(
         "flash_sigmoid" in each and "can't leave the softmax out" in each for each in refused

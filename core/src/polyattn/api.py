@@ -78,7 +78,7 @@ def select(
             f"spec={shown(spec)} must be a LayerSpec; LayerSpec.from_dict makes one from a mapping"
         )
     settings = _checked(settings, verify)
-    if not isinstance(backend, str | None):
+    if backend is not None and not isinstance(backend, str):
         raise SettingsError(
             f"argument backend={shown(backend)} must be a backend's name, or scope=NAME"
         )
@@ -248,9 +248,11 @@ def _checked(settings: Settings | None, verify: bool | None) -> Settings:
     """Return the settings that were given, else the current ones. Raises `SettingsError`."""
     if verify is not None:
         flag("argument verify", verify, SettingsError)
-    if not isinstance(settings, Settings | None):
+    if settings is None:
+        return current_settings()
+    if not isinstance(settings, Settings):
         raise SettingsError(f"argument settings={shown(settings)} must be Settings, or None")
-    return current_settings() if settings is None else settings
+    return settings
 
 
 def _listed(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
@@ -364,13 +366,11 @@ def _facts(
     seconds = settings.probe_timeout
     unavailable = partial(availability, timeout=seconds)
     models = timings(settings).models(spec, device) if spec.batch_invariant else ()
-    rank = partial(rerank, registry, spec, device, seconds=seconds)
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
-        rank=(lambda phase, names: rank(phase, by_times(spec, models, phase, names)))
-        if models
-        else rank,
+        rank=partial(rerank, registry, spec, device, seconds=seconds),
+        faster_first=partial(by_times, spec, models) if models else None,
         failed=failed,
         problems=lambda: registry.problems,
         running=cache(partial(running, timeout=seconds)),  # it starts a thread

@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,13 @@ class Settings:
                 f"Settings.layout={shown(self.layout)} is unknown{nearest(self.layout, LAYOUTS)}"
             )
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
     def __hash__(self) -> int:
-        """Return the hash of all fields, found once: callers that keep nothing look up by settings."""
-        number = self.__dict__.get("_hash")
-        if number is None:
-            number = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-            object.__setattr__(self, "_hash", number)
-        return int(number)
+        """Return the hash of all fields, computed once: callers that keep nothing look up by settings."""
+        return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process hashes text otherwise.

@@ -55,7 +55,7 @@ def left_padding(model: Any) -> list[Tensor]:
 
 def greedy(model: Any, **options: Any) -> list[Tensor]:
     out = model.generate(
-        **prompts(True), max_new_tokens=8, do_sample=False, disable_compile=True,
+        **prompts(True), max_new_tokens=4, do_sample=False, disable_compile=True,
         output_logits=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     return [out.sequences.float(), *out.logits]

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +53,23 @@ def test_without_a_compiler_the_build_says_so(tmp_path):
         env={**os.environ, "CXX": "no-such-compiler"}, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("False CXX='no-such-compiler' is not an executable")
+
+
+def test_two_builds_of_one_library_take_turns(tmp_path, monkeypatch):
+    made, report, running, most = tmp_path / "kernels.lib", tmp_path / "build.txt", [], []
+
+    def build_slowly(path):
+        running.append(path)
+        most.append(len(running))
+        time.sleep(0.2)
+        path.touch()
+        running.remove(path)
+        return ("generic",)
+
+    monkeypatch.setattr(build, "build", build_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda _: build.build_or_say(made, report), range(3))) == [True] * 3
+    assert most == [1]  # the others found what the first one made
 
 
 @pytest.fixture

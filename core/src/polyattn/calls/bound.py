@@ -159,12 +159,12 @@ def attend_whole(
     Returns the output and, where asked, the LSE (tokens, heads), float32. Raises `BatchError`, and what
     `select` raises.
     """
-    params = sinks is not None, alibi_slopes is not None
-    key_of_call = call_key(query, key, value, attend_whole, asked, lens, *params)
+    with_sinks, alibi = sinks is not None, alibi_slopes is not None
+    key_of_call = call_key(query, key, value, attend_whole, asked, lens, with_sinks, alibi)
     call: BoundCall | None = memo.get(key_of_call)
     if call is not None:
         return call(query, key, value, sinks, alibi_slopes)
-    step = step_for(query, key, value, lens, asked, *params)
+    step = step_for(query, key, value, lens, asked, with_sinks, alibi)
     result = run_plan(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
     views = _view(query), _view(key), _view(value)
     (_, heads, size), lse = step.out_shape, step.lse_shape

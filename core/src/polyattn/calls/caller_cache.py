@@ -1,8 +1,8 @@
 """Attention over a caller's own cache: new tokens are rotated and appended in place, then all attend.
 
 It is for callers that keep nothing else between calls. On a GPU, with few tokens for each sequence,
-lengths stay on the device: nothing is copied to the host, and a captured graph can be replayed with
-other lengths.
+lengths stay on the device. Nothing is copied to the host then, and a captured graph can be replayed
+with other lengths.
 """
 
 from __future__ import annotations

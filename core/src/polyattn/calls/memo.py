@@ -6,11 +6,11 @@ them go. What was read from a tensor is stored on it (`host_copies.stored`), and
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, wraps
+from threading import Lock, get_ident
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ MOST = 4096
 """Bound calls and plans that are remembered; the oldest one goes where there are more."""
 memo: dict[Any, Any] = {}
 """Bound calls and plans, by all that they were made from."""
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def remember(key: Any, value: T) -> T:
@@ -59,7 +59,7 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
 
     Of contiguous tensors the shape says where each element is, whatever the strides of single ones.
     """
-    place = place_of(query.device) if query.is_cuda else threading.get_ident()
+    place = place_of(query.device) if query.is_cuda else get_ident()
     return (
         options, current_settings(), generation(), place, query.__class__, query.device, query.dtype,
         query.shape, query.is_contiguous() or query.stride(), key.device, key.dtype, key.shape,
@@ -107,10 +107,10 @@ def group_of(make: Callable[..., LayerGroup], *args: Any, **fields: Any) -> Laye
 def place_of(device: torch.device) -> Any:
     """Return the key of what may share workspaces: a thread, and on CUDA its stream.
 
-    A capture shares those of the thread's last call before, because a graph's own memory is written
-    only when it is replayed, too late for what a kernel expects to find there.
+    A capture shares the workspaces of the thread's last call before it. A graph's own memory is written
+    only when the graph is replayed, which is too late for what a kernel expects there.
     """
-    thread = threading.get_ident()
+    thread = get_ident()
     if device.type != "cuda":
         return thread
     place = thread, _raw_stream(_index(device))

@@ -63,9 +63,8 @@ def sdpa(
         True
 
     """
-    rows, *between, _ = query.shape
     seqlen = 2 if heads_first else 1
-    queries, keys = between[seqlen - 1], key.size(seqlen)
+    queries, keys = query.shape[seqlen], key.shape[seqlen]
     if mask is None and is_causal and queries > keys:
         mask = _top_left(queries, keys, query.device)
     if mask is not None:
@@ -77,7 +76,7 @@ def sdpa(
     lens = None
     causal = is_causal and queries > 1
     if is_causal and keys != queries:  # keys beyond the queries are seen by none
-        lens = (queries,) * rows
+        lens = (queries,) * len(query)
     asked = _asked(causal, scale, logit_soft_cap, needs_lse)
     return attend_dense(
         query, key, value, asked, heads_first=heads_first, heads_out=heads_out, key_lens=lens,

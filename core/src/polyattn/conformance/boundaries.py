@@ -55,8 +55,8 @@ def _of_c(text: str) -> Iterable[int]:
 def turning(numbers: Iterable[int], spec: LayerSpec, block: int = 0) -> tuple[int, ...]:
     """Return lengths at which a layer's code may take another path, in ascending order.
 
-    Each number and its half and double, in keys and in rows of a KV head's group; the layer's window and
-    chunk; the cache's `block`; all with what is one less and one more.
+    These are each number, its half and its double, in keys and in rows of a KV head's group. The layer's
+    window and chunk and the cache's `block` count too. Each comes with its two neighbours.
     """
     group, lengths = max(1, spec.gqa_ratio), set()
     own = [spec.sliding_window, spec.chunk_size, spec.sink_tokens, block]

@@ -155,9 +155,10 @@ RESTORED: dict[str, Callable[[Any], None]] = {
 def runs_alone(run: Callable[[], Result]) -> Result:
     """Return what a run returns; assert that the process' settings and random states stay as they were.
 
-    Where modules were imported and only `RESTORED` changed, that is put back and it runs again: what each
-    step does is told, what the first one of a process does is not. FLA's and mamba-ssm's first steps
-    import packages that set environment variables; torch's compiler raises the recursion limit.
+    If modules were imported and only `RESTORED` changed, that is put back and it runs again. So a change
+    that each step makes is reported, and one that a process' first step makes is not. FLA's and
+    mamba-ssm's first steps import packages that set environment variables; torch's compiler raises the
+    recursion limit.
     """
     before, modules = snapshot(), len(sys.modules)
     result = run()

@@ -499,9 +499,9 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access. For a store, a merge or an
-    indexer, only platform, kind and dtypes count (for a store also the keys' form and scales, and what
-    it excludes; for an indexer its own spec), because what the layer computes doesn't concern it.
+    An empty tuple means that it can. Pure: no import, no device access. What a layer computes doesn't
+    concern a store, a merge or an indexer: only platform, kind and dtypes count. For a store the keys'
+    form and scales and what it excludes count too, for an indexer its own spec.
     """
     rejections: list[Rejection] = []
 

@@ -1,7 +1,7 @@
 """Which engines run on polyattn here? Its integrations, as their distributions' metadata says of them.
 
-An integration names its host and what registers it by an entry point, `vllm = "polyattn_vllm:register"`,
-and the host's versions that it is made for by a requirement on it, its own or an extra's. Nothing is
+An integration's entry point, `vllm = "polyattn_vllm:register"`, names its host and what registers it. Its
+requirement on the host, its own or an extra's, names the versions that it is made for. Nothing is
 imported.
 """
 

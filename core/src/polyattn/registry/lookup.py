@@ -1,8 +1,8 @@
 """Does the class that a path names exist? Answered from source, without importing anything.
 
-Importing `a` to find `a.b` would run a stranger's code in the host. If the text can't decide (`import
-*`, a module's `__getattr__`, a path that a package changes), the answer is "no problem": a healthy
-plugin is never called broken, and loading the class reports real problems.
+Importing `a` to find `a.b` would run a stranger's code in the host. The text can't always decide: think
+of `import *`, a module's `__getattr__` or a path that a package changes. The answer is "no problem" then,
+so a healthy plugin is never called broken. Loading the class reports real problems.
 """
 
 from __future__ import annotations

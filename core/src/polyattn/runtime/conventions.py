@@ -13,8 +13,8 @@ from polyattn.spec.layer import LayerSpec
 def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
     """Return `window_sizes` of one query token, which has no keys to its right.
 
-    The right bound is -1 where nothing else bounds the keys: even a bound without an effect keeps
-    flash-attn 2 from packing the heads of a group, and then it reads each key once a head.
+    The right bound is -1 where nothing else bounds the keys. Even a bound without an effect keeps
+    flash-attn 2 from packing the heads of a group, so that it reads each key once a head.
 
     Args:
         spec: the layer.

@@ -231,9 +231,9 @@ def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool
 def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
     """Return what is wrong with a plan of a step, with rows, KV heads and keys; [] for nothing.
 
-    Each (row, KV head, key) that the mask shows must be read exactly once, each row written exactly
-    once, and each partial result merged exactly once, in the order of its keys. Nothing may lie outside
-    of its buffer.
+    Each (row, KV head, key) that the mask shows must be read exactly once, and each row written exactly
+    once. Each partial result must be merged exactly once, in the order of its keys. Nothing may lie
+    outside of its buffer.
     """
     batch, spec = reads.batch or batch, reads.spec or spec
     faults = _told(reads.faults)

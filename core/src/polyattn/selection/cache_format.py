@@ -138,9 +138,9 @@ def share_cache(
 ) -> SharedCache | Rejection:
     """Return the cache that both can use, or why there is none.
 
-    The block size that the engine asked for is kept; a backend that takes only a divisor of it
-    walks each block as several (block-table expansion), which needs layout NHD, where a block's
-    tokens lie one after another.
+    The cache has the block size that the engine asked for. A backend that takes only a divisor of it
+    walks each block as several (block-table expansion). That needs layout NHD, where a block's tokens
+    lie one after another.
     """
     if spec.kind is AttentionKind.SPARSE:
         return _of_pages(spec, layout)

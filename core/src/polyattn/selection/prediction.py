@@ -1,11 +1,10 @@
 """How long will a step take on each candidate? A few features, weighed by measured coefficients.
 
-A time is modelled by six terms, each a cost that one can name: a launch, work items, bytes of
-queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
-row, products. These three add up, or where a kernel hides them behind one another, the largest
-counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. The
-coefficients are fitted to measured times (`polyattn tune`); they choose
-among right backends only.
+A time is modelled by six terms. Three are a launch, work items, and bytes of queries and outputs. A chip
+does the other three at the same time: bytes of keys and values, the longest row, products. These three
+add up, or where a kernel hides them behind one another, the largest counts. The longest row counts from
+so many tiles on: with fewer, a backend cuts its keys. The coefficients are fitted to measured times
+(`polyattn tune`). They choose among right backends only.
 """
 
 from __future__ import annotations

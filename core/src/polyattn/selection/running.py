@@ -1,8 +1,8 @@
 """Which decisions does a running process use? Each process writes a record for `polyattn why`.
 
-A process appends a line of JSON to `polyattn-UID/PID.jsonl` in the system's temporary folder whenever a
-`LayerGroup` loads a decision that is new to it, and removes the file when it ends. Only the user can
-read the folder. A process that can't write there doesn't, and reports nothing.
+Whenever a `LayerGroup` loads a decision that is new to its process, the process appends a line of JSON
+to `polyattn-UID/PID.jsonl` in the system's temporary folder. It removes the file when it ends. Only the
+user can read the folder. A process that can't write there doesn't, and reports nothing.
 """
 
 from __future__ import annotations

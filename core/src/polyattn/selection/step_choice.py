@@ -36,9 +36,9 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 class CallChoice:
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are the device's microseconds of every candidate that has a model for this `kind` of call,
-    `prices` the step's, were it that candidate's: as long as the slower of device and host takes. If
-    the selection's own choice has no model, it stays.
+    `times` are the device's microseconds of every candidate that has a model for this `kind` of call.
+    `prices` are the step's with each candidate: what the slower of device and host takes. If the
+    selection's own choice has no model, it stays.
     """
 
     phase: str

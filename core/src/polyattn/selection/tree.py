@@ -28,14 +28,16 @@ class Facts:
 
     `unavailable(info)` returns why a backend can't run on this machine (always None for a profile);
     `refuses(info, spec)` why a backend can't serve the layer's functions; `running(info.runs)` what of
-    a backend runs here. `failed` has the backends that verification found wrong. `rank` lets policy
-    plugins change the order.
+    a backend runs here. `failed` has the backends that verification found wrong. `faster_first` orders a
+    phase's backends by measured times, None where none count. `rank` lets policy plugins change the
+    order.
     """
 
     backends: Mapping[str, BackendInfo]
     unavailable: Availability
     rank: Rank
     failed: Mapping[str, str]
+    faster_first: Rank | None = None
     problems: Callable[[], Sequence[str]] = tuple
     running: Callable[[str | None], str] = lambda path: ""
     refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
@@ -343,6 +345,8 @@ def _machine_rejections(info: BackendInfo, facts: Facts) -> tuple[Rejection, ...
 def _ranked(judged: Sequence[Verdict], phase: str, facts: Facts) -> list[BackendInfo]:
     ranking = tuple(v.backend for v in judged if v.accepted)
     if len(ranking) > 1:
+        if facts.faster_first is not None:
+            ranking = tuple(facts.faster_first(phase, ranking))
         ranking = tuple(facts.rank(phase, ranking))
     return [facts.backends[name] for name in ranking]
 

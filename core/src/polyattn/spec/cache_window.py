@@ -1,10 +1,9 @@
 """Which cache blocks does a layer still need? `CacheWindow`: a window's memory is bounded by the window.
 
-What a sliding window or a chunk has left is seen by no later query, but for the sink tokens
-(StreamingLLM, Xiao et al., arXiv 2309.17453). An engine gives those blocks back and leaves them out of
-the sequence's row of the block table; the sequence is shorter by their tokens, and since a window is
-relative, its results are the same ones. So a step over a million tokens costs what its window does, on
-every backend.
+No later query sees what a sliding window or a chunk has left, but for the sink tokens (StreamingLLM, Xiao
+et al., arXiv 2309.17453). An engine gives those blocks back and leaves them out of the sequence's row of
+the block table. The sequence is then shorter by their tokens. A window is relative, so the results are
+the same. A step over a million tokens costs what its window does, on every backend.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class CacheWindow:
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
         """Return what a layer's cache may drop.
 
-        A cache keeps everything if what has left would change what stays: sink tokens under ALiBi or
-        chunks, whose places count, and rotations that depend on a sequence's whole length.
+        A cache keeps everything if what has left would change what stays. That is so for sink tokens
+        under ALiBi or chunks, whose places count, and for rotations that depend on the whole length.
 
         Args:
             spec: the layer.

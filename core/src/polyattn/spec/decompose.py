@@ -164,8 +164,8 @@ def paged(spec: LayerSpec, accelerator: bool, nhd: bool) -> LayerSpec:
 
     It is a decode of each token and KV head over pages of its own. A page is the consecutive entries that
     an id names. Where all heads have one choice and a page has them side by side (`nhd`), one row reads
-    them all; an `accelerator` has more rows to fill it, and it alone knows their lengths. Sinks are added
-    afterwards, because the rows of a call don't share them.
+    them all. An `accelerator` gets a row for each head, which fills it, and it alone knows their lengths.
+    Sinks are added afterwards, because the rows of a call don't share them.
     """
     sparse = spec.sparse
     assert sparse is not None

@@ -82,8 +82,8 @@ class LayerSpec:
         alibi: adds `-slope * distance` to each score (Press et al., 2022); `Attention` has the slopes.
         learned_sinks: one learned logit for each head joins the softmax's denominator (gpt-oss).
         sink_tokens: S: a window never hides the first S keys (StreamingLLM).
-        dense_context: a whole prompt in one step sees all of its keys; the window and the sink tokens
-            apply to rows that continue from a cache (TensorRT-LLM's dense context phase).
+        dense_context: a whole prompt in one step sees all of its keys (TensorRT-LLM's dense context
+            phase). The window and the sink tokens apply to rows that continue from a cache.
         needs_lse: whether calls return the LSE.
         graph_capture: which steps the caller captures.
         length_bounds: steps are planned by upper bounds of the lengths (`Batch.on_buffers`), and

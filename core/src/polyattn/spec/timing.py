@@ -9,15 +9,14 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import row_widths
 
 TERMS = ("launch", "item", "byte", "longest", "product", "token")
-"""What a coefficient multiplies, in microseconds: once a call; (row, KV head); byte of all keys and
-values read; byte of one KV head's keys and values in the longest row, where no keys are cut;
-multiply-add of a query with a key or value (of short rows: of whole tiles of queries); byte of
-queries and outputs."""
+"""What a coefficient, in microseconds, is for: a call; a (row, KV head); a byte of keys and values that
+are read; a byte of one KV head's in the longest row, where no keys are cut; a multiply-add; a byte of
+queries and outputs. Short rows multiply whole tiles of queries."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
 KINDS = ("decode", "short", "prefill", "chunked", "mixed")
-"""Steps that a model speaks of: one token a row; up to a few; whole prompts, whose keys and values are at
-hand; chunks behind a context; of both sorts in one call."""
+"""Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
+values are at hand, or chunks behind a context; or both long and short ones are in one call."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class TimingModel:
     `whole`: tiles of query rows, over all KV heads, from which on the longest row counts: with fewer
     tiles than processors libraries cut the keys. `overlap`: reading, the longest row and products hide
     behind one another, so that the largest of the three counts; else they add up. `error`: the median
-    relative error on points that it was not fitted to. `margin`: by how much it must be predicted to
-    be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
-    predictions are off by changes no choice. `level`: of `batch_invariant`, at which it was measured;
+    relative error on points that it was not fitted to. `margin`: a backend is chosen only where its
+    prediction is better by so much, because predictions err; none for the backend that was the fastest
+    on the whole. `level`: of `batch_invariant`, at which it was measured;
     empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
     next one; 0: not known, or no device works meanwhile.
     """

@@ -100,9 +100,9 @@ class AttentionVariant:
     """Attention changed by functions of plain torch: of scores, of elements, or of which keys are seen.
 
     Functions are evaluated for all their arguments at once, as under `flex_attention`: no `if` on them.
-    `b` is the sequence's number in the batch, `h` the query head (of keys and values the KV head),
-    `q_idx` and `kv_idx` are positions, the first key's being 0, and `d` is an element's place in its
-    head. Each may be a path, `"package.module:function"`.
+    `b` is the sequence's number in the batch, `h` the query head (of keys and values the KV head).
+    `q_idx` and `kv_idx` are positions, from 0 for the first key; `d` is an element's place in its head.
+    Each may be a path, `"package.module:function"`.
 
     Functions of elements change queries, keys and values in float32 before bias, rotation and store.
     They may reduce over a head's elements: `.mean(-1, keepdim=True)`. `register_variant` refuses other

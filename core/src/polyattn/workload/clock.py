@@ -80,8 +80,8 @@ def device_us(call: Callable[[], object], scratch: torch.Tensor) -> float:
     """Return the device's microseconds for one run of `call`, the L2 cold.
 
     While the L2 is emptied the host gets the call enqueued, so that only device time lies between the
-    events. Where the device was there first, some of the time may be the host's: that run doesn't
-    count, and the next one has twice as long, until a host that is late each time is taken as it is.
+    events. Where the device was there first, some of the time may be the host's. That run doesn't count,
+    and the next one has twice as long. After `MOST_LAPS` a late host is taken as it is.
     """
     laps = 1
     while True:

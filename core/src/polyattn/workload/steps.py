@@ -14,9 +14,9 @@ from polyattn.runtime.step.step_mask import StepMask
 from polyattn.spec.layer import LayerSpec
 
 USUAL, LATER, PAGES, AT_CAP, EDGES = "usual", "later", "pages", "at the cap", "edges"
-"""How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
-blocks are the cache's; logits lie near the layer's soft cap; some rows are zero, subnormal or large. A
-family knows others."""
+"""How a step's numbers are drawn. They are normal; or the first given keys stand later in their texts; or
+a mask's blocks are the cache's; or logits lie near the layer's soft cap; or some rows are zero, subnormal
+or large. A family knows others."""
 Lengths = Sequence[tuple[int, int]]
 """(query length, sequence length) of each sequence."""
 

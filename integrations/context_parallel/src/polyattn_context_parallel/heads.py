@@ -1,8 +1,8 @@
 """How is a step shared out by heads? Ranks swap tokens for heads, attend, and swap back (Ulysses).
 
-Every rank holds all keys of its own heads, so that what it computes is an ordinary step of a layer
-with fewer heads, and its cache an ordinary cache (DeepSpeed-Ulysses, arXiv 2309.14509). Where there
-are fewer KV heads than ranks, neighbours hold the same one, as all hold an MLA layer's latents.
+Every rank holds all keys of its own heads. So it computes an ordinary step of a layer with fewer heads,
+over an ordinary cache (DeepSpeed-Ulysses, arXiv 2309.14509). Where there are fewer KV heads than ranks,
+neighbours hold the same one, as all hold an MLA layer's latents.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Which keys does a rank attend to? What it holds, what is collected in order, or an anchor and its own.
 
-A decode's rows attend to what the rank holds, and states merge. Where a key's part depends on
-nothing but the key, the rank's blocks are a cache like any other. Where it depends on the key's
-place, one of two ways says it to a backend that believes its keys are neighbours: what a window
-leaves is copied together, and under ALiBi each block is a row of its own, whose distances are off
-by one number, which moves the row's LSE.
+A decode's rows attend to what the rank holds, and states merge. Where a key's part depends on nothing
+but the key, the rank's blocks are a cache like any other. Where it depends on the key's place, a backend
+must not believe that its keys are neighbours. What a window leaves is therefore copied together. Under
+ALiBi each block is a row of its own. Its distances are off by one number, which moves the row's LSE.
 
-Longer rows attend to everything in order: each rank's blocks and the step's keys come together in a
-cache that lasts for the call, and over it runs the ordinary plan of the rank's own queries. (Llama
-3, arXiv 2407.21783, section 3.3.2, gathers keys and values likewise.)
+Longer rows attend to everything in order. Each rank's blocks and the step's keys come together in a cache
+that lasts for the call. The ordinary plan of the rank's own queries runs over it. (Llama 3, arXiv
+2407.21783, section 3.3.2, gathers keys and values likewise.)
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ def collected(room: Room, context: ContextParallel, blocks: Blocks, batch: Batch
 def anchored(room: Room, context: ContextParallel, batch: Batch, anchors: list[int]) -> InRoom:
     """Plan each rank's own part of every context, behind the first rank's: Star Attention's first phase.
 
-    Every rank attends to the context's first part, the anchor, and to its own part: an approximation
-    that needs nothing of the other ranks but the anchor (Acharya, Jia, Ginsburg, arXiv 2411.17116).
+    Every rank attends to the context's first part, the anchor, and to its own part. That approximation
+    needs nothing of the other ranks but the anchor (Acharya, Jia, Ginsburg, arXiv 2411.17116).
     `anchors`: tokens of the first rank's part of each sequence. Raises `BatchError`.
     """
     if batch.lens != batch.query_lens:
@@ -226,8 +225,8 @@ def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any
 class BlockByBlock(Op):
     """ALiBi over scattered blocks: each block of each sequence a row, whose states merge here.
 
-    A backend puts a row's query at its last key. The true distance is the same number more for all
-    of its keys, so slope times that number belongs to the LSE, and the output is right as it is.
+    A backend puts a row's query at its last key. The true distance is the same number more for all of
+    its keys. So slope times that number belongs to the LSE, and the output is right as it is.
     """
 
     def __init__(self, group: LayerGroup, batch: Batch, blocks: Blocks):

@@ -22,9 +22,8 @@ from polyattn_context_parallel.group import ContextGroup, ContextPlan
 class ContextAttention(nn.Module):
     """An `Attention` or `LatentAttention` over the ranks of a `ContextGroup`. Forward only.
 
-    `layer`: of `shared.group`; its sinks, slopes, scales and weights count, and it doesn't rotate:
-    queries and keys come rotated, since every rank knows their positions and none the others'
-    batches. Raises `SpecError`.
+    `layer`: of `shared.group`; its sinks, slopes, scales and weights count. It doesn't rotate: queries
+    and keys come rotated, because a rank knows its positions and no other's batch. Raises `SpecError`.
     """
 
     def __init__(self, shared: ContextGroup, layer: Attention | LatentAttention):

@@ -1,7 +1,7 @@
 """Which ranks exchange data, and for how long? `ContextParallel`: the ranks that share sequences.
 
-Everything that moves goes through `torch.distributed`, over a process group of its own: so no other
-traffic of the model's comes between, and what waits for a rank waits no longer than `timeout`.
+Everything that moves goes through `torch.distributed`, over a process group of its own. So no other
+traffic of the model's comes between, and nothing waits for a rank longer than `timeout`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WATCH = 1.25
 """How much longer than the timeout a collective may take that nobody waits for on the host."""
 
 LETTING_GO = 0.05
-"""Seconds that an ending process leaves to gloo's threads, which let go of a collective's tensors after
-it has returned: where the interpreter is gone by then, the process aborts (torch 2.13,
+"""Seconds that an ending process leaves to gloo's threads. They let go of a collective's tensors after it
+has returned. If the interpreter is gone by then, the process aborts (torch 2.13,
 pytorch/pytorch#179291)."""
 
 # The later name, where torch has it (2.13); the earlier one warns there.

@@ -1,9 +1,9 @@
 """How do whole prompts attend while keys go round? Each rank keeps its queries, keys come past.
 
-Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889) over zigzag pieces: at each turn a rank
-attends to what it was passed while the next is under way, and merges the state. A turn is the keys'
-piece against both of the rank's own, or both pieces of keys against its second: half of what is
-there, on every rank, at every turn. What is passed is stored by the rank whose block it falls into.
+Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889) over zigzag pieces. At each turn a rank attends to
+the keys that it was passed while the next ones are under way, and merges the state. A turn takes one
+piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. That is half
+of what is there, on every rank, at every turn. The rank whose block a key falls into stores it.
 """
 
 from __future__ import annotations

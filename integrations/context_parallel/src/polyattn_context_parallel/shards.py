@@ -5,8 +5,8 @@ under the same number on each. So block tables, allocation and prefix caches sta
 one device, and every rank's part grows alike.
 
 Tokens: a sequence's new tokens are cut into 2 * size pieces; rank r computes piece r and piece
-2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it, and each pair
-costs the same (as in Llama 3's context parallelism, arXiv 2407.21783, section 3.3.2).
+2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it. So each pair costs
+the same, as in Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations

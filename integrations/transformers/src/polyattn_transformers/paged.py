@@ -44,9 +44,9 @@ def continuous_batching_manager(
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
     one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
-    Raises `PolyattnError` where CUDA
-    graphs are asked for, since a step's lengths are read on the host, for a model that doesn't pass
-    the cache on, and before transformers 5.16 for one with a window.
+    Raises `PolyattnError` if CUDA graphs are asked for, because a step's lengths are read on the host. It
+    does so too for a model that doesn't pass the cache on, and before transformers 5.16 for one with a
+    window.
     """
     config = kwargs.get("continuous_batching_config")
     graphs = getattr(config, "use_cuda_graph", None)

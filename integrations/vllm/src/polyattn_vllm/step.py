@@ -281,7 +281,7 @@ class Builder(AttentionMetadataBuilder[Step]):
                 f"(seq_lens_cpu_upper_bound is None); leave out speculative decoding, or {REMEDY}"
             )
         lens = bounds.tolist()
-        # A draft model's step has a few tokens more than the target's: vLLM adds them to the device's
+        # A draft model's step has a few tokens more than the target's. vLLM adds them to the device's
         # lengths and to the longest one, and not to the host's (`extend_all_queries_by_N`).
         more = common.max_seq_len - max(lens, default=0)
         if 0 < more <= _drafts(self.vllm_config):

@@ -15,9 +15,9 @@ def turned_in_cache(
     """Return queries and keys whose products are those at places within the cache.
 
     `query` (queries, num_heads, size), the first one at place `first` of its sequence; `keys` (KV
-    heads, keys, size). What the window has left between the kept first tokens and itself is gone from
-    the cache. Rotations depend on differences only, and only kept tokens are nearer than in
-    the sequence: for them the queries rotate again, and each key has zeros in the other half. What comes
+    heads, keys, size). What the window has left between the first tokens and itself is gone from the
+    cache. Rotations depend on differences only, and only the first tokens are nearer than in the
+    sequence. For them the queries rotate again, and each key has zeros in the other half. What comes
     back is twice as wide then, in at least float32.
     """
     places = torch.arange(first, first + query.shape[0], device=query.device)

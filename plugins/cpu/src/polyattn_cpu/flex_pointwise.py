@@ -37,7 +37,7 @@ class Places:
     """Each row's and each key's place in its sequence.
 
     `seq_q`, `position` int64 (rows,), `seq_k`, `at_k` int64 (keys without padding,). Functions are
-    evaluated for padding, and for pairs of different sequences, too: a row of padding has the first
+    evaluated for padding, and for pairs of different sequences, too. A row of padding has the first
     token's place, and another sequence's key that of the sequence's first.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from polyattn.kernel import Batch, KVCache, LayerSpec, decoded, key_ranges, raw
@@ -16,7 +17,7 @@ class Span:
 
     ranges: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Keys in the span."""
         return sum(stop - start for start, stop in self.ranges)
@@ -26,6 +27,7 @@ class Span:
         return torch.cat([torch.arange(*each) for each in self.ranges])
 
 
+@lru_cache(maxsize=4096)  # a step's layers ask alike
 def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
     """Return what queries at positions `first` to `last` see of `length` keys, as `key_ranges` says."""
     start, kept, near, stop = key_ranges(spec, first, last, length)
@@ -39,9 +41,8 @@ def picked(
 ) -> tuple[Tensor, Tensor]:
     """Return what `pick` takes of the cache's keys and values, in `dtype`.
 
-    Quantised values come as they are stored: every one of them is exact in bf16, so the scales are left
-    for the scores and the output, where they cost no rounding. Rows of bytes come as their format
-    decodes them.
+    Quantised values come as they are stored, and each is exact in bf16. The scales are left for the
+    scores and the output, where they cost no rounding. Rows of bytes come as their format decodes them.
     """
     form = cache.format
     formats, sizes = form.rows, (form.head_size, form.v_head_size)

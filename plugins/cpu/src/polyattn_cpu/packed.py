@@ -94,8 +94,8 @@ class Packed:
     def of(cls, spec: LayerSpec, batch: Batch, cache: CacheFormat | None) -> Packed | None:
         """Return the step's form where a kernel serves it, of a layer that `packs`; else None."""
         packed = cls(spec, batch, cache)
-        # The memory-efficient kernel divides by the sum of no weights, and splits no keys: single tokens
-        # of 16 x 4,096 with heads of 512 took it 1.9 times as long as one by one (H100).
+        # The memory-efficient kernel divides by the sum of no weights, and splits no keys. For single
+        # tokens of 16 x 4,096 with heads of 512 it took 1.9 times as long as one by one (H100).
         prompts = batch.max_query_len > 1 and empty_rows(batch, spec.causal) is None
         every = _by_flash(spec) or prompts
         return packed if packed.longest and batch.num_tokens and every else None

@@ -8,6 +8,7 @@ into the query dimension, so that each cached key is read once for the whole gro
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -83,13 +84,12 @@ class TorchSDPA(AttentionBackend):
         rounded = cache is not None and cache.key.dtype != query.dtype
         stored = cache.key if cache is not None else key
         assert stored is not None
-        of_query, of_key, of_value = map(
-            self._wide, (params.q_scale, params.k_scale, params.v_scale)
-        )
-        scales = (of_key, of_value) if stored.dtype.itemsize == 1 else (1.0, 1.0)
+        scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
+        if stored.dtype.itemsize == 1:
+            scales = self._wide(params.k_scale), self._wide(params.v_scale)
         if query.dtype.itemsize == 1:  # exact in every wider dtype
             query = query.to(STORAGE_DTYPES[self.spec.dtype])
-            scales = (scales[0] * of_query, scales[1])
+            scales = (scales[0] * self._wide(params.q_scale), scales[1])
         if plan.packed is not None:
             tensors = plan.packed.read(key, value, cache, query.dtype)
             scale = spec.scale * scales[0]
@@ -156,7 +156,7 @@ class TorchSDPA(AttentionBackend):
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
         return spec.causal and plain and count > 1 and self._fused
 
-    @property
+    @cached_property
     def _fused(self) -> bool:
         spec = self.spec
         return (
@@ -168,7 +168,7 @@ class TorchSDPA(AttentionBackend):
             and not self._turns
         )
 
-    @property
+    @cached_property
     def _turns(self) -> bool:
         rope = self.spec.rope
         return rope is not None and rope.positions == "cache"

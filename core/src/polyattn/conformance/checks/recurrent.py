@@ -267,8 +267,9 @@ PROMPTS: tuple[tuple[StepSize, tuple[Lengths, ...]], ...] = (
         ([(3, 9), (1, 1), (3, 3), (8, 30)], [(2, 8), (0, 9)]),
     ),
 )
-"""Captured mixed steps, and the (query length, length) of later steps' rows: prompts between decodes, one
-that fills its room, as many tiles as there can be, a decode too many, several tokens each."""
+"""Captured mixed steps, and the (query length, length) of later steps' rows. They have prompts
+between decodes, one that fills its room, as many tiles as there can be, a decode too many, several tokens
+each."""
 LONGEST = 300
 
 

@@ -44,7 +44,7 @@ class Attention(Layer):
     """One attention layer on the selected backends. Forward only: it refuses gradients.
 
     Layers of one `LayerGroup` share plans and kernels. A layer that is made from a `Selection` or a
-    `LayerSpec` has a group of its own; from a spec, it selects on this machine, and verifies on an
+    `LayerSpec` has a group of its own. From a spec, it selects on this machine, and verifies on an
     accelerator.
 
     The layer references tensors and doesn't copy them: what is loaded into one afterwards counts, also

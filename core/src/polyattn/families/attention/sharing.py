@@ -28,16 +28,16 @@ from polyattn.spec.layer import LayerSpec
 CALL_US = {"cpu": 300.0}
 ACCELERATOR_CALL_US = 18.0
 """What a call and its merge cost beside the keys that they read, in microseconds: the sharing must save
-more. Measured on an H200 over 4,096 shared tokens: rows break even between 8 and 16 of them, of which the
-saved bytes take 24 and 52 us at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
+more. On an H200, over 4,096 shared tokens, 8 rows lose and 16 gain. Their saved bytes take 24 and 52 us
+at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
 LAUNCH_US = {"cpu": 0.0}
 ACCELERATOR_LAUNCH_US = 12.0
-"""What reading shared keys in a backend's own launch costs beside reading each row by itself, likewise:
-rows break even between 4 and 8 of them, of which the saved bytes take 10 and 24 us."""
+"""What reading shared keys in a backend's own launch costs beside reading each row by itself. There 4
+rows lose and 8 gain; their saved bytes take 10 and 24 us."""
 READ_BACK_US = {"cuda": 1000.0}
 """What reading a block table back from the device costs, in us. A layer must be able to save more.
-The host waits for what the device still runs. The device then idles while the host plans: 962 us for
-64 rows of 2,080 blocks that share one run, of which the copy takes 69 (an H100 whose host is slow,
+The host waits for what the device still runs. The device then idles while the host plans. That takes 962
+us for 64 rows of 2,080 blocks that share one run, and the copy 69 of them (an H100 whose host is slow,
 benchmarks/results/h100.md, suite `prefix`). On platforms that aren't named here no table is read back."""
 WAITING_RAISES = 2
 """What `torch.cuda.get_sync_debug_mode` returns after `set_sync_debug_mode("error")`."""

@@ -18,8 +18,8 @@ Weights = tuple[Tensor, Tensor]
 def _products(rows: Tensor, weights: Tensor, counts: Sequence[int] | None) -> Tensor:
     """Return (tokens, heads, a) times (heads, a, b): (tokens, heads, b).
 
-    `counts`: the tokens of each request, whose product is a call of its own, since the order of a
-    product's sums follows from the number of rows and may follow from where they begin.
+    `counts`: the tokens of each request, whose product is then a call of its own. The order of a
+    product's sums follows from the number of rows, and may follow from where they begin.
     """
     if counts is None:
         return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)

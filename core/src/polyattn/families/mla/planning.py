@@ -2,8 +2,8 @@
 
 In a captured step all rows are absorbed.
 
-Multi-head latent attention (DeepSeek-AI, 2024): all heads' keys and values are made from one latent
-a token, `k = [W_UK c, k_rope]`, `v = W_UV c`, and the cache holds `[c, k_rope]` alone.
+In multi-head latent attention (DeepSeek-AI, 2024) one latent a token gives all heads' keys and values:
+`k = [W_UK c, k_rope]`, `v = W_UV c`. The cache holds `[c, k_rope]` alone.
 """
 
 from __future__ import annotations

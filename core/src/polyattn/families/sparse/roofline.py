@@ -12,8 +12,8 @@ from polyattn.spec.layer import LayerSpec
 def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     """Return the products with chosen keys, and the bytes of those, of queries, outputs and the choice.
 
-    As if each token's choice were full, and no two tokens' choices had a key in common that is read once
-    for both, but where a sequence is shorter than its tokens' choices together.
+    This assumes that each token's choice is full, and that no two tokens choose the same key. A sequence
+    that is shorter than its tokens' choices together is read once.
     """
     sparse = spec.sparse
     assert sparse is not None

@@ -1,8 +1,8 @@
 """Layers inside `torch.compile`: one registered operator for all, so that a graph never breaks.
 
 `Library.define`/`impl` costs a third of `torch.library.custom_op` a call, and the eager path uses
-neither. The operator finds its layer by a number that is never used again, since a graph can't hold
-the layer itself, and its plan by a tensor, so that another step is no other graph.
+neither. A graph can't hold a layer, so the operator finds it by a number that is never used again. It
+finds the plan by a tensor, so that another step is no other graph.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ class Batch:
             + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
         state_slots: int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers; -1
             for a padding row. A sequence whose length is its query's starts with a fresh state.
-        state_targets: int64 (num_seqs,): where each sequence's new state goes instead of `state_slots`,
-            which stay; or (num_seqs, tokens): where the state after each of its tokens goes, so that
-            any number of drafts can be accepted (`StateCache.accepted`). -1 for a padding row and
-            behind a sequence's last token. Several sequences may start from one slot then.
+        state_targets: int64 (num_seqs,): where each sequence's new state goes; `state_slots` stay as
+            they are. Or (num_seqs, tokens): where the state after each of its tokens goes. Any number
+            of drafts can be accepted then (`StateCache.accepted`). -1 for a padding row and behind a
+            sequence's last token. Several sequences may start from one slot then.
         key_starts: (num_seqs,): without a cache, where each sequence's keys start in `key` and `value`;
             default: packed one after another. Gaps aren't read.
         first_positions: (num_seqs,): without a cache, the position of each sequence's first key in its
@@ -90,6 +90,7 @@ class Batch:
     """There, where the others' query tokens start, counted from the first of them."""
     block_size: int | None = None
     """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
+    _covers_queries = False
 
     def __init__(
         self,
@@ -130,7 +131,9 @@ class Batch:
         if first_positions is not None:
             self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
-        self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
+        self.inputs = {}
+        if inputs is not None or mask is not None:
+            self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
@@ -450,7 +453,7 @@ class Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
         batch = self.copy()
         batch.lens = self.seq_lens.tolist()
-        for name in ("max_seq_len", "host_lens"):
+        for name in ("max_seq_len", "host_lens", "_covers_queries"):
             batch.__dict__.pop(name, None)
         return batch
 
@@ -516,8 +519,11 @@ class Batch:
             BatchError: a length is shorter than its query.
 
         """
+        if self._covers_queries:  # as another group's plan found
+            return
         missing = self.host_lens < self.host_query_lens
         if not missing.any():
+            self._covers_queries = True
             return
         for index in missing.nonzero()[0].tolist():
             query, length = self.query_lens[index], self.lens[index]
@@ -576,13 +582,15 @@ class Batch:
         self.check_pages(block_size)
         seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
         position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
-        # A padding row has no position; its slot is whatever its engine says, -1 here.
-        at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
-        seqs, blocks, offsets, positions = upload(at.astype(np.int64), self.device)
+        places = [seq, np.maximum(position, 0) // block_size, position % block_size]
+        seqs, blocks, offsets = upload(np.array(places, np.int64), self.device)
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
         slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
-        return slots if not (position < 0).any() else slots.masked_fill_(positions < 0, -1)
+        padding = (
+            position < 0
+        )  # which has no position; its slot is whatever its engine says, -1 here
+        return slots.masked_fill_(upload(padding, self.device), -1) if padding.any() else slots
 
     def __repr__(self) -> str:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"

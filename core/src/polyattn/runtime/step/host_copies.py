@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,20 +14,22 @@ from polyattn.runtime.inputs import capturing
 T = TypeVar("T")
 
 
-def stored(tensor: Tensor, name: str, values: bool, state: object, make: Callable[[], T]) -> T:
+def stored(
+    tensor: Tensor, name: str, values: bool, state: object, make: Callable[..., T], *args: Any
+) -> T:
     """Return what was made of a tensor in this state: its attribute, which must not hold the tensor.
 
     `values`: it is made of the tensor's numbers, and anew where they may have changed: a tensor of
-    `torch.inference_mode` counts no changes.
+    `torch.inference_mode` counts no changes. `make(*args)` makes it.
     """
     version = None
     if values:
         if tensor.is_inference():
-            return make()
+            return make(*args)
         version = tensor._version
     known: tuple[int | None, object, T] | None = getattr(tensor, name, None)
     if known is None or known[0] != version or known[1] != state:
-        known = version, state, make()
+        known = version, state, make(*args)
         setattr(tensor, name, known)
     return known[2]
 
@@ -47,7 +49,7 @@ def values_of(tensor: Tensor) -> list[int]:
 
     """
     _check(tensor)
-    return stored(tensor, "_polyattn_host", True, None, lambda: _integers(tensor))
+    return stored(tensor, "_polyattn_host", True, None, _integers, tensor)
 
 
 def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
@@ -67,12 +69,11 @@ def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
 
     """
     _check(cumulative)
-    return stored(
-        cumulative, "_polyattn_lens", True, gap, lambda: _differences(values_of(cumulative), gap)
-    )
+    return stored(cumulative, "_polyattn_lens", True, gap, _differences, cumulative, gap)
 
 
-def _differences(starts: list[int], gap: bool) -> tuple[int, ...]:
+def _differences(cumulative: Tensor, gap: bool) -> tuple[int, ...]:
+    starts = values_of(cumulative)
     if not gap and starts[0] != 0:
         raise BatchError(f"cumulative lengths begin with {starts[0]}; they must begin with 0")
     return tuple([b - a for a, b in pairwise(starts)])

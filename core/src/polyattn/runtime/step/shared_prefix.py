@@ -53,9 +53,9 @@ def shared_prefixes(
 ) -> Levels:
     """Return the runs of blocks that two rows or more share, outermost level first.
 
-    A block counts only where it is full in every row of its run. Rows of a run, and runs of a level
-    by their first row, are in ascending order; each run's rows but not all of them go on in one run
-    of the level above.
+    A block counts only where it is full in every row of its run. A run's rows are in ascending order,
+    and so are a level's runs by their first row. A run's rows are some, but not all, of the rows of one
+    run of the level above.
 
     Args:
         block_table: int32 (num_seqs, max_blocks), on the host.

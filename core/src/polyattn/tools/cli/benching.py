@@ -284,9 +284,9 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
 
     `copies_gb_per_s`: by the bytes that a copy moves, for each level of the memory: the faster of a copy
     and a sum, which only reads. `copy_gb_per_s`: the largest one's, the memory's. A larger copy is never
-    the faster one: launches slow the small ones down. `matmul_tflop_per_s`: in the spec's dtype. On a CPU
-    also in float32, where torch may have no kernel for that dtype; and all figures are the best of all
-    threads and of one, which is faster where others use the processor.
+    the faster one: launches slow the small ones down. `matmul_tflop_per_s`: in the spec's dtype, and on a
+    CPU also in float32, because torch may have no kernel for that dtype. On a CPU all figures are the
+    best of all threads and of one, which is faster where others use the processor.
     """
     big = device.type != "cpu"
     source = torch.randn(1 << (29 if big else 25), device=device)

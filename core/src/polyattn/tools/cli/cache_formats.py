@@ -24,8 +24,8 @@ def formats_of(
 ) -> list[dict[str, Any]]:
     """Return what each `kv_cache_dtype` costs a group of layers, the fewest bytes first.
 
-    A format has `bytes_per_token`, of all layers, `decode`, and `us`, by step, the predicted
-    microseconds of a layer; one that no backend serves, or that has no such rows, has `cannot`.
+    A format has `bytes_per_token`, of all layers, `decode`, and `us`, a layer's predicted microseconds
+    by step. A format that no backend serves, or that has no such rows, has `cannot`.
     """
     rows = [
         {"kv_cache_dtype": name} | _cost(spec, name, layers, device, settings, steps)

@@ -1,9 +1,9 @@
 """How do sequences share recurrent states? By snapshots at block boundaries, copied when they go on.
 
-A state stands for all tokens before it and is written over by the next one, so a prefix can be reused
-only where its state was kept. Chunks of a prompt that others may share end at block boundaries, and at
-two places of its own: at the last boundary, for equal prompts, and where it parts from what is known
-(as in SGLang's radix cache for Mamba), for later ones.
+A state stands for all tokens before it, and the next one is written over it. So a prefix can be reused
+only where its state was copied. Chunks of a prompt that others may share end at block boundaries. Two of
+its chunks end at places of its own, as in SGLang's radix cache for Mamba: at its last boundary, for equal
+prompts, and where it parts from what is known, for later ones.
 """
 
 from __future__ import annotations

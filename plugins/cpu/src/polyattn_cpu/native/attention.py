@@ -207,6 +207,7 @@ def _failed(text: str, blocks: int) -> Exception:
 def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
     """Return `attend` over packed tensors of these strides and any shapes."""
     lib, pack = kernels(), _TENSORS.pack
+    call = lib.pa_attend
     (qt, qh), (kt, kh), (vt, vh), keys = strides
     heads, size = spec.num_heads, spec.v_head_size
     ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
@@ -225,7 +226,7 @@ def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addres
             0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
             0 if alibi is None else alibi.data_ptr(), *ints, params.k_scale, params.v_scale,
         )  # fmt: skip
-        if lib.pa_attend(plan.handle, tensors):
+        if call(plan.handle, tensors):
             raise NativeError(lib.pa_error().decode())
 
     return run

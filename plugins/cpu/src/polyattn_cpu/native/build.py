@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -149,20 +151,38 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
 def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = False) -> bool:
     """Build, and write into `report` what there is, or why there is nothing.
 
-    What was built of the same sources by the same command stays, unless `again`.
+    What was built of the same sources by the same command stays, unless `again`. While another process
+    builds, this one waits.
     """
-    try:
-        stamp = fingerprint()
-        if not again and library.is_file() and report.is_file() and stamp in report.read_text():
-            return True
-        built = build(library)
-    except BuildError as error:
-        library.unlink(missing_ok=True)
-        report.write_text(f"{error}\n")
-        print(f"polyattn-cpu: no native kernels: {error}", file=sys.stderr)
-        return False
-    report.write_text(f"built: {', '.join(built)}; sources and command: {stamp}\n")
+    with _alone(library.parent):
+        try:
+            stamp = fingerprint()
+            if not again and library.is_file() and report.is_file() and stamp in report.read_text():
+                return True
+            built = build(library)
+        except BuildError as error:
+            library.unlink(missing_ok=True)
+            report.write_text(f"{error}\n")
+            print(f"polyattn-cpu: no native kernels: {error}", file=sys.stderr)
+            return False
+        report.write_text(f"built: {', '.join(built)}; sources and command: {stamp}\n")
     return True
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, where the system has such locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> str:

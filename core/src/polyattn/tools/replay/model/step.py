@@ -45,8 +45,9 @@ class GroupMemory(Runner):
         return [*(cache.key for cache in caches), *values, *states]
 
     def checks(self, index: int) -> bool:
-        """Whether a layer checks tables and slots on the device: a group's layers share them, and a
-        device that is waited for in every layer has no times to report.
+        """Whether a layer checks tables and slots on the device: the first one, as a group shares them.
+
+        A device that is waited for in every layer has no times to report.
         """
         return index == self.first
 
