@@ -200,6 +200,6 @@ def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
         )
     if layer.xai_temperature_len > 0:
         raise PolyattnError(
-            f"layer {layer.layer_id}: xai_temperature_len={layer.xai_temperature_len} scales capped logits "
-            "by positions, which isn't served; use another --attention-backend for this model"
+            f"layer {layer.layer_id}: xai_temperature_len={layer.xai_temperature_len} scales logits by "
+            "positions, which isn't served; use another --attention-backend for this model"
         )
