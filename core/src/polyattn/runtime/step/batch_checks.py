@@ -94,11 +94,12 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
                     f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
                     f"{num_blocks} blocks"
                 )
-            differs = () if host is None else np.flatnonzero(host[index, : len(row)] != row.numpy())
+            theirs = row.numpy() if host is None else host[index, : len(row)]
+            differs = np.flatnonzero(theirs != row.numpy())
             if len(differs):
                 at = int(differs[0])
                 raise BatchError(
-                    f"host_block_table[{index}, {at}]={host[index, at]}, where block_table has "
+                    f"host_block_table[{index}, {at}]={theirs[at]}, where block_table has "
                     f"{int(row[at])}; pass the same table, or leave host_block_table out"
                 )
         if batch.shared_prefix is not None:
