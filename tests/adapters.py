@@ -130,6 +130,13 @@ GIVEN = {
 }
 
 
+def params_of(spec: LayerSpec) -> LayerParams:
+    """Return a layer's slopes and sinks, where its spec has them."""
+    slopes = alibi_slopes(spec.num_heads) if spec.alibi else None
+    sinks = torch.linspace(-4, 4, spec.num_heads).bfloat16().float() if spec.learned_sinks else None
+    return LayerParams(alibi_slopes=slopes, sinks=sinks)
+
+
 def check_paged(
     backend_class: type[AttentionBackend], spec: LayerSpec, block_size: int, tight: float,
     *, kinds: tuple[str, ...] = tuple(PAGED), lse_tight: float = 1e-3, given: bool = True,
@@ -146,8 +153,7 @@ def check_paged(
     cache.key.fill_(torch.nan), cache.value.fill_(torch.nan)
     blocks = list(range(1, sum(needed) + 1))
     random.Random(0).shuffle(blocks)
-    slopes = alibi_slopes(spec.num_heads) if spec.alibi else None
-    params = LayerParams(alibi_slopes=slopes)
+    params = params_of(spec)
     if spec.stored_dtype != spec.dtype:
         params.k_scale, params.v_scale = 0.5, 0.25
     steps = []
@@ -172,7 +178,7 @@ def check_given(
     """Run steps of a layer that keeps no cache, likewise."""
     spec = spec.replace(cached=False)
     backend = backend_class(spec, None, Device("cuda", "sm_90", torch_device="cpu"))
-    params = LayerParams(alibi_slopes=alibi_slopes(spec.num_heads) if spec.alibi else None)
+    params = params_of(spec)
     steps = []
     for seed, (kind, (queries, lens, starts)) in enumerate(GIVEN.items()):
         batch = Batch.from_lens(queries, lens, key_starts=starts)

@@ -176,8 +176,8 @@ def test_a_sink_is_no_key() -> None:
     """Of 9 queries at -6 to 2 over 3 keys, the window from its own to 2 on: 4 see none."""
     query, key = torch.randn(9, 2, 16), torch.randn(3, 2, 16)
     out, lse = polyattn.attention(
-        query, key, key, sliding_window=1, window_right=2, sinks=torch.randn(2), query_lens=[9],
-        key_lens=[3], return_lse=True, backend="TORCH_SDPA",
+        query, key, key, sliding_window=1, window_right=2, sinks=torch.tensor([0.3, -torch.inf]),
+        query_lens=[9], key_lens=[3], return_lse=True, backend="TORCH_SDPA",
     )  # fmt: skip
     assert bool((lse[:4] == -torch.inf).all()) and bool(lse[4:].isfinite().all())
     assert bool((out[:4] == 0).all()) and bool((out[4:] != 0).any(-1).all())

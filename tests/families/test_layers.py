@@ -14,9 +14,12 @@ from families.steps import FAMILIES, SINKS, TABLE, Attending, Latent, Recurring
 from polyattn import (
     Attention,
     Batch,
+    CustomMask,
     LatentAttention,
     LayerGroup,
+    LayerSpec,
     Recurrent,
+    RopeSpec,
     select,
 )
 from polyattn.errors import BatchError, SpecError
@@ -125,6 +128,29 @@ def test_a_model_is_built_on_the_meta_device_and_loaded() -> None:
     fresh = Attention(model.attention.group, sinks=loaded)
     expected = step.run(fresh, step.batch)
     assert torch.equal(step.run(model.attention, step.batch), expected)
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA"])
+def test_the_callers_default_device_changes_nothing(backend: str) -> None:
+    """Engines set it (`torch.set_default_device("cuda")`); what is made on the host stays there."""
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", sliding_window=5, block_size=16,
+        kv_cache_dtype="int4", rope=RopeSpec(rotary_size=32),
+        mask="custom" if backend == "TORCH_SDPA" else None,
+    )  # fmt: skip
+    tokens = torch.randn(6, 4, 32), torch.randn(6, 2, 32), torch.randn(6, 2, 32)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    outputs = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            group = LayerGroup(select(spec, "cpu", backend=backend, verify=True))
+            mask = CustomMask.tree([[-1, 0, 0, 1, 3], [-1]]) if spec.mask else None
+            batch = Batch.from_lens([5, 1], [5, 20], table, 16, mask=mask)
+            cache = group.allocate_cache(4)
+            for part in (cache.key, cache.value):
+                part.zero_()
+            outputs.append(Attention(group, rotate=True)(*tokens, cache, group.plan(batch)))
+    assert torch.equal(*outputs)
 
 
 def test_every_family_is_built_on_the_meta_device() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     SharedRun,
@@ -191,6 +192,16 @@ def test_what_is_given_wrong_is_refused_by_name() -> None:
         BatchError, match="rows 0 and 1 share block 1, where block_table has 1 and 4"
     ):
         check_shared_blocks(((run,),), table)
+    other = table.copy()
+    other[3, 2] = 9  # beyond its length nothing is read
+    lens, on_device = [48, 48, 48, 31], torch.from_numpy(table)
+    batch = Batch(range(5), lens, on_device, host_block_table=other)
+    check_on_device(batch, 12, 16)
+    other[3, 1] = 9
+    with pytest.raises(
+        BatchError, match=r"host_block_table\[3, 1\]=9, where block_table has 10; pass"
+    ):
+        check_on_device(batch, 12, 16)
 
 
 def test_many_pairs_cost_little_more_than_one() -> None:

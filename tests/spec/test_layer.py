@@ -144,6 +144,7 @@ def test_config_object_and_nested_text_config() -> None:
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4'"),
         ({"sliding_window": 0}, "use None for none"),
+        ({"logit_soft_cap": 1000.5}, "logit_soft_cap=1000.5 must be positive, 1000 at most"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap=-1.0"),
         ({"sink_tokens": 4}, "needs a sliding_window"),
         ({"role": "cross"}, "causal=False"),

@@ -162,10 +162,12 @@ def integer(
         raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
 
 
-def number(name: str, value: Any, hint: str, low: float = -math.inf) -> None:
-    """Refuse anything but a finite real number, `low` or more."""
+def number(
+    name: str, value: Any, hint: str, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """Refuse anything but a finite real number from `low` to `high`."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or value < low:
+    if not real or not math.isfinite(value) or not low <= value <= high:
         raise SpecError(f"{name}={value!r} must be {hint}")
 
 

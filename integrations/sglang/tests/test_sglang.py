@@ -28,7 +28,7 @@ from torch import Tensor
 RECORDED = json.loads(
     (Path(__file__).parents[3] / "tests" / "signatures" / "sglang.json").read_text()
 )["functions"]
-PAGE, SLOTS, CONTEXT = 4, 64, 32
+PAGE, SLOTS, CONTEXT, CHUNK = 4, 64, 32, 6
 
 
 class Pool:
@@ -67,7 +67,7 @@ def layer(heads: int = 4, kv_heads: int = 2, size: int = 16, **more: Any) -> Any
         "tp_q_head_num": heads, "tp_k_head_num": kv_heads, "tp_v_head_num": kv_heads,
         "qk_head_dim": size, "v_head_dim": size, "scaling": 0.3, "layer_id": 0, "logit_cap": 0.0,
         "sliding_window_size": -1, "is_cross_attention": False, "logit_capping_method": "tanh",
-        "attn_type": SimpleNamespace(value="decoder"),
+        "attn_type": SimpleNamespace(value="decoder"), "use_irope": False, "xai_temperature_len": -1,
     }  # fmt: skip
     return SimpleNamespace(**(fields | more))
 
@@ -90,6 +90,7 @@ class Served:
         self.runner = SimpleNamespace(
             use_mla_backend=False,
             page_size=PAGE,
+            attention_chunk_size=CHUNK,
             token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
         )
@@ -152,6 +153,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, layer: Any, sinks: Tensor | None = 
     seen = key <= at
     if layer.sliding_window_size > -1:
         seen = seen & (key >= at - layer.sliding_window_size)
+    if layer.use_irope:  # Llama 4's layers of local attention
+        seen = seen & (key // CHUNK == at // CHUNK)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks.double()[:, None, None].expand(-1, len(q), 1)
@@ -166,6 +169,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "soft cap": ({"logit_cap": 5.0}, False, False),
     "window": ({"sliding_window_size": 6}, False, False),
     "window, a pool of its own": ({"sliding_window_size": 6}, True, False),
+    "chunks": ({"use_irope": True}, False, False),
+    "chunks, a pool of their own": ({"use_irope": True}, True, False),
     "sinks": ({}, False, True),
 }
 
@@ -243,6 +248,7 @@ def test_what_is_refused() -> None:
     for its, kwargs, why in (
         (layer(is_cross_attention=True), {}, "isn't served"),
         (layer(logit_cap=1.0, logit_capping_method="sigmoid"), {}, "'tanh' is served"),
+        (layer(xai_temperature_len=1024), {}, "xai_temperature_len=1024 scales"),
         (layer(), {"k_rope": torch.ones(1)}, "k_rope is given"),
         (layer(), {"topk_indices": torch.ones(1)}, "topk_indices is given"),
         (

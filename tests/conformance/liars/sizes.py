@@ -113,6 +113,7 @@ SIZES: dict[str, tuple[str, Callable[[Call], bool]]] = {
     "Keys192Values128": (
         "DeepSeek's prefill", lambda c: (c.spec.head_size, c.spec.v_head_size) == (192, 128)),
     "Heads128": ("Llama-405B", lambda c: c.spec.num_heads == 128),
+    "Over65536Keys": ("long context", lambda c: max(c.lens, default=0) > 65536),
     "Over32768Keys": ("long context", lambda c: max(c.lens, default=0) > 32768),
     "Over1024Queries": ("long prompts", lambda c: max(c.queries, default=0) > 1024),
     "Over512Sequences": ("many sequences", lambda c: len(c.lens) > 512),

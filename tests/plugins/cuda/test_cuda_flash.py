@@ -104,6 +104,18 @@ def test_vllms_builds(mask: str, fakes: None, monkeypatch: pytest.MonkeyPatch) -
     check_given(VllmFlashAttention3, spec, HALF)
 
 
+def test_vllms_flash_attn_3_reads_sinks_of_up_to_64_heads(
+    fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more heads they join after its call, which gets none: vLLM's raises, the fake asserts it."""
+    from polyattn_cuda.flash_attn_v3 import VllmFlashAttention3
+
+    vllm_operators(monkeypatch)
+    spec = SMALL.replace(num_heads=66, learned_sinks=True, dtype="bfloat16")
+    check_paged(VllmFlashAttention3, spec, 8, 1.5e-2)
+    check_given(VllmFlashAttention3, spec, 1.5e-2)
+
+
 @pytest.mark.parametrize("sides", [{}, {"causal": False}])
 @pytest.mark.parametrize("window", [256, 257, 300])
 def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(

@@ -349,7 +349,7 @@ def _positions(
         offset = torch.arange(counts[0], device=device).repeat(len(counts))
     else:
         seq = seq.repeat_interleave(torch.tensor(counts, device=device))
-        offset = torch.cat([torch.arange(n) for n in counts]).to(device)
+        offset = torch.cat([torch.arange(n, device="cpu") for n in counts]).to(device)
     first = lens if isinstance(lens, int) else lens.to(device)[seq].long()
     return seq, first + offset * step
 

@@ -27,7 +27,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import check_is_real, same_device
+from polyattn.runtime.inputs import check_is_real, on_the_host, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
@@ -277,10 +277,11 @@ class LayerGroup:
             raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
         if self._waits:
             self.finish_builds()
-        if self.plan_checks is None:
-            return self.planner.plan(batch, reuse)
         began = time.perf_counter()
-        step = self.planner.plan(batch, reuse)
+        with on_the_host():
+            step = self.planner.plan(batch, reuse)
+        if self.plan_checks is None:
+            return step
         seconds = time.perf_counter() - began
         self.plan_checks(step, reuse, seconds)
         return step
@@ -531,7 +532,8 @@ def load_backend(
                 "decorator returns, under this name"
             )
         build: Any = cls
-        return build(spec, cache, device)  # type: ignore[no-any-return]
+        with on_the_host():
+            return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
         raise
     except (Exception, SystemExit) as error:

@@ -78,7 +78,7 @@ class LayerSpec:
             the W - 1 after it, or `window_right`.
         window_right: without a causal mask, the keys after it that a query sees, with or without W.
         chunk_size: C: a query sees only the keys of its own chunk, `position // C` (Llama 4).
-        logit_soft_cap: scores become cap * tanh(score / cap) (Gemma 2).
+        logit_soft_cap: scores become cap * tanh(score / cap) (Gemma 2); 1,000 at most.
         alibi: adds `-slope * distance` to each score (Press et al., 2022); `Attention` has the slopes.
         learned_sinks: one learned logit for each head joins the softmax's denominator (gpt-oss).
         sink_tokens: S: a window never hides the first S keys (StreamingLLM).
@@ -453,8 +453,9 @@ def _check_fields(spec: LayerSpec) -> None:
     if spec.mask is not None:
         choice("mask", spec.mask, MASKS)
     number("scale", spec.scale, "a positive number, or 0 for the default", 0)
-    if spec.logit_soft_cap is not None:
-        number("logit_soft_cap", spec.logit_soft_cap, "positive; use None for none", math.ulp(0))
+    cap = spec.logit_soft_cap
+    if cap is not None:
+        number("logit_soft_cap", cap, "positive, 1000 at most; None is none", math.ulp(0), 1000)
 
 
 _FLAGS = ("cached", *(f.name for f in dataclasses.fields(LayerSpec) if f.type == "bool"))

@@ -67,7 +67,7 @@ class Layout:
             columns += present
             counts.append((len(present), -(-length // per) - len(gone[row])))
             lens.append(length - len(gone[row]) * per)
-        at = torch.tensor([rows, columns], dtype=torch.int64).to(batch.device)
+        at = torch.tensor([rows, columns], dtype=torch.int64, device="cpu").to(batch.device)
         fetched = batch.block_table[at[0], at[1]].long()
         table, num_blocks = _table(counts, len(rows), blocks.size)
         placed = Batch(batch.starts, lens, torch.from_numpy(table).to(batch.device))
@@ -279,9 +279,9 @@ def masked(spec: LayerSpec) -> bool:
 def side_by_side(lens: Sequence[int], size: int, device: torch.device) -> tuple[Tensor, int]:
     """Return a block table int32 of sequences one after another in blocks of `size`, and their blocks."""
     blocks = [-(-n // size) for n in lens]
-    table = torch.zeros(len(lens), max(blocks, default=0), dtype=torch.int32)
+    table = torch.zeros(len(lens), max(blocks, default=0), dtype=torch.int32, device="cpu")
     for row, (first, count) in enumerate(zip(accumulate(blocks, initial=0), blocks, strict=False)):
-        table[row, :count] = torch.arange(first, first + count)
+        table[row, :count] = torch.arange(first, first + count, device="cpu")
     return table.to(device), sum(blocks)
 
 

@@ -75,7 +75,7 @@ def write_merged(frame: Frame, total: Tensor, lse: Tensor, sinks: Tensor | None)
     """
     if sinks is not None:
         sinks = sinks.to(lse.dtype)
-        total.mul_(torch.sigmoid(lse - sinks)[..., None])
+        total.mul_(torch.sigmoid(lse - sinks).nan_to_num(0.0)[..., None])  # -inf less -inf
         torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks), out=lse)
     frame.out.copy_(total)
     if frame.lse is not None:

@@ -170,7 +170,7 @@ class ContextParallel:
         digest = hashlib.sha256(f"{error is None} {note if error is None else said}".encode())
         text = said.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
         mark = b"!" if error is not None else b" "
-        sent = torch.tensor(list(digest.digest() + mark + text), dtype=torch.uint8)
+        sent = torch.tensor(list(digest.digest() + mark + text), dtype=torch.uint8, device="cpu")
         sent = sent.to(self.device)
         received = sent.new_empty(self.size, len(sent))
         self._do(

@@ -122,7 +122,7 @@ class Shares:
         self.longest = zigzag.longest
         tokens = [torch.from_numpy(zigzag.tokens(rank)) for rank in range(context.size)]
         # Where each rank's tokens lie in the step; what pads its part is some token.
-        parts = torch.zeros(context.size, self.longest, dtype=torch.int64)
+        parts = torch.zeros(context.size, self.longest, dtype=torch.int64, device="cpu")
         for part, own in zip(parts, tokens, strict=True):
             part[: len(own)] = own
         self.mine, self.parts = tokens[context.rank].to(batch.device), parts.to(batch.device)

@@ -155,8 +155,11 @@ class Step:
 
     def _positions(self, counts: Sequence[int]) -> Tensor:
         """Return the positions of each sequence's last tokens, int64 (tokens,)."""
-        rows = [torch.arange(n - count, n) for n, count in zip(self.lens, counts, strict=True)]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).to(self.device)
+        rows = [
+            torch.arange(n - count, n, device="cpu")
+            for n, count in zip(self.lens, counts, strict=True)
+        ]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *rows]).to(self.device)
 
     def _gathered(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return keys and values out of their pages, sequences one after another."""

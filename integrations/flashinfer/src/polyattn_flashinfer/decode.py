@@ -172,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 f"use_cuda_graph=True have room for {len(self._lens)} of {self._table.shape[1]}"
             )
         self._table[:, : table.shape[1]] = table
-        self._lens.copy_(torch.tensor(lens))
+        self._lens.copy_(torch.tensor(lens, device="cpu"))
         return self._table
 
 

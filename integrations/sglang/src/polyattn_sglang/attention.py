@@ -64,6 +64,7 @@ class ServedAttention:
         if getattr(self.pool, "requires_physical_write_loc", False):
             raise PolyattnError("SGLang's unified pool has virtual slots; disable it")
         self.two_pools = bool(getattr(self.pool, "swa_layer_nums", 0))
+        self.chunk: int | None = getattr(runner, "attention_chunk_size", None)
         self.forward_metadata: Any = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -106,6 +107,7 @@ class ServedAttention:
         out = query.new_zeros(query.shape[0], heads * layer.v_head_dim)
         window = layer.sliding_window_size
         sliding = window is not None and window > -1
+        chunk = self.chunk if layer.use_irope else None
         decoder = layer.attn_type.value == "decoder"
         level: bool | str = self.deterministic and ("steps" if decoder else "batch")
         options = CallOptions(
@@ -113,6 +115,7 @@ class ServedAttention:
             float(layer.scaling),
             window + 1 if sliding else None,
             logit_soft_cap=layer.logit_cap or None,
+            chunk_size=chunk,
             batch_invariant=level,
         )
         if k is not None and v is not None:
@@ -128,7 +131,7 @@ class ServedAttention:
             group.check_format(cache.format)
             if not store:  # what shares another layer's cache attends to what that one stored
                 k = v = None
-            plan = group.plan_for(step.batch(sliding, k is not None))
+            plan = group.plan_for(step.batch(sliding or chunk is not None, k is not None))
         LEDGER.count(plan.group)
         result, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
         out[:tokens] = result.flatten(1)
@@ -194,4 +197,9 @@ def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise PolyattnError(
             f"logit_capping_method={layer.logit_capping_method!r}; 'tanh' is served"
+        )
+    if layer.xai_temperature_len > 0:
+        raise PolyattnError(
+            f"layer {layer.layer_id}: xai_temperature_len={layer.xai_temperature_len} scales logits by "
+            "positions, which isn't served; use another --attention-backend for this model"
         )

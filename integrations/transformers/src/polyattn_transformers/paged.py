@@ -208,10 +208,10 @@ def _batch(
         assert group.cache_format is not None
         page = group.cache_format.block_size
         width = max((-(-n // page) for n in key_lens), default=0)
-        at, index = 0, torch.zeros(len(key_lens), width, dtype=torch.int64)
+        at, index = 0, torch.zeros(len(key_lens), width, dtype=torch.int64, device="cpu")
         for row, length in enumerate(key_lens):
             blocks = -(-length // page)
-            index[row, :blocks] = at + torch.arange(blocks) * page
+            index[row, :blocks] = at + torch.arange(blocks, device="cpu") * page
             at += length
         table = (read_index[index.clamp_(max=max(0, at - 1)).to(read_index.device)] // page).int()
         starts = [0, *accumulate(query_lens)]

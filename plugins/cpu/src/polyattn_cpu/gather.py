@@ -24,7 +24,7 @@ class Span:
 
     def positions(self) -> Tensor:
         """Return each key's position in its sequence, int64."""
-        return torch.cat([torch.arange(*each) for each in self.ranges])
+        return torch.cat([torch.arange(*each, device="cpu") for each in self.ranges])
 
 
 @lru_cache(maxsize=4096)  # a step's layers ask alike

@@ -72,7 +72,9 @@ class Packed:
         self.firsts = [max(0, n - q - left) if left >= 0 else 0 for q, n in lengths]
         self.counts = [n - first for first, n in zip(self.firsts, batch.lens, strict=True)]
         self.longest, self.total = max(self.counts, default=0), sum(self.counts)
-        self.key_starts = torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32)
+        self.key_starts = torch.tensor(
+            [0, *accumulate(self.counts)], dtype=torch.int32, device="cpu"
+        )
         self.key_starts = self.key_starts.to(batch.device)
         ordered = batch.lens == batch.query_lens if cache is not None else batch.keys_packed
         self.as_given = ordered and not any(self.firsts)
@@ -190,9 +192,12 @@ class Packed:
 
 def _ragged(counts: list[int], firsts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (row, column) of every entry of rows with so many entries each, from these columns on."""
-    lens = torch.tensor(counts)
-    row = torch.arange(len(lens)).repeat_interleave(lens)
-    column = torch.arange(len(row)) + (torch.tensor(firsts) - lens.cumsum(0) + lens)[row]
+    lens = torch.tensor(counts, device="cpu")
+    row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
+    column = (
+        torch.arange(len(row), device="cpu")
+        + (torch.tensor(firsts, device="cpu") - lens.cumsum(0) + lens)[row]
+    )
     return row.to(device), column.to(device)
 
 

@@ -117,7 +117,7 @@ class TorchScan(RecurrentBackend):
             if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
                 part["fresh"] = out.new_tensor(plan.before[index] == 0, dtype=torch.bool)
             elif _is_ring(self.spec):
-                part["before"] = torch.tensor(plan.before[index])
+                part["before"] = torch.tensor(plan.before[index], device="cpu")
             gate = part.pop("z", None)
             if gate is None:
                 run(self.spec, part, params, state, out[rows])

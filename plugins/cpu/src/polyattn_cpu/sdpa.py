@@ -330,7 +330,8 @@ class TorchSDPA(AttentionBackend):
             each = _beside(v_scale, (-1, 1), self.spec.gqa_ratio)
             output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
         if params.sinks is not None:  # the sink joins the denominator after the fact
-            output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
+            # NaN is of a query without keys beside a sink of -inf: its output is 0 as it is.
+            output = output * torch.sigmoid(state.lse - params.sinks).nan_to_num(0.0)[..., None]
         write_output(out, output, params.out_scale)
         _store_lse(lse, params, state.lse)
 

@@ -28,6 +28,8 @@ from polyattn_cuda.splits import captured_splits, capturing
 
 SHORT = 16
 """Query tokens up to which keys are split by a captured step, as decodes' are."""
+MOST_SINKS = 64
+"""Query heads up to which vLLM's build reads sinks."""
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -140,13 +142,21 @@ class VllmFlashAttention3(FlashAttention3):
         masked = None
         if left >= 0 and batch.max_query_len > 1:
             masked = self._masked_lens(plan, left, right)
+        after = None
+        if spec.num_heads > MOST_SINKS:
+            sinks, after = after, sinks
         result = torch.ops._vllm_fa3_C.fwd(
             frame.query, key, value, None, None, None, frame.out, batch.query_start_loc, key_starts,
             None, None, lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
             *scales, spec.scale, spec.causal, left, right, self.cap, True, None,
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, masked,
         )  # fmt: skip
-        return result[1]  # type: ignore[no-any-return]
+        lse: Tensor = result[1]
+        if after is not None:  # they join the denominator after the fact
+            after = after[:, None]
+            frame.out.mul_(torch.sigmoid(lse - after).T[..., None])
+            lse = torch.where(lse.isinf(), lse, torch.logaddexp(lse, after))  # no key, no sink
+        return lse
 
     def _masked_lens(self, plan: Flash3Plan, left: int, right: int) -> Tensor:
         """Return the lengths by which blocks are masked: once a step, but in each call in a graph.

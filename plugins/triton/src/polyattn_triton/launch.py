@@ -159,7 +159,7 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
 
 def staged(size: int, device: torch.device) -> Tensor:
     """Return a place on the host, int32 (size,), for what is planned: `sent` doesn't wait for it."""
-    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0) -> Tensor:

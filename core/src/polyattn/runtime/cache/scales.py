@@ -75,7 +75,7 @@ class LayerScales:
         heads = self.spec.num_kv_heads
         many = self.spec.scales == "head" and name != "out_scale"
         if not isinstance(value, Tensor):
-            value = torch.full((heads,) if many else (), positive(name, value, used))
+            value = torch.full((heads,) if many else (), positive(name, value, used), device="cpu")
         elif not used:
             raise SpecError(f"{name} scales nothing of this layer; leave it out ({self.spec})")
         if value.shape != (heads,) if many else value.numel() != 1:

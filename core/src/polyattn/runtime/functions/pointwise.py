@@ -160,8 +160,8 @@ class Pointwise:
         """
         if self.score_mod is None:
             return score
-        changed = torch.as_tensor(self.score_mod(score, *places, inputs=inputs))
-        changed = changed.to(score.device, score.dtype)
+        changed = self.score_mod(score, *places, inputs=inputs)
+        changed = torch.as_tensor(changed, dtype=score.dtype, device=score.device)
         return changed if changed.shape == score.shape else changed.expand_as(score)
 
     def visible(self, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -174,7 +174,8 @@ class Pointwise:
         """
         seen = None
         for mask in self.mask_mods:
-            result = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()
+            result = mask(*places, inputs=inputs)
+            result = torch.as_tensor(result, dtype=torch.bool, device=places[0].device)
             seen = result if seen is None else seen & result
         return seen
 

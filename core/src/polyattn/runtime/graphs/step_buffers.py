@@ -214,7 +214,7 @@ class StepBuffers:
 
     def _put(self, buffer: Tensor, values: Any) -> None:
         """Copy numbers to a buffer's first elements."""
-        numbers = torch.tensor(values, dtype=buffer.dtype).numpy()
+        numbers = torch.tensor(values, dtype=buffer.dtype, device="cpu").numpy()
         upload(numbers, buffer.device, buffer[: len(numbers)])
 
 

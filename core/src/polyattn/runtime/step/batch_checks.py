@@ -72,7 +72,8 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
         block_size: tokens of a block.
 
     Raises:
-        BatchError: a block or a slot lies outside the cache, or two tokens have one slot.
+        BatchError: a block or a slot lies outside the cache, two tokens have one slot, or
+            `host_block_table` isn't the table of the device.
 
     Examples:
         >>> table = torch.tensor([[9]], dtype=torch.int32)
@@ -83,6 +84,7 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
     """
     if batch.block_table is not None:
         table = batch.block_table.cpu()
+        host = batch.host_block_table
         for index, length in enumerate(batch.lens):
             row = table[index, : -(-length // block_size)]
             bad = ((row < 0) | (row >= num_blocks)).nonzero()
@@ -91,6 +93,14 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
                 raise BatchError(
                     f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
                     f"{num_blocks} blocks"
+                )
+            theirs = row.numpy() if host is None else host[index, : len(row)]
+            differs = np.flatnonzero(theirs != row.numpy())
+            if len(differs):
+                at = int(differs[0])
+                raise BatchError(
+                    f"host_block_table[{index}, {at}]={theirs[at]}, where block_table has "
+                    f"{int(row[at])}; pass the same table, or leave host_block_table out"
                 )
         if batch.shared_prefix is not None:
             check_shared_blocks(batch.shared_prefix, table.numpy())

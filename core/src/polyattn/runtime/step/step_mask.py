@@ -81,7 +81,9 @@ class CustomMask(StepMask):
         for index, mask in enumerate(masks):
             check_is_tensor(f"masks[{index}]", mask)
         rows = [mask.flatten() for mask in masks]
-        return cls(torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool), over)
+        return cls(
+            torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool, device="cpu"), over
+        )
 
     @classmethod
     def tree(cls, parents: Sequence[Sequence[int]]) -> CustomMask:
@@ -98,7 +100,7 @@ class CustomMask(StepMask):
         masks = []
         for index, family in enumerate(parents):
             places = integers(f"parents[{index}]", family)
-            mask = torch.eye(len(places), dtype=torch.bool)
+            mask = torch.eye(len(places), dtype=torch.bool, device="cpu")
             for token, parent in enumerate(places):
                 if not -1 <= parent < token:
                     raise BatchError(
@@ -129,8 +131,8 @@ class CustomMask(StepMask):
         masks = []
         counts = _counts(prefixes=prefixes, query_lens=query_lens, seq_lens=seq_lens)
         for prefix, queries, keys in zip(*counts, strict=True):
-            query = torch.arange(keys - queries, keys)[:, None]
-            key = torch.arange(keys)
+            query = torch.arange(keys - queries, keys, device="cpu")[:, None]
+            key = torch.arange(keys, device="cpu")
             masks.append((key < prefix) | (key <= query))
         return cls.pack(masks, "all")
 
@@ -150,7 +152,7 @@ class CustomMask(StepMask):
         ids = [integers(f"documents[{i}]", each) for i, each in enumerate(documents)]
         (queries_of, _) = _counts(query_lens=query_lens, documents=[len(each) for each in ids])
         for each, queries in zip(ids, queries_of, strict=True):
-            keys = torch.tensor(each, dtype=torch.int64)
+            keys = torch.tensor(each, dtype=torch.int64, device="cpu")
             masks.append(keys[len(keys) - queries :, None] == keys)
         return cls.pack(masks, "all")
 
@@ -311,7 +313,7 @@ class BlockSparseMask(StepMask):
             )
         widths = [-(-n // width) for n in lens]
         starts = [0, *accumulate(r * w for r, w in zip(rows, widths, strict=True))]
-        bits = torch.zeros(starts[-1], dtype=torch.bool)
+        bits = torch.zeros(starts[-1], dtype=torch.bool, device="cpu")
         row = 0
         for count, blocks, start in zip(rows, widths, starts, strict=False):
             for local in range(count):
@@ -321,7 +323,9 @@ class BlockSparseMask(StepMask):
                         f"row {row} of the mask names block {max(mine, key=abs)}; its sequence has "
                         f"{blocks} blocks of {width} keys"
                     )
-                bits[torch.tensor(mine, dtype=torch.int64) + start + local * blocks] = True
+                bits[
+                    torch.tensor(mine, dtype=torch.int64, device="cpu") + start + local * blocks
+                ] = True
                 row += 1
         context = [n - q for q, n in zip(query_lens, lens, strict=True)]
         sizes = {"mask_rows": height, "mask_columns": width}

@@ -159,11 +159,9 @@ class NativeStore(StoreBackend):
         query, key, value = new.query, new.key, new.value
         assert key is not None and value is not None
         biases = new.biases() or (None, None, None)
-        out = torch.empty(query.shape, dtype=query.dtype)
-        key_out = torch.empty(key.shape, dtype=key.dtype) if keep else None
-        value_out = (
-            torch.empty(value.shape, dtype=value.dtype) if keep and biases[2] is not None else None
-        )
+        out = query.new_empty(query.shape)
+        key_out = key.new_empty(key.shape) if keep else None
+        value_out = value.new_empty(value.shape) if keep and biases[2] is not None else None
         of_query, of_key = _turn(rotation, query), _turn(rotation, key)
         if (norms := new.norms) is not None:
             of_query |= {"norm": norms.query, "eps": norms.eps}
