@@ -38,57 +38,64 @@ PA_INLINE void add_one_pair(vf &acc, __m512i x, const float *pair) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*pair));
 }
 
-// Scores of W keys with ROWS rows: a key's are `lds` on. `sums_of`: a row's of each group.
+// Scores of `count` keys, as whole vectors of W, with ROWS rows: a key's are `lds` on. `sums_of`: a row's of each group.
 template <int SCALE, int ROWS, class Asks>
-PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, const float *q,
+PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, int count, const float *q,
                              const float *sums_of, int ldsum, float *s, int lds, Asks asks) {
   constexpr int GROUPS = CODE_GROUPS<SCALE>, WORDS = W / GROUPS, CHAINS = ROWS > 4 ? 1 : 2;
-  vf acc[ROWS < 4 ? 4 : ROWS], by[GROUPS], least[GROUPS];
-  PA_UNROLLED
-  for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+  const char *const *const end = keys + count;
+  const int words = of.words;
+  const int64_t offset = of.offset;
   vf turned[4];
-  auto read = [&](int word, vf *to) __attribute__((always_inline)) {
-    if (word + 4 <= of.words) turned_words<true>(keys, of.offset + 4 * word, 16, to);
-    else turned_words<false>(keys, of.offset + 4 * word, 4 * (of.words - word), to);
+  auto read = [&](const char *const *from, int word, vf *to) __attribute__((always_inline)) {
+    if (word + 4 <= words) turned_words<true>(from, offset + 4 * word, 16, to);
+    else turned_words<false>(from, offset + 4 * word, 4 * (words - word), to);
   };
-  read(0, turned);
-  for (int word = 0; word < of.words; word += 4) {
-    const int first = word / WORDS, group = word % W / WORDS, parts = pa_min(4, of.words - word) / WORDS;
-    if (word % W == 0) {
-      turned_scales<SCALE>(keys, of.scales + SCALE_BYTES<SCALE> * first, of.groups - first, by, least);
-    }
-    vf next[4];  // beside products: loads of as many rows take long
-    if (word + 4 < of.words) read(word + 4, next);
-    const float *row = q + word * PairTable::EACH * ROWS;
+  read(keys, 0, turned);
+  for (; keys < end; keys += W, s += W * (int64_t)lds) {
+    vf acc[ROWS < 4 ? 4 : ROWS], by[GROUPS], least[GROUPS];
     PA_UNROLLED
-    for (int g = 0; g < 4 / WORDS; g++) {
-      if (WORDS < 4 && g >= parts) break;
-      vf part[CHAINS][ROWS];
+    for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+    for (int word = 0; word < words; word += 4) {
+      const int first = word / WORDS, group = word % W / WORDS, parts = pa_min(4, words - word) / WORDS;
+      if (word % W == 0) {
+        turned_scales<SCALE>(keys, of.scales + SCALE_BYTES<SCALE> * first, of.groups - first, by, least);
+      }
+      // Beside products, as loads of so many rows take long: the next words, or the next keys' first ones.
+      vf next[4];
+      const bool more = word + 4 < words;
+      read(more || keys + W >= end ? keys : keys + W, more ? word + 4 : 0, next);
+      const float *row = q + word * PairTable::EACH * ROWS;
       PA_UNROLLED
-      for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
-      Asks::template keys<2>(asks, 0);
-      PA_UNROLLED
-      for (int w = 0; w < WORDS; w++) {
-        Asks::template keys<1>(asks, 0);
+      for (int g = 0; g < 4 / WORDS; g++) {
+        if (WORDS < 4 && g >= parts) break;
+        vf part[CHAINS][ROWS];
         PA_UNROLLED
-        for (int j = 0; j < PairTable::EACH; j++) {
-          __m512i x = table((__m512i)turned[g * WORDS + w], j);
+        for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
+        Asks::template keys<2>(asks, 0);
+        PA_UNROLLED
+        for (int w = 0; w < WORDS; w++) {
+          Asks::template keys<1>(asks, 0);
           PA_UNROLLED
-          for (int r = 0; r < ROWS; r++) {
-            add_one_pair(part[j % CHAINS][r], x, row + ((g * WORDS + w) * PairTable::EACH + j) * ROWS + r);
+          for (int j = 0; j < PairTable::EACH; j++) {
+            __m512i x = table((__m512i)turned[g * WORDS + w], j);
+            PA_UNROLLED
+            for (int r = 0; r < ROWS; r++) {
+              add_one_pair(part[j % CHAINS][r], x, row + ((g * WORDS + w) * PairTable::EACH + j) * ROWS + r);
+            }
           }
+        }
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * by[group + g];
+          if (SCALE == PA_STEPS) acc[r] += least[group + g] * splat(sums_of[(int64_t)r * ldsum + first + g]);
         }
       }
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * by[group + g];
-        if (SCALE == PA_STEPS) acc[r] += least[group + g] * splat(sums_of[(int64_t)r * ldsum + first + g]);
-      }
+      for (int i = 0; i < 4; i++) turned[i] = next[i];
     }
-    PA_UNROLLED
-    for (int i = 0; i < 4; i++) turned[i] = next[i];
+    put_turned<ROWS>(acc, s, lds);
   }
-  put_turned<ROWS>(acc, s, lds);
 }
 
 // Whether so many words are of two rows in a vector: TWICE.
@@ -305,8 +312,8 @@ PA_ONCE void to_quads(float *q, int ldq, int size, float *unit, int32_t *more, i
 // Scores of W keys with ROWS rows: a key's are `lds` on.
 template <int ROWS, class Asks>
 PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
-                             const uint32_t *q, const float *unit, const int32_t *more, int step, float *s, int lds,
-                             Asks asks) {
+                             RowScales scales, const uint32_t *q, const float *unit, const int32_t *more, int step,
+                             float *s, int lds, Asks asks) {
   constexpr int CHAINS = ROWS > 2 ? 1 : 2;
   __m512i high[CHAINS][ROWS], low[CHAINS][ROWS];
   PA_UNROLLED
@@ -338,7 +345,7 @@ PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
     for (int w = 0; w < 4; w++) turned[w] = next[w];
   }
   vf by, acc[ROWS < 4 ? 4 : ROWS];
-  by = one_of_each(keys, offset + size);
+  by = one_of_each(scales);
   PA_UNROLLED
   for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
   PA_UNROLLED
@@ -437,11 +444,11 @@ PA_NOINLINE void add_value_quads(const char *const *values, int64_t offset, int 
 
 // Weights of each two keys in pairs, times their rows' scales.
 template <int ROWS>
-PA_INLINE void weight_pairs(const char *const *rows, int64_t at, int count, const float *p, int ldp, uint32_t *pairs) {
+PA_INLINE void weight_pairs(RowScales scales, int count, const float *p, int ldp, uint32_t *pairs) {
   for (int t = 0; t < count; t += 2, pairs += W) {
     const bool both = t + 1 < count;
-    const vf a = loadf(p + (int64_t)t * ldp) * splat(read<float>(rows[t] + at));
-    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(read<float>(rows[t + 1] + at)) : vf{};
+    const vf a = loadf(p + (int64_t)t * ldp) * splat(scales[t]);
+    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(scales[t + 1]) : vf{};
     _mm512_mask_storeu_epi32(pairs, (__mmask16)((1 << ROWS) - 1), (__m512i)bf16_pairs(a, b));
   }
 }
