@@ -591,8 +591,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const PairTable table((const float *)key.table);
     by_scale(key, [&](auto scale) {
       for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
-        code_scores<scale(), ROWS>(of, table, of.rows, count, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width,
-                                   sum_width, s + lane, is.lanes, ask(count, pa_round_up(count, W) / W * (of.words + of.words / 2)));
+        by_used([&](auto n) {
+          code_scores<scale(), ROWS, n()>(of, table, of.rows, count, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width, sum_width,
+                                          s + lane, is.lanes, ask(count, pa_round_up(count, W) / W * (of.words + of.words / 2)));
+        });
       }
     });
   }
@@ -706,15 +708,28 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
+  // Of eight rows seven are used by 7, 14, 28 or 56 query heads: products of one fewer.
+  template <class Each>
+  void by_used(Each each) const {
+    if constexpr (ROWS == 8) {
+      if (is.each < 8) return each(std::integral_constant<int, 7>());
+    }
+    each(std::integral_constant<int, ROWS>());
+  }
   template <int SCALE, bool TWICE>
   void add_word_pairs(const Codes &of, int count, int word, int lane) {
     constexpr int C = ROWS > 4 ? 2 : 4;
     const PairTable table((const float *)value.table);
     float *to = o + (int64_t)lane * is.ldo;
     code_weights<SCALE, ROWS, TWICE>(of, count, word, s + lane, is.lanes, weights, to, is.ldo);
+    const int visits = (count + (TWICE ? 3 : 1)) / (TWICE ? 4 : 2);
+    uint32_t *const words = (uint32_t *)floats;
+    pair_words<CODE_GROUPS<SCALE>, TWICE>(of, count, word, words, ask(count / 4, visits));
     for (int j = 0; j < WORD_CODES; j += C) {
-      add_code_pairs<CODE_GROUPS<SCALE>, TWICE, ROWS, C>(table, of, count, word, weights, to + word * WORD_CODES, is.ldo, j,
-                                                         ask(count * C / WORD_CODES, (count + 3) / 4 * (TWICE ? 2 : 3)));
+      by_used([&](auto n) {
+        add_code_pairs<CODE_GROUPS<SCALE>, ROWS, n(), C>(table, words, visits, weights, to + word * WORD_CODES, is.ldo, j,
+                                                         ask(count * C / WORD_CODES * 3 / 4, visits));
+      });
     }
   }
   template <int SCALE>
