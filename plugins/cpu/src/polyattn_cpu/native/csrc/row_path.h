@@ -133,7 +133,7 @@ PA_ONCE void by_code(float *x, int size, bool back) {
   }
 }
 
-PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up(f.size / WORD_CODES, W); }
+PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up((f.size + WORD_CODES - 1) / WORD_CODES, W); }
 
 constexpr int ROW_TILE = 64;  // keys
 
