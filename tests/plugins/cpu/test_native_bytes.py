@@ -11,7 +11,7 @@ from test_native import ISAS, Step, needs_library
 
 
 @needs_library
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12, 20])
 @pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_each_byte_is_what_it_stands_for(monkeypatch, isa, stored, heads):
@@ -30,7 +30,7 @@ def test_each_byte_is_what_it_stands_for(monkeypatch, isa, stored, heads):
 
 
 @needs_library
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12, 20])
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_value_of_any_size_leaves_in_its_order(monkeypatch, isa, stored, heads):

@@ -106,18 +106,17 @@ def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...
     table = torch.randperm(3 * len(lens), generator=chance).int().view(len(lens), 3)
     cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 3 * len(lens))
     params = LayerParams(k_scale=0.5, v_scale=1.5)
-    formats = cache.format.rows
-    assert formats is not None
+    formats = cache.format.rows or (None, None)
     for stored, format, size, scale in (
         (cache.key, formats[0], spec.head_size, 0.5), (cache.value, formats[1], spec.v_head_size, 1.5)
     ):  # fmt: skip
-        stored.fill_(255)
+        stored.view(torch.uint8).fill_(255)
         for pages, count in zip(table.tolist(), lens, strict=True):
             for at in range(count):
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance) * 2.0 ** -(at % 4)
                 turns = (0.5, 1.0, -1.0, 0.0)[at % 4]  # where a comparison turns, as it is stored
                 new[..., at % size] = scale * turns
-                stored[pages[at // 32], at % 32] = quantize(new, torch.uint8, scale, format)[0]
+                stored[pages[at // 32], at % 32] = quantize(new, stored.dtype, scale, format)[0]
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance)
     query = query.to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
     out = query.new_empty(len(query), spec.num_heads, spec.v_head_size)
@@ -131,6 +130,7 @@ LAYERS = [
     ("kivi2/logs6", 64, 48), ("logs6", 96, 32), ("every", 24, 40),
     ("int4/every", 64, 40),  # the registers are the values' alone
     ("int8_rows/e4m3_rows", 32, 1024),  # a row's room is the values': more than scratch has to spare
+    ("int8", 72, 40), ("int8", 7, 5),  # rows whose scale is the cache's
 ]  # fmt: skip
 
 

@@ -12,9 +12,13 @@
 constexpr int PART_ROWS = W < 8 ? W : 8;   // rows that share a load of a key or a value
 constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, all but one out of the cache
 // Of more rows than a part has: where elements need no conversion, 4 rows and 4 keys are multiplied with
-// fewer loads than 8 and 2.
+// fewer loads than 8 and 2. Where bfloat16 is multiplied, only rows of bytes are such, and need one.
 template <class T>
+#if defined(__AVX512BF16__)
+constexpr int FEWER_ROWS = PART_ROWS;
+#else
 constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
+#endif
 constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int LANE_KEYS = 8;             // keys that are multiplied at a time where rows are lanes
@@ -46,8 +50,8 @@ struct DotLayout {
         each((per_head + parts - 1) / parts),
         rows(each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8),
         lanes(pa_round_up(heads * parts * rows, W)),
-        ldq(pa_round_up(layer.head_size, (layer.key_format ? 8 : 2) * W)),
-        ldo(pa_round_up(layer.v_head_size, (layer.key_format ? 8 : 2) * W)) {}
+        ldq(pa_round_up(layer.head_size, (in_rows(layer) ? 8 : 2) * W)),
+        ldo(pa_round_up(layer.v_head_size, (in_rows(layer) ? 8 : 2) * W)) {}
 };
 
 static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {

@@ -67,13 +67,6 @@ namespace {
 #if defined(PA_BASE)
 // Above so few rows its products are faster than converting once for all of them.
 constexpr int FEW_ROWS = 16;
-PA_INLINE int few_rows([[maybe_unused]] const pa_layer &layer) {
-#if defined(PA_PAIR_DOTS)
-  // Over row formats they are one part: int8's products are of a part alone.
-  if (layer.key_format) return PART_ROWS;
-#endif
-  return FEW_ROWS;
-}
 
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
@@ -89,7 +82,7 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
     own = own > bytes ? own : bytes;
   }
 #elif defined(PA_PAIR_DOTS)
-  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, few_rows(*layer)));
+  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, FEW_ROWS));
   own = own > dot ? own : dot;
 #endif
   return base > own ? base : own;
@@ -114,7 +107,7 @@ int32_t dot_rows(const pa_layer *layer) {
 #if defined(__AMX_BF16__)
   return TILE_HEAD_ROWS;
 #else
-  return few_rows(*layer);
+  return FEW_ROWS;
 #endif
 }
 
@@ -133,8 +126,9 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   }
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
-  if (!layer.invariant && is_few(layer, item, few_rows(layer))) {
-    return layer.key_format ? row_item(run, item, turn) : pair_item<T>(run, item, turn);
+  if (!layer.invariant && is_few(layer, item, FEW_ROWS)) {
+    if constexpr (std::is_same_v<T, int8_t>) return row_item(run, item, turn);
+    else return layer.key_format ? row_item(run, item, turn) : pair_item<T>(run, item, turn);
   }
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
@@ -189,17 +183,27 @@ void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
-  if (layer->key_format) dot += row_scratch(*layer);
+  if (in_rows(*layer)) dot += row_scratch(*layer);
   return dot > matrix ? dot : matrix;
 }
 
 int32_t dot_rows(const pa_layer *layer) { return layer->invariant ? 0 : DOT_ROWS; }
 
+// Whether int8 is multiplied as integers: by what has 16 bits, and by several rows, which share the work on weights.
+template <class T>
+bool multiplies_ints([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
+#if defined(PA_INT_DOTS)
+  return std::is_same_v<T, int8_t> && layer.dtype != PA_F32 && rows_per_head(layer, item) > 1;
+#else
+  return false;
+#endif
+}
+
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
   const pa_layer &layer = run->plan->layer;
   if (!layer.invariant && is_few(layer, item, DOT_ROWS)) {
-    return layer.key_format ? row_item(run, item, turn) : dot_item<T>(run, item, turn);
+    return layer.key_format || multiplies_ints<T>(layer, item) ? row_item(run, item, turn) : dot_item<T>(run, item, turn);
   }
   matrix_item<T, FloatEngine>(run, item, turn);
 }

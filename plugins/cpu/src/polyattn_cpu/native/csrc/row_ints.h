@@ -264,20 +264,21 @@ PA_NOINLINE void code_int_scores(const Codes &of, const IntTable &table, int fir
 
 // 2 W elements as integers of 16 bits, or `some` and zeros.
 PA_INLINE vs wide_bytes(const char *p, int some) {
+#if defined(__AVX512F__)
+  const __m256i bytes = some >= 2 * W ? read<__m256i>(p) : _mm256_maskz_loadu_epi8((1u << some) - 1, p);
+  return (vs)_mm512_cvtepi8_epi16(bytes);
+#else
   typedef int8_t half __attribute__((vector_size(W * 2)));
   half bytes = {};
   if (some >= 2 * W) bytes = read<half>(p);
   else __builtin_memcpy(&bytes, p, some);
-#if defined(__AVX512F__)
-  return (vs)_mm512_cvtepi8_epi16((__m256i)bytes);
-#else
   return (vs)_mm256_cvtepi8_epi16((__m128i)bytes);
 #endif
 }
 
-// The same of keys of int8, whose scales lie at `scales`.
+// The same of keys of int8.
 template <int ROWS, class Asks>
-PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t offset, int64_t scales, const float *q, int ldq,
+PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t offset, RowScales scales, const float *q, int ldq,
                                  int size, const float *units, float *s, int64_t ld, Asks asks) {
   constexpr int KEYS = W / ROWS;
   for (int t = 0; t < count; t += KEYS, keys += KEYS, s += KEYS * ld) {
@@ -299,7 +300,7 @@ PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t off
     int d = 0;
     for (; d + 2 * W <= size; d += 2 * W) step(d, 2 * W);
     if (d < size) step(d, size - d);
-    put_scores<ROWS>(int_sums(sums(acc)) * byte_row_scales<ROWS>(keys, scales) * loadf(units), s, ld);
+    put_scores<ROWS>(int_sums(sums(acc)) * byte_row_scales<ROWS>(scales.from(t)) * loadf(units), s, ld);
   }
 }
 

@@ -68,11 +68,10 @@ PA_INLINE void turned_words(const char *const *rows, int64_t at, int some, vf *t
   }
   turn_quarters(to);
 }
-// A float of each of W rows.
-PA_INLINE vf one_of_each(const char *const *rows, int64_t at) {
+// The scales, or four bytes, of each of W rows.
+PA_INLINE vf one_of_each(const RowScales &scales) {
   auto four = [=](int i) __attribute__((always_inline)) {
-    return _mm_setr_ps(read<float>(rows[i] + at), read<float>(rows[i + 1] + at), read<float>(rows[i + 2] + at),
-                       read<float>(rows[i + 3] + at));
+    return _mm_setr_ps(scales[i], scales[i + 1], scales[i + 2], scales[i + 3]);
   };
   const __m256 low = _mm256_set_m128(four(4), four(0)), high = _mm256_set_m128(four(12), four(8));
   return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
@@ -102,7 +101,7 @@ PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf
   if constexpr (SCALE == PA_POWERS) {
     vf each;
     if (groups >= GROUPS) {
-      each = one_of_each(rows, at);
+      each = one_of_each({rows, at});
     } else {
       uint32_t words[W];
       for (int i = 0; i < W; i++) words[i] = (uint32_t)some_bytes(rows[i] + at, some);
@@ -113,16 +112,19 @@ PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf
     return;
   }
   __m256i four[4];  // rows i, 4 + i, 8 + i, 12 + i
-  PA_UNROLLED
-  for (int i = 0; i < 4; i++) {
-    auto one = [&](int m) __attribute__((always_inline)) {
-      const char *from = rows[4 * m + i] + at;
-      return some == 8 ? _mm_loadl_epi64((const __m128i *)from) : _mm_cvtsi64_si128((long long)some_bytes(from, some));
-    };
-    four[i] = _mm256_broadcastq_epi64(one(0));
-    four[i] = _mm256_mask_broadcastq_epi64(four[i], 2, one(1));
-    four[i] = _mm256_mask_broadcastq_epi64(four[i], 4, one(2));
-    four[i] = _mm256_mask_broadcastq_epi64(four[i], 8, one(3));
+  auto all = [&](auto eight) __attribute__((always_inline)) {
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) {
+      four[i] = eight(i);
+      four[i] = _mm256_mask_mov_epi64(four[i], 2, eight(4 + i));
+      four[i] = _mm256_mask_mov_epi64(four[i], 4, eight(8 + i));
+      four[i] = _mm256_mask_mov_epi64(four[i], 8, eight(12 + i));
+    }
+  };
+  if (some == 8) {
+    all([&](int t) __attribute__((always_inline)) { return (__m256i)_mm256_broadcast_sd((const double *)(rows[t] + at)); });
+  } else {
+    all([&](int t) __attribute__((always_inline)) { return _mm256_set1_epi64x((long long)some_bytes(rows[t] + at, some)); });
   }
   if constexpr (SCALE == PA_HALVES) {
     PA_UNROLLED
@@ -145,17 +147,26 @@ PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf
 template <int ROWS>
 PA_INLINE void put_turned(vf *acc, float *s, int lds) {
   PA_UNROLLED
-  for (int r = 0; r < ROWS; r += 4) {
-    turn_quarters(acc + r);
-    PA_UNROLLED
-    for (int m = 0; m < 4; m++) {
+  for (int r = 0; r < ROWS; r += 4) turn_quarters(acc + r);
+  PA_UNROLLED
+  for (int i = 0; i < 4; i++) {
+    float *const to = s + (int64_t)i * lds;
+    if constexpr (ROWS == 8) {  // of each key four rows, and the other four
+      const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
       PA_UNROLLED
-      for (int i = 0; i < 4; i++) {
-        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[r + i], m);
-        float *to = s + (int64_t)(4 * m + i) * lds + r;
-        if (ROWS == 1) _mm_store_ss(to, each);
-        else if (ROWS == 2) _mm_storel_pi((__m64 *)to, each);
-        else _mm_storeu_ps(to, each);
+      for (int half = 0; half < 2; half++) {
+        const __m512d two = _mm512_permutex2var_pd((__m512d)acc[i], half ? upper : lower, (__m512d)acc[4 + i]);
+        _mm256_storeu_pd((double *)(to + (int64_t)8 * half * lds), _mm512_castpd512_pd256(two));
+        _mm256_storeu_pd((double *)(to + (int64_t)(8 * half + 4) * lds), _mm512_extractf64x4_pd(two, 1));
+      }
+    } else {
+      PA_UNROLLED
+      for (int m = 0; m < 4; m++) {
+        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[i], m);
+        float *const key = to + (int64_t)4 * m * lds;
+        if (ROWS == 1) _mm_store_ss(key, each);
+        else if (ROWS == 2) _mm_storel_pi((__m64 *)key, each);
+        else _mm_storeu_ps(key, each);
       }
     }
   }

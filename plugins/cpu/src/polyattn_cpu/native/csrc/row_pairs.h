@@ -38,57 +38,65 @@ PA_INLINE void add_one_pair(vf &acc, __m512i x, const float *pair) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*pair));
 }
 
-// Scores of W keys with ROWS rows: a key's are `lds` on. `sums_of`: a row's of each group.
-template <int SCALE, int ROWS, class Asks>
-PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, const float *q,
+// Scores of `count` keys, as whole vectors of W, with USED of ROWS rows: a key's are `lds` on. `sums_of`: a row's of each
+// group.
+template <int SCALE, int ROWS, int USED, class Asks>
+PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, int count, const float *q,
                              const float *sums_of, int ldsum, float *s, int lds, Asks asks) {
   constexpr int GROUPS = CODE_GROUPS<SCALE>, WORDS = W / GROUPS, CHAINS = ROWS > 4 ? 1 : 2;
-  vf acc[ROWS < 4 ? 4 : ROWS], by[GROUPS], least[GROUPS];
-  PA_UNROLLED
-  for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+  const char *const *const end = keys + count;
+  const int words = of.words;
+  const int64_t offset = of.offset;
   vf turned[4];
-  auto read = [&](int word, vf *to) __attribute__((always_inline)) {
-    if (word + 4 <= of.words) turned_words<true>(keys, of.offset + 4 * word, 16, to);
-    else turned_words<false>(keys, of.offset + 4 * word, 4 * (of.words - word), to);
+  auto read = [&](const char *const *from, int word, vf *to) __attribute__((always_inline)) {
+    if (word + 4 <= words) turned_words<true>(from, offset + 4 * word, 16, to);
+    else turned_words<false>(from, offset + 4 * word, 4 * (words - word), to);
   };
-  read(0, turned);
-  for (int word = 0; word < of.words; word += 4) {
-    const int first = word / WORDS, group = word % W / WORDS, parts = pa_min(4, of.words - word) / WORDS;
-    if (word % W == 0) {
-      turned_scales<SCALE>(keys, of.scales + SCALE_BYTES<SCALE> * first, of.groups - first, by, least);
-    }
-    vf next[4];  // beside products: loads of as many rows take long
-    if (word + 4 < of.words) read(word + 4, next);
-    const float *row = q + word * PairTable::EACH * ROWS;
+  read(keys, 0, turned);
+  for (; keys < end; keys += W, s += W * (int64_t)lds) {
+    vf acc[ROWS < 4 ? 4 : ROWS], by[GROUPS], least[GROUPS];
     PA_UNROLLED
-    for (int g = 0; g < 4 / WORDS; g++) {
-      if (WORDS < 4 && g >= parts) break;
-      vf part[CHAINS][ROWS];
+    for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
+    for (int word = 0; word < words; word += 4) {
+      const int first = word / WORDS, group = word % W / WORDS, parts = pa_min(4, words - word) / WORDS;
+      if (word % W == 0) {
+        turned_scales<SCALE>(keys, of.scales + SCALE_BYTES<SCALE> * first, of.groups - first, by, least);
+      }
+      // Beside products, as loads of so many rows take long: the next words, or the next keys' first ones.
+      vf next[4];
+      const bool more = word + 4 < words;
+      read(more || keys + W >= end ? keys : keys + W, more ? word + 4 : 0, next);
+      const float *row = q + word * PairTable::EACH * ROWS;
       PA_UNROLLED
-      for (int i = 0; i < CHAINS * ROWS; i++) part[i / ROWS][i % ROWS] = vf{};
-      Asks::template keys<2>(asks, 0);
-      PA_UNROLLED
-      for (int w = 0; w < WORDS; w++) {
-        Asks::template keys<1>(asks, 0);
+      for (int g = 0; g < 4 / WORDS; g++) {
+        if (WORDS < 4 && g >= parts) break;
+        vf part[CHAINS][USED];
         PA_UNROLLED
-        for (int j = 0; j < PairTable::EACH; j++) {
-          __m512i x = table((__m512i)turned[g * WORDS + w], j);
+        for (int i = 0; i < CHAINS * USED; i++) part[i / USED][i % USED] = vf{};
+        Asks::template keys<2>(asks, 0);
+        PA_UNROLLED
+        for (int w = 0; w < WORDS; w++) {
+          Asks::template keys<1>(asks, 0);
           PA_UNROLLED
-          for (int r = 0; r < ROWS; r++) {
-            add_one_pair(part[j % CHAINS][r], x, row + ((g * WORDS + w) * PairTable::EACH + j) * ROWS + r);
+          for (int j = 0; j < PairTable::EACH; j++) {
+            __m512i x = table((__m512i)turned[g * WORDS + w], j);
+            PA_UNROLLED
+            for (int r = 0; r < USED; r++) {
+              add_one_pair(part[j % CHAINS][r], x, row + ((g * WORDS + w) * PairTable::EACH + j) * ROWS + r);
+            }
           }
+        }
+        PA_UNROLLED
+        for (int r = 0; r < USED; r++) {
+          acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * by[group + g];
+          if (SCALE == PA_STEPS) acc[r] += least[group + g] * splat(sums_of[(int64_t)r * ldsum + first + g]);
         }
       }
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        acc[r] += (CHAINS == 2 ? part[0][r] + part[CHAINS - 1][r] : part[0][r]) * by[group + g];
-        if (SCALE == PA_STEPS) acc[r] += least[group + g] * splat(sums_of[(int64_t)r * ldsum + first + g]);
-      }
+      for (int i = 0; i < 4; i++) turned[i] = next[i];
     }
-    PA_UNROLLED
-    for (int i = 0; i < 4; i++) turned[i] = next[i];
+    put_turned<ROWS>(acc, s, lds);
   }
-  put_turned<ROWS>(acc, s, lds);
 }
 
 // Whether so many words are of two rows in a vector: TWICE.
@@ -139,34 +147,23 @@ PA_NOINLINE void code_weights(const Codes &of, int count, int word, const float 
   }
 }
 
-// o[row] += `weights` times codes [j, j + C) of each of W words, from `word` on: two keys' in pairs. Lane
+// W words of each two keys of a tile, from `word` on, their 16 bits in pairs: the lower ones, then the upper ones. Lane
 // GROUPS i + g is word i of group g. TWICE: of each four keys, as code_weights has them.
-template <int GROUPS, bool TWICE, int ROWS, int C, class Asks>
-PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int count, int word, const uint32_t *weights,
-                                float *o, int ldo, int j, Asks asks) {
-  constexpr int VECTORS = (ROWS * GROUPS + W - 1) / W, HALF = WORD_CODES / 2, KEYS = TWICE ? 4 : 2;
+template <int GROUPS, bool TWICE, class Asks>
+PA_NOINLINE void pair_words(const Codes &of, int count, int word, uint32_t *to, Asks asks) {
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i group = _mm512_and_epi32(lane, _mm512_set1_epi32(GROUPS - 1));
   // Which 16 bits of one key's words, and of another's, are a lane's.
   const __m512i half = _mm512_or_epi32(_mm512_slli_epi32(group, GROUPS == 8 ? 2 : 3),
                                        _mm512_slli_epi32(_mm512_srli_epi32(lane, GROUPS == 8 ? 3 : 2), 1));
   const __m512i of_both = _mm512_mullo_epi32(half, _mm512_set1_epi32(0x10001));
-  const __m512i pairs = _mm512_or_epi32(of_both, _mm512_set1_epi32(j < HALF ? 0x200000 : 0x210001));
-  const __m512i within = _mm512_set1_epi16(j % HALF * 4);
+  const __m512i lower = _mm512_or_epi32(of_both, _mm512_set1_epi32(0x200000)), upper = _mm512_or_epi32(of_both, _mm512_set1_epi32(0x210001));
   const int last = count - 1, left = of.words - word;
   const int64_t at_word = of.offset + 4 * word;
-  vf acc[ROWS][C];
-  o += j * W;
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
-  }
   auto all = [&](int some) __attribute__((always_inline)) {
     const __mmask8 there = (__mmask8)((1 << some) - 1);
-    for (int t = 0; t < count; t += KEYS, weights += VECTORS * W) {
+    for (int t = 0; t < count; t += TWICE ? 4 : 2, to += 2 * W) {
       Asks::template values<64>(asks, t);
-      if (t % 4 == 0) Asks::template values<64>(asks, t);
       auto words = [&](int key) __attribute__((always_inline)) {
         if (!TWICE) return (__m512i)code_words(of.rows[pa_min(key, last)] + at_word, some);
         auto half_of = [&](int key) __attribute__((always_inline)) {
@@ -174,27 +171,49 @@ PA_NOINLINE void add_code_pairs(const PairTable &table, const Codes &of, int cou
         };
         return _mm512_inserti64x4(_mm512_castsi256_si512(half_of(key)), half_of(key + 2), 1);
       };
-      __m512i two = _mm512_permutex2var_epi16(words(t), pairs, words(t + 1));
-      if (C < HALF) two = _mm512_srlv_epi16(two, within);
-      __m512i weight[ROWS];
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        const uint32_t *from = weights + r * GROUPS;
-        weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)from))
-                                : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
-      }
-      PA_UNROLLED
-      for (int c = 0; c < C; c++) {
-        const __m512i x = table(two, c);
-        PA_UNROLLED
-        for (int r = 0; r < ROWS; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
-      }
+      const __m512i a = words(t), b = words(t + 1);
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, lower, b));
+      _mm512_storeu_si512(to + W, _mm512_permutex2var_epi16(a, upper, b));
     }
   };
   if (!TWICE && left >= W) all(W);
   else all(left);
+}
+// o[row] += `weights` times codes [j, j + C) of each of W words, of `count` vectors that pair_words has written, by USED of
+// ROWS rows.
+template <int GROUPS, int ROWS, int USED, int C, class Asks>
+PA_NOINLINE void add_code_pairs(const PairTable &table, const uint32_t *words, int count, const uint32_t *weights, float *o, int ldo,
+                                int j, Asks asks) {
+  constexpr int VECTORS = (ROWS * GROUPS + W - 1) / W, HALF = WORD_CODES / 2;
+  const __m512i within = _mm512_set1_epi16(j % HALF * 4);
+  words += j / HALF * W;
+  vf acc[USED][C];
+  o += j * W;
   PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
+  for (int r = 0; r < USED; r++) {
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
+  }
+  for (int t = 0; t < count; t++, weights += VECTORS * W, words += 2 * W) {
+    Asks::template values<64>(asks, t);
+    __m512i two = _mm512_loadu_si512(words);
+    if (C < HALF) two = _mm512_srlv_epi16(two, within);
+    __m512i weight[USED];
+    PA_UNROLLED
+    for (int r = 0; r < USED; r++) {
+      const uint32_t *from = weights + r * GROUPS;
+      weight[r] = GROUPS == 8 ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i *)from))
+                              : _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
+    }
+    PA_UNROLLED
+    for (int c = 0; c < C; c++) {
+      const __m512i x = table(two, c);
+      PA_UNROLLED
+      for (int r = 0; r < USED; r++) acc[r][c] = add_pairs(acc[r][c], x, weight[r]);
+    }
+  }
+  PA_UNROLLED
+  for (int r = 0; r < USED; r++) {
     PA_UNROLLED
     for (int c = 0; c < C; c++) write(o + r * ldo + c * W, acc[r][c]);
   }
@@ -305,8 +324,8 @@ PA_ONCE void to_quads(float *q, int ldq, int size, float *unit, int32_t *more, i
 // Scores of W keys with ROWS rows: a key's are `lds` on.
 template <int ROWS, class Asks>
 PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
-                             const uint32_t *q, const float *unit, const int32_t *more, int step, float *s, int lds,
-                             Asks asks) {
+                             RowScales scales, const uint32_t *q, const float *unit, const int32_t *more, int step,
+                             float *s, int lds, Asks asks) {
   constexpr int CHAINS = ROWS > 2 ? 1 : 2;
   __m512i high[CHAINS][ROWS], low[CHAINS][ROWS];
   PA_UNROLLED
@@ -338,7 +357,7 @@ PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
     for (int w = 0; w < 4; w++) turned[w] = next[w];
   }
   vf by, acc[ROWS < 4 ? 4 : ROWS];
-  by = one_of_each(keys, offset + size);
+  by = one_of_each(scales);
   PA_UNROLLED
   for (int r = 0; r < (ROWS < 4 ? 4 : ROWS); r++) acc[r] = vf{};
   PA_UNROLLED
@@ -437,11 +456,11 @@ PA_NOINLINE void add_value_quads(const char *const *values, int64_t offset, int 
 
 // Weights of each two keys in pairs, times their rows' scales.
 template <int ROWS>
-PA_INLINE void weight_pairs(const char *const *rows, int64_t at, int count, const float *p, int ldp, uint32_t *pairs) {
+PA_INLINE void weight_pairs(RowScales scales, int count, const float *p, int ldp, uint32_t *pairs) {
   for (int t = 0; t < count; t += 2, pairs += W) {
     const bool both = t + 1 < count;
-    const vf a = loadf(p + (int64_t)t * ldp) * splat(read<float>(rows[t] + at));
-    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(read<float>(rows[t + 1] + at)) : vf{};
+    const vf a = loadf(p + (int64_t)t * ldp) * splat(scales[t]);
+    const vf b = both ? loadf(p + (int64_t)(t + 1) * ldp) * splat(scales[t + 1]) : vf{};
     _mm512_mask_storeu_epi32(pairs, (__mmask16)((1 << ROWS) - 1), (__m512i)bf16_pairs(a, b));
   }
 }

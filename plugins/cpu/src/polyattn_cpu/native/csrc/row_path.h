@@ -1,51 +1,17 @@
 // Decode over rows of bytes: codes and bytes are multiplied in registers, a trace's numbers for a head and
 // a tile at a time. Included after dot_path.h.
 
-// 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for. Queries lie
-// [W words][code of a word][word].
-struct Table {
-#if defined(__AVX512F__)
-  __m512 all;
-  explicit Table(const float *from) : all(_mm512_loadu_ps(from)) {}
-  PA_ALWAYS vf operator()(vu code) const { return (vf)_mm512_permutexvar_ps((__m512i)code, all); }
-#elif defined(__AVX2__)
-  __m256 low, high;
-  explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
-  PA_ALWAYS vf operator()(vu code) const {
-    const __m256i at = (__m256i)code;
-    const __m256 a = _mm256_permutevar8x32_ps(low, at), b = _mm256_permutevar8x32_ps(high, at);
-    return (vf)_mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
-  }
-#elif defined(__aarch64__) && !defined(PA_SVE)
-  uint8x16x4_t all;
-  explicit Table(const float *from) {
-    for (int i = 0; i < 4; i++) all.val[i] = vld1q_u8((const uint8_t *)(from + 4 * i));
-  }
-  PA_ALWAYS vf operator()(vu code) const {
-    const vu bytes = (code & 15u) * 0x04040404u + 0x03020100u;
-    return (vf)vqtbl4q_u8(all, (uint8x16_t)bytes);
-  }
-#else
-  const float *from;
-  explicit Table(const float *from) : from(from) {}
-  PA_ALWAYS vf operator()(vu code) const {
-    float each[W];
-    for (int i = 0; i < W; i++) each[i] = from[code[i] & 15];
-    return loadf(each);
-  }
-#endif
-  // to[row] += W words of codes times a row.
-  template <int ROWS>
-  PA_ALWAYS void add_products(vf *to, vu codes, const float *q, int ldq) const {
+// to[row] += W words of codes, of which queries lie [W words][code of a word][word], times a row.
+template <int ROWS>
+PA_INLINE void add_products(vf *to, const Table &table, vu codes, const float *q, int ldq) {
+  PA_UNROLLED
+  for (int j = 0; j < WORD_CODES; j++) {
+    vf x = table(codes >> 4 * j);
+    in_register(x);
     PA_UNROLLED
-    for (int j = 0; j < WORD_CODES; j++) {
-      vf x = (*this)(codes >> 4 * j);
-      in_register(x);
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) to[r] += x * loadf(q + (int64_t)r * ldq + j * W);
-    }
+    for (int r = 0; r < ROWS; r++) to[r] += x * loadf(q + (int64_t)r * ldq + j * W);
   }
-};
+}
 
 // W words of codes, or `count` and zeros.
 PA_INLINE vu code_words(const char *p, int count) {
@@ -92,7 +58,7 @@ PA_NOINLINE vf code_dots(const Codes &of, const Table &table, int first, const f
       vf part[ROWS];
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) part[r] = vf{};
-      table.add_products<ROWS>(part, codes, q + word * WORD_CODES, ldq);
+      add_products<ROWS>(part, table, codes, q + word * WORD_CODES, ldq);
       const vf by = loadf(of.by + (int64_t)t * of.ld + word);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) {
@@ -167,7 +133,7 @@ PA_ONCE void by_code(float *x, int size, bool back) {
   }
 }
 
-PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up(f.size / WORD_CODES, W); }
+PA_INLINE int code_width(const pa_row_format &f) { return pa_round_up((f.size + WORD_CODES - 1) / WORD_CODES, W); }
 
 constexpr int ROW_TILE = 64;  // keys
 
@@ -185,17 +151,17 @@ PA_INLINE int64_t tile_room([[maybe_unused]] const pa_row_format &f) {
 // And of queries of int8.
 PA_INLINE int64_t query_room([[maybe_unused]] const pa_layer &layer) {
 #if defined(__AMX_BF16__)
-  if (layer.key_format->form == PA_ROWS_INT8) return (int64_t)layer.num_kv_heads * (DOT_ROWS / PART_ROWS) * (layer.head_size / 64) * TILE_BYTES;
+  if (key_rows(layer).form == PA_ROWS_INT8) return (int64_t)layer.num_kv_heads * (DOT_ROWS / PART_ROWS) * (layer.head_size / 64) * TILE_BYTES;
 #endif
   return 0;
 }
 PA_ONCE int64_t row_scratch(const pa_layer &layer) {
-  const pa_row_format &k = *layer.key_format, &v = *layer.value_format;
+  const pa_row_format k = key_rows(layer), v = value_rows(layer);
   const int64_t widest = pa_max(row_width(k), row_width(v));
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * (code_width(k) + W) + row_registers(k) +
                          row_registers(v);
-  return 4 * floats + 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + tile_room(k) + tile_room(v) + query_room(layer) + Walk::scratch(layer, ROW_TILE + W) + 16 * 64;
+  return 4 * floats + 2 * 8 * (ROW_TILE + W) + 8 * pa_round_up(DOT_ROWS * layer.num_kv_heads, W) + 4 * ROW_TILE / 2 * PART_ROWS * W + tile_room(k) + tile_room(v) + query_room(layer) + Walk::scratch(layer, ROW_TILE + W) + 16 * 64;
 }
 
 template <int ROWS>
@@ -216,18 +182,18 @@ struct RowDecode : Decode<float, ROWS, 1> {
   using Base::item, Base::layer, Base::heads, Base::is, Base::q, Base::o, Base::s, Base::size, Base::v_size,
       Base::used, Base::arena, Base::source, Base::pairs, Base::key_base, Base::value_base, Base::ldq, Base::run;
 
-  const pa_row_format &key, &value;
+  const pa_row_format key, value;
   const bool in_keys, key_pairs, value_pairs;  // of bfloat16, which holds what is stored
   uint32_t *weights;
   float *by, *least, *row_scales, *floats, *q_sums, *units, *key_units;
   int32_t *registers, *more;
-  const char **unpacked;
+  const char **unpacked, **ones;
   int sum_width;
   Walk walk;
   typedef FarAhead<1> Far;
 
   RowDecode(Run *run, const Item &item, Turn *turn)
-      : Base(run, item, turn), key(*layer.key_format), value(*layer.value_format),
+      : Base(run, item, turn), key(key_rows(layer)), value(value_rows(layer)),
         in_keys(source.value == source.key), key_pairs(in_pairs(key)), value_pairs(in_pairs(value)),
         sum_width(code_width(key)),
         walk(run, item, turn, arena, ROW_TILE, ROW_TILE + W, false) {
@@ -241,6 +207,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
     q_sums = arena.template take<float>((int64_t)used * sum_width);
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
+    ones = arena.template take<const char *>(ROW_TILE + W);
+    static constexpr float ONE = 1;
+    for (int t = 0; t < ROW_TILE + W; t++) ones[t] = (const char *)&ONE;
     weights = arena.template take<uint32_t>(ROW_TILE / 2 * ROWS * W);
     key_units = arena.template take<float>((int64_t)used / ROWS * (ROWS > 4 ? 2 : 1) * W);
   }
@@ -283,10 +252,10 @@ struct RowDecode : Decode<float, ROWS, 1> {
         rows[i] = {from[0] + offset, from[1] - from[0]};
         if (even[i]) continue;
         rows[i] = {copy, room};
-        for (int j = 0; j < W; j++, copy += room) __builtin_memcpy(copy, from[j] + offset, size + 4);
+        for (int j = 0; j < W; j++, copy += room) __builtin_memcpy(copy, from[j] + offset, size);
       }
       for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
-        byte_tile_scores<ROWS>(rows, size, query_tiles + lane / ROWS * query_bytes(), key_units + lane / ROWS * W, s + lane,
+        byte_tile_scores<ROWS>(rows, scales_of(key, k, offset), size, query_tiles + lane / ROWS * query_bytes(), key_units + lane / ROWS * W, s + lane,
                                is.lanes, ask(count, 128));
       }
     }
@@ -297,7 +266,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       char *const by = value_room + (int64_t)v_size / 16 * TILE_BYTES;
       tiles_of_bytes(v, offset, v_size, value_room, ask(count * is.parts, 16 * (v_size / 16)));
       for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
-        tile_of_byte_weights<ROWS>(v, offset + v_size, count, s + lane, is.lanes, by, units);
+        tile_of_byte_weights<ROWS>(scales_of(value, v, offset), count, s + lane, is.lanes, by, units);
         add_byte_tiles<ROWS>(by, units, value_room, v_size, o + (int64_t)lane * is.ldo, is.ldo);
       }
     }
@@ -350,6 +319,9 @@ struct RowDecode : Decode<float, ROWS, 1> {
     return PAIRS && f.form != PA_TRACED && (f.form != PA_CODES || f.scale != PA_NORM);
   }
 
+  RowScales scales_of(const pa_row_format &f, const char *const *rows, int64_t offset) const {
+    return f.bytes > f.size ? RowScales{rows, offset + f.size} : RowScales{ones, 0};
+  }
   // What a head's rows in a tile need first.
   PA_NOINLINE Codes look_at(const pa_row_format &f, const char *const *rows, int64_t offset, int count,
                             int elements) {
@@ -370,13 +342,14 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
     const float part = f.form == PA_ROWS_INT8   ? Apart<int8_t>::FACTOR
                        : f.form == PA_ROWS_E4M3 ? Apart<e4m3>::FACTOR : 1;
+    const RowScales scales = scales_of(f, rows, offset);
     for (int t = 0; t < count; t++) {
       if (f.form == PA_TRACED) {
         float *to = floats + (int64_t)t * row_width(f);
         unpack_row(f, rows[t] + offset, elements, to, registers);
         unpacked[t] = (const char *)to;
       } else {
-        row_scales[t] = read<float>(rows[t] + offset + f.size) * (1 / part);
+        row_scales[t] = scales[t] * (1 / part);
       }
     }
     return of;
@@ -473,7 +446,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
         const int some = pa_min(RUN, count - t);
         float *to = s + (int64_t)t * is.lanes + lane;
         if (key.form == PA_ROWS_INT8) {
-          byte_int_scores<ROWS>(k + t, some, offset, offset + key.size, row, ldq, size, units, to, is.lanes,
+          byte_int_scores<ROWS>(k + t, some, offset, scales_of(key, k, offset).from(t), row, ldq, size, units, to, is.lanes,
                                 ask(some, (some + KEYS - 1) / KEYS * ((KEYS + 1) / 2) * (size / (2 * W))));
           continue;
         }
@@ -514,10 +487,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
         value_table.looks ? add_int_words<scale(), true>(h, of, count) : add_int_words<scale(), false>(h, of, count);
       });
     }
+    const RowScales scales = scales_of(value, v, offset);
     add_some_rows(h, [&](const float *p, float *to) {
       const IntWeights<1, false> by(
           p, is.lanes, count, floats,
-          [&](int t) __attribute__((always_inline)) { return GroupScales{splat(read<float>(v[t] + offset + value.size)), vf{}}; },
+          [&](int t) __attribute__((always_inline)) { return GroupScales{splat(scales[t]), vf{}}; },
           [&](int t, const RowLanes<1> &two) __attribute__((always_inline)) {
             __builtin_memcpy(weights + 2 * t, &two, 16);
           });
@@ -558,7 +532,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     for (int t = 0; t < count; t += KEYS) {
       for (int h = 0; h < heads; h++) {
         const int64_t offset = key_base + h * source.key_head;
-        const vf by = byte_row_scales<ROWS>(k + t, offset + size);
+        const vf by = byte_row_scales<ROWS>(scales_of(key, k, offset).from(t));
         for (int part = 0; part < is.parts; part++) {
           const int lane = (h * is.parts + part) * ROWS;
           const uint16_t *row = (const uint16_t *)(q + (int64_t)lane * ldq);
@@ -571,10 +545,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
   void byte_quad_scores(const char *const *k, int count) {
     for (int t = 0; t < count; t += W) {
       for (int h = 0; h < heads; h++) {
+        const int64_t offset = key_base + h * source.key_head;
+        const RowScales scales = scales_of(key, k, offset);
         for (int part = 0; part < is.parts; part++) {
           const int lane = (h * is.parts + part) * ROWS;
           const float *sum = q_sums + (int64_t)lane * sum_width;
-          quad_scores<ROWS>(k + t, key_base + h * source.key_head, size, (const uint32_t *)(q + (int64_t)lane * ldq), sum,
+          quad_scores<ROWS>(k + t, offset, size, scales.from(t), (const uint32_t *)(q + (int64_t)lane * ldq), sum,
                             (const int32_t *)sum + 1, sum_width, s + (int64_t)t * is.lanes + lane, is.lanes,
                             ask(W, size / 16 * 5));
         }
@@ -590,8 +566,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       for (int i = 0; i < W; i++) of_lane[i] = pa_min((lane + i) / per_head - first, some - 1);
       float *to = by;
       for (int t = 0; t < count; t++, to += W) {
-        const char *row = v[t] + value_base + first * source.value_head + value.size;
-        for (int h = 0; h < some; h++, row += source.value_head) to[h] = read<float>(row);
+        for (int h = 0; h < some; h++) to[h] = scales_of(value, v, value_base + (first + h) * source.value_head)[t];
       }
       quad_weights(s + lane, is.lanes, count, by, _mm512_loadu_si512(of_lane), pairs + lane, is.lanes, units + lane, more + lane);
     }
@@ -615,13 +590,11 @@ struct RowDecode : Decode<float, ROWS, 1> {
   void code_pair_scores(int h, int count, const Codes &of) {
     const PairTable table((const float *)key.table);
     by_scale(key, [&](auto scale) {
-      for (int t = 0; t < count; t += W) {
-        for (int part = 0; part < is.parts; part++) {
-          const int lane = (h * is.parts + part) * ROWS;
-          code_scores<scale(), ROWS>(of, table, of.rows + t, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width,
-                                     sum_width, s + (int64_t)t * is.lanes + lane, is.lanes,
-                                     ask(W, of.words + of.words / 2));
-        }
+      for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
+        by_used([&](auto n) {
+          code_scores<scale(), ROWS, n()>(of, table, of.rows, count, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width, sum_width,
+                                          s + lane, is.lanes, ask(count, pa_round_up(count, W) / W * (of.words + of.words / 2)));
+        });
       }
     });
   }
@@ -735,15 +708,28 @@ struct RowDecode : Decode<float, ROWS, 1> {
     }
   }
 #if defined(PA_PAIR_DOTS)
+  // Of eight rows seven are used by 7, 14, 28 or 56 query heads: products of one fewer.
+  template <class Each>
+  void by_used(Each each) const {
+    if constexpr (ROWS == 8) {
+      if (is.each < 8) return each(std::integral_constant<int, 7>());
+    }
+    each(std::integral_constant<int, ROWS>());
+  }
   template <int SCALE, bool TWICE>
   void add_word_pairs(const Codes &of, int count, int word, int lane) {
     constexpr int C = ROWS > 4 ? 2 : 4;
     const PairTable table((const float *)value.table);
     float *to = o + (int64_t)lane * is.ldo;
     code_weights<SCALE, ROWS, TWICE>(of, count, word, s + lane, is.lanes, weights, to, is.ldo);
+    const int visits = (count + (TWICE ? 3 : 1)) / (TWICE ? 4 : 2);
+    uint32_t *const words = (uint32_t *)floats;
+    pair_words<CODE_GROUPS<SCALE>, TWICE>(of, count, word, words, ask(count / 4, visits));
     for (int j = 0; j < WORD_CODES; j += C) {
-      add_code_pairs<CODE_GROUPS<SCALE>, TWICE, ROWS, C>(table, of, count, word, weights, to + word * WORD_CODES, is.ldo, j,
-                                                         ask(count * C / WORD_CODES, (count + 3) / 4 * (TWICE ? 2 : 3)));
+      by_used([&](auto n) {
+        add_code_pairs<CODE_GROUPS<SCALE>, ROWS, n(), C>(table, words, visits, weights, to + word * WORD_CODES, is.ldo, j,
+                                                         ask(count * C / WORD_CODES * 3 / 4, visits));
+      });
     }
   }
   template <int SCALE>
@@ -764,7 +750,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
       const int some = pa_min(RUN, count - t);
       for (int lane = 0; lane < used; lane += ROWS) {
         const int64_t offset = value_base + lane / (is.parts * ROWS) * source.value_head;
-        weight_pairs<ROWS>(v + t, offset + value.size, some, s + (int64_t)t * is.lanes + lane, is.lanes, weights);
+        weight_pairs<ROWS>(scales_of(value, v, offset).from(t), some, s + (int64_t)t * is.lanes + lane, is.lanes, weights);
         for (int c = 0, step; c < v_size; c += step) {
           const int vectors = c + most * W <= v_size ? most : 2;
           step = vectors * W;

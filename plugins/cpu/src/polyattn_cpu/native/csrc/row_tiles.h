@@ -88,6 +88,19 @@ PA_NOINLINE void add_tile_scores(const float *products, const vf *by, int groups
   put_turned<ROWS>(acc, s, lds);
 }
 
+// The weights of 16 keys, a vector of each row.
+template <int ROWS>
+PA_INLINE void turned_weights(const float *p, int ldp, vf *to) {
+  PA_UNROLLED
+  for (int r = 0; r < ROWS; r += 4) {
+    PA_UNROLLED
+    for (int i = 0; i < 4; i++) {
+      auto key = [&](int m) __attribute__((always_inline)) { return (const char *)(p + (int64_t)(4 * m + i) * ldp + r); };
+      to[r + i] = (vf)four_rows<true>(key(0), key(1), key(2), key(3), 16);
+    }
+    turn_quarters(to + r);
+  }
+}
 // The weights of 32 keys, of which `count` are, times each group's scales, as rows of a tile for each group.
 template <int SCALE, int ROWS>
 PA_NOINLINE void tiles_of_weights(const Codes &of, const char *const *rows, int count, const float *p, int ldp, char *to) {
@@ -99,14 +112,7 @@ PA_NOINLINE void tiles_of_weights(const Codes &of, const char *const *rows, int 
     for (int half = 0; half < 2; half++) {
       const int first = half * W;
       turned_scales<SCALE>(rows + first, of.scales + SCALE_BYTES<SCALE> * group, of.groups - group, by[half], none);
-      for (int r = 0; r < SOME; r += 4) {
-        PA_UNROLLED
-        for (int i = 0; i < 4; i++) {
-          auto row = [&](int m) __attribute__((always_inline)) { return (const char *)(p + (int64_t)(first + 4 * m + i) * ldp + r); };
-          weight[half][r + i] = (vf)four_rows<true>(row(0), row(1), row(2), row(3), 16);
-        }
-        turn_quarters(weight[half] + r);
-      }
+      turned_weights<SOME>(p + (int64_t)first * ldp, ldp, weight[half]);
     }
     const __mmask32 there = count >= 32 ? ~0u : (1u << count) - 1;
     for (int g = 0; g < some; g++) {
@@ -225,8 +231,8 @@ struct ByteRows {
 };
 // Scores of 64 keys with ROWS queries.
 template <int ROWS, class Asks>
-PA_NOINLINE void byte_tile_scores(const ByteRows *keys, int size, const char *queries, const float *units, float *s, int lds,
-                                  Asks asks) {
+PA_NOINLINE void byte_tile_scores(const ByteRows *keys, RowScales scales, int size, const char *queries, const float *units,
+                                  float *s, int lds, Asks asks) {
   alignas(64) int32_t sums[4][16][16];
   all_written();
   _tile_zero(0);
@@ -249,18 +255,16 @@ PA_NOINLINE void byte_tile_scores(const ByteRows *keys, int size, const char *qu
   const __m256 unit = _mm256_loadu_ps(units);
   for (int i = 0; i < 64; i++, s += lds) {
     Asks::template keys<2>(asks, 0);
-    const ByteRows &rows = keys[i / 16];
     const int32_t *from = sums[i / 16][i % 16];
     const __m256i high = _mm256_load_si256((const __m256i *)from), low = _mm256_load_si256((const __m256i *)(from + 8));
     const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low));
-    const __m256 by = _mm256_mul_ps(unit, _mm256_set1_ps(read<float>(rows.at + i % 16 * rows.step + size)));
+    const __m256 by = _mm256_mul_ps(unit, _mm256_set1_ps(scales[i]));
     _mm256_mask_storeu_ps(s, (__mmask8)((1 << ROWS) - 1), _mm256_mul_ps(sum, by));
   }
 }
 // The weights of up to 64 keys times their scales, as a tile; and their units.
 template <int ROWS>
-PA_NOINLINE void tile_of_byte_weights(const char *const *rows, int64_t scale_at, int count, const float *p, int ldp, char *to,
-                                      float *units) {
+PA_NOINLINE void tile_of_byte_weights(RowScales scales, int count, const float *p, int ldp, char *to, float *units) {
   constexpr int SOME = ROWS < 4 ? 4 : ROWS;
   vf weight[4][SOME], most[ROWS];
   PA_UNROLLED
@@ -272,15 +276,8 @@ PA_NOINLINE void tile_of_byte_weights(const char *const *rows, int64_t scale_at,
       for (int r = 0; r < SOME; r++) weight[part][r] = vf{};
       continue;
     }
-    const vf by = one_of_each(rows + first, scale_at);
-    for (int r = 0; r < SOME; r += 4) {
-      PA_UNROLLED
-      for (int i = 0; i < 4; i++) {
-        auto row = [&](int m) __attribute__((always_inline)) { return (const char *)(p + (int64_t)(first + 4 * m + i) * ldp + r); };
-        weight[part][r + i] = (vf)four_rows<true>(row(0), row(1), row(2), row(3), 16);
-      }
-      turn_quarters(weight[part] + r);
-    }
+    const vf by = one_of_each(scales.from(first));
+    turned_weights<SOME>(p + (int64_t)first * ldp, ldp, weight[part]);
     PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
       weight[part][r] = (vf)_mm512_maskz_mul_ps(there, (__m512)weight[part][r], (__m512)by);

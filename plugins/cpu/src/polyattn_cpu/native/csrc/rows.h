@@ -3,6 +3,21 @@
 
 constexpr int WORD_CODES = 8;  // of four bits, in 32
 
+// Integers with the cache's scale are rows of int8 without one behind them.
+PA_INLINE bool in_rows(const pa_layer &layer) { return layer.key_format || layer.cache_dtype == PA_INT8; }
+PA_INLINE pa_row_format format_of(const pa_row_format *f, int size) {
+  return f ? *f : pa_row_format{PA_ROWS_INT8, 0, size, size, size, 0, 0, 0, 0, 1, NULL, NULL, NULL};
+}
+PA_INLINE pa_row_format key_rows(const pa_layer &layer) { return format_of(layer.key_format, layer.head_size); }
+PA_INLINE pa_row_format value_rows(const pa_layer &layer) { return format_of(layer.value_format, layer.v_head_size); }
+// Where rows' float32 lie: behind them, or one for all.
+struct RowScales {
+  const char *const *rows;
+  int64_t at;
+  PA_ALWAYS RowScales from(int t) const { return {rows + t, at}; }
+  PA_ALWAYS float operator[](int t) const { return read<float>(rows[t] + at); }
+};
+
 PA_INLINE int row_width(const pa_row_format &f) { return pa_round_up(f.size, 16); }
 PA_INLINE int64_t row_registers(const pa_row_format &f) {
   return (int64_t)(f.num_registers - f.num_constants) * row_width(f);
@@ -158,10 +173,10 @@ PA_INLINE vf repeated(vf x) {
 
 // The scales of W / ROWS rows of bytes, a lane each of a visit's scores.
 template <int ROWS>
-PA_INLINE vf byte_row_scales(const char *const *rows, int64_t at) {
+PA_INLINE vf byte_row_scales(const RowScales &scales) {
   vf each = {};
   PA_UNROLLED
-  for (int k = 0; k < W / ROWS; k++) each[k] = read<float>(rows[k] + at);
+  for (int k = 0; k < W / ROWS; k++) each[k] = scales[k];
   return repeated<ROWS>(each);
 }
 
@@ -224,29 +239,78 @@ PA_INLINE GroupScales group_scales(const pa_row_format &f, int groups, const cha
   }
 }
 
-// A row's first `count` numbers, in order.
+// 16 numbers that codes of four bits, in lanes whose higher bits may be anything, stand for.
+struct Table {
+#if defined(__AVX512F__)
+  __m512 all;
+  explicit Table(const float *from) : all(_mm512_loadu_ps(from)) {}
+  PA_ALWAYS vf operator()(vu code) const { return (vf)_mm512_permutexvar_ps((__m512i)code, all); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+  explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+  PA_ALWAYS vf operator()(vu code) const {
+    const __m256i at = (__m256i)code;
+    const __m256 a = _mm256_permutevar8x32_ps(low, at), b = _mm256_permutevar8x32_ps(high, at);
+    return (vf)_mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+  }
+#elif defined(__aarch64__) && !defined(PA_SVE)
+  uint8x16x4_t all;
+  explicit Table(const float *from) {
+    for (int i = 0; i < 4; i++) all.val[i] = vld1q_u8((const uint8_t *)(from + 4 * i));
+  }
+  PA_ALWAYS vf operator()(vu code) const {
+    const vu bytes = (code & 15u) * 0x04040404u + 0x03020100u;
+    return (vf)vqtbl4q_u8(all, (uint8x16_t)bytes);
+  }
+#else
+  const float *from;
+  explicit Table(const float *from) : from(from) {}
+  PA_ALWAYS vf operator()(vu code) const {
+    float each[W];
+    for (int i = 0; i < W; i++) each[i] = from[code[i] & 15];
+    return loadf(each);
+  }
+#endif
+};
+
+// Words of W codes, each where its code's lane is.
+PA_INLINE vu words_of_lanes(const char *p) {
+#if defined(__AVX512F__)
+  const __m512i second = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  return (vu)_mm512_permutexvar_epi32(second, _mm512_set1_epi64(read<long long>(p)));
+#else
+  uint32_t word = 0;
+  __builtin_memcpy(&word, p, W / 2);
+  return vu{} + word;
+#endif
+}
+// A row's first `count` numbers, in order, in whole vectors: a group has some.
 template <int SCALE>
 PA_ONCE void unpack_codes(const pa_row_format &f, const char *row, int count, float *to) {
-  const float *table = (const float *)f.table;
-  const int words = pa_round_up(count, WORD_CODES) / WORD_CODES, groups = f.size / f.group;
-  for (int word = 0; word < words; word += W) {
+  const Table table((const float *)f.table);
+  const int groups = f.size / f.group;
+  vu place;
+  for (int i = 0; i < W; i++) place[i] = i % WORD_CODES * 4;
+  for (int word = 0; word * WORD_CODES < count; word += W) {
     const GroupScales is = group_scales<SCALE>(f, groups, row, word);
-    float by[W], least[W];
-    write(by, is.by);
-    write(least, is.least);
-    for (int i = 0; i < pa_min(W, words - word); i++) {
-      uint32_t codes;
-      __builtin_memcpy(&codes, row + 4 * (word + i), 4);
-      const int some = pa_min(WORD_CODES, count - WORD_CODES * (word + i));
-      for (int j = 0; j < some; j++, codes >>= 4) {
-        to[WORD_CODES * (word + i) + j] = table[codes & 15] * by[i] + least[i];
-      }
+    const int end = pa_min(count, (word + W) * WORD_CODES);
+    for (int i = word * WORD_CODES; i < end; i += W) {
+      const int at = i / WORD_CODES - word;
+      const vf x = table(words_of_lanes(row + i / 2) >> place);
+      write(to + i, x * splat(is.by[at]) + (SCALE == PA_STEPS ? splat(is.least[at]) : vf{}));
     }
   }
 }
+template <class T>
+PA_ONCE void unpack_bytes(const T *row, float scale, int count, float *to) {
+  for (int i = 0; i < count; i += W) {
+    const vf x = count - i >= W ? load(row + i) : load_some(row + i, count - i);
+    write(to + i, x * splat(scale));
+  }
+}
 
+// `to` has room for whole vectors.
 PA_ONCE void unpack_row(const pa_row_format &f, const char *row, int count, float *to, int32_t *registers) {
-  float scale = 1;
   switch (f.form) {
     case PA_CODES:
       switch (f.scale) {
@@ -256,20 +320,9 @@ PA_ONCE void unpack_row(const pa_row_format &f, const char *row, int count, floa
         case PA_POWERS: return unpack_codes<PA_POWERS>(f, row, count, to);
         default: return unpack_codes<PA_NORM>(f, row, count, to);
       }
-    case PA_TRACED:
-      __builtin_memcpy(to, trace_row(f, row, registers), sizeof(float) * count);
-      return;
-    default: {
-      __builtin_memcpy(&scale, row + f.size, 4);
-      float each[W];
-      for (int i = 0; i < count; i += W) {
-        const int some = pa_min(W, count - i);
-        const vf x = f.form == PA_ROWS_INT8 ? load_some((const int8_t *)row + i, some)
-                                            : load_some((const e4m3 *)row + i, some);
-        write(each, x * splat(scale));
-        __builtin_memcpy(to + i, each, 4 * some);
-      }
-    }
+    case PA_TRACED: __builtin_memcpy(to, trace_row(f, row, registers), sizeof(float) * count); return;
+    case PA_ROWS_INT8: return unpack_bytes((const int8_t *)row, read<float>(row + f.size), count, to);
+    default: return unpack_bytes((const e4m3 *)row, read<float>(row + f.size), count, to);
   }
 }
 
