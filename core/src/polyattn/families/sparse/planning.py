@@ -70,7 +70,7 @@ class Piece(Op):
         spec = planner.group.spec
         assert cache is not None and choice is not None
         view, steps = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
-        assert self.table is not None
+        assert self.table is not None and isinstance(self.rows, slice)
         assert isinstance(planner.backend, AttentionBackend)
         chosen = ChosenPages(
             spec,
@@ -131,6 +131,7 @@ class RowsPiece(Piece):
     def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
         cache, choice = frame.cache, frame.choice
         assert cache is not None and choice is not None and self.call is not None
+        assert isinstance(self.rows, slice)
         spec = self.planner.group.spec
         backend = self.planner.backend
         assert isinstance(backend, SparseBackend)
