@@ -251,6 +251,8 @@ class Visit:
         """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.
 
         `of_mm`: its products beside torch's matrix product; `bar_of_mm`: those that the bar takes.
+        `rows_of_read`, `products_of_read`: a loop that reads the same rows, and one that multiplies each
+        line as often as this instruction set's pairs of bfloat16 must.
         """
         from dataclasses import replace
 
@@ -282,22 +284,29 @@ class Visit:
             runs, size = self._runs(step, cache)
             bounds = self.limits()
             limit, amount = bounds["read"]
-            multiply, products = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+            multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
             calls: Calls = {"sparse": call, "read": limit, "mm": multiply}
+            # The rows read in their order, then multiplied as often as a KV head's queries must, too.
+            ratio = spec.num_heads // spec.num_kv_heads
             calls |= {
-                f"rows {n}": partial(self.native._read, runs, size, n, 0) for n in (0, 4096, 16384)
+                f"{way} {n}": partial(self.native._read, runs, size, n, products)
+                for way, products in (("rows", 0), ("products", ratio))
+                for n in (0, 4096, 16384)
             }
             best = least(calls, self.seconds, time.thread_time)
             rate = len(runs) * size / best["sparse"]
-            rows = len(runs) * size / min(took for key, took in best.items() if "rows" in key)
+            rows, both = (
+                len(runs) * size / min(took for key, took in best.items() if way in key)
+                for way in ("rows", "products")
+            )
             width = spec.head_size + spec.v_head_size
             done = 2 * seqs * spec.num_heads * part.most * width
-            of_mm = done / best["sparse"] / (products / best["mm"])
+            of_mm = done / best["sparse"] / (flops / best["mm"])
             share = rate * best["read"] / amount
             self.row(f"sparse {name} {layout}", share, "of read", 0.6,
                      ms=best["sparse"] * 1e3, of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share,
                      run_bytes=size, rows_of_read=rows * best["read"] / amount,
-                     of_rows=rate / rows)  # fmt: skip
+                     products_of_read=both * best["read"] / amount, of_rows=rate / rows)  # fmt: skip
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
         """Return where the runs of memory are that a step's rows read, and their bytes."""

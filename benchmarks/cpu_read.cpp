@@ -21,7 +21,7 @@ static float read_all(const char *const *runs, int64_t count, int64_t bytes, int
         if (ahead) __builtin_prefetch(asked + 64 * j, 0, 2);
         const vf x = *(const vf *)(runs[r] + i + 64 * j);
         if (!PRODUCTS) acc[j] += x;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int k = 0; k < PRODUCTS; k++) acc[k] += x * by[k];
       }
     }
@@ -33,7 +33,7 @@ static float read_all(const char *const *runs, int64_t count, int64_t bytes, int
   return total;
 }
 
-// `products` of 0, 1, 2, 4 or 8; -1 of any other.
+// `products` of 0, 1, 2, 4, 8, 12 or 16; -1 of any other.
 extern "C" float read_runs(const char *const *runs, int64_t count, int64_t bytes, int64_t ahead,
                            int64_t products) {
   switch (products) {
@@ -42,6 +42,8 @@ extern "C" float read_runs(const char *const *runs, int64_t count, int64_t bytes
     case 2: return read_all<2>(runs, count, bytes, ahead);
     case 4: return read_all<4>(runs, count, bytes, ahead);
     case 8: return read_all<8>(runs, count, bytes, ahead);
+    case 12: return read_all<12>(runs, count, bytes, ahead);
+    case 16: return read_all<16>(runs, count, bytes, ahead);
     default: return -1;
   }
 }

@@ -124,9 +124,7 @@ class TorchIndex(IndexBackend):
             )
             scores = scores.masked_fill(forced[:, None] & seen, torch.inf)
         # Sorted as they are, equal ones stay in the order of their ids; what isn't seen comes last.
-        order = (
-            scores.masked_fill(~seen, -torch.inf).sort(stable=True, dim=2, descending=True).indices
-        )
+        order = scores.sort(stable=True, dim=2, descending=True).indices
         real = seen.expand_as(scores).gather(2, order)
         order = order[..., :count].int().masked_fill(~real[..., :count], NONE)
         if isinstance(spec.budget, float):

@@ -7,6 +7,8 @@
 
 #include "internal.h"
 
+enum { DIGIT = 10 };  // bits of a candidate that are told apart at a time
+
 IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
   const pa_index &x = *run->index;
   const int32_t seen = pa_max(0, pa_min(position + 1, x.lens[seq]));
@@ -20,9 +22,23 @@ IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
 int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room) {
   if (n <= count) return n;
   if (count <= 0) return 0;
+  // Those whose leading bits alone decide are counted; the others are few, and are compared.
+  int32_t left = n, rank = count, shift = 64 - DIGIT;
   std::copy(numbers, numbers + n, room);
-  std::nth_element(room, room + (n - count), room + n);
-  const uint64_t least = room[n - count];
+  for (; left > 8 * DIGIT && shift > 0; shift -= DIGIT) {
+    int32_t bins[1 << DIGIT] = {}, bin = 1 << DIGIT;
+    const auto digit = [shift](uint64_t x) { return (int32_t)(x >> shift) & ((1 << DIGIT) - 1); };
+    for (int32_t i = 0; i < left; i++) bins[digit(room[i])]++;
+    while (rank > bins[--bin]) rank -= bins[bin];
+    int32_t some = 0;
+    for (int32_t i = 0; i < left; i++) {
+      room[some] = room[i];
+      some += digit(room[i]) == bin;
+    }
+    left = some;
+  }
+  std::nth_element(room, room + (left - rank), room + left);
+  const uint64_t least = room[left - rank];
   return (int32_t)(std::copy_if(numbers, numbers + n, numbers, [least](uint64_t x) { return x >= least; }) - numbers);
 }
 

@@ -6,7 +6,9 @@
 // Of those a choice keeps what is better than the worst that it has, until its list is full; then its best.
 
 constexpr int INDEX_TILE = MATRIX_TILE;
-constexpr int INDEX_AHEAD = 8192;  // bytes of keys that decode's products ask for ahead of their use
+// Decode's products take a tile's keys from so many places in turn, as prefetchers follow each place, and ask for
+// keys so many bytes ahead of their use.
+constexpr int INDEX_PLACES = 2, INDEX_AHEAD = 8192;
 
 // Rows of a token: a whole number of vectors, or a power of two that divides one.
 PA_INLINE int index_rows(const pa_index &x) {
@@ -176,12 +178,13 @@ struct Index {
       const char *key = (const char *)x.keys + number * x.page_bytes;
       const char *scale = key + x.block_size * bytes + from * 4L;
       key += from * bytes;
-      for (; entry < stop; n++, entry++, key += bytes, scale += 4) {
-        at[first + n] = key;
-        ids[first + n] = entry;
-        scale_at[first + n] = scale;
-      }
-      if (x.scaled) prefetch(scale - 4);
+      const int to = first + n, some = stop - entry;
+      for (int i = 0; i < some; i++) at[to + i] = key + i * bytes;
+      for (int i = 0; i < some; i++) ids[to + i] = entry + i;
+      for (int i = 0; x.scaled && i < some; i++) scale_at[to + i] = scale + 4 * i;
+      if (x.scaled) prefetch(scale + 4 * (some - 1));
+      n += some;
+      entry = stop;
     }
     return n;
   }
@@ -374,24 +377,28 @@ struct Index {
   template <int ROWS>
   PA_NOINLINE void dot_all(int count, int next) {
     constexpr int KEYS = W / ROWS;
-    const int there = count + next;
-    for (int i = there; i < there + KEYS; i++) at[i] = at[there - 1];
+    const int there = count + next, places = count == INDEX_TILE ? INDEX_PLACES : 1, each = count / places;
+    for (int i = there; i < there + W; i++) at[i] = at[there - 1];
     const int64_t bytes = (int64_t)x.head_size * sizeof(T);
-    const int distance = pa_round_up((int32_t)pa_min((int32_t)(INDEX_AHEAD / bytes) + 1, INDEX_TILE), KEYS);
-    for (int t = 0; t < count; t += KEYS) {
-      const IndexAhead asks = {at + pa_min(t + distance, there)};
+    const int distance = pa_round_up((int32_t)pa_min((int32_t)(INDEX_AHEAD / bytes) + 1, each), KEYS);
+    for (int i = 0; i < each; i += W) {
+      vf block[INDEX_PLACES][ROWS];
+      for (int r = 0, t = i; r < ROWS; r++, t += KEYS) {
+        const int later = t + distance < each ? t + distance : t + distance - each + count;  // or the next tile's
+        for (int p = 0; p < places; p++) {
+          const char *const *some = at + p * each + t;
+          const IndexAhead asks = {at + pa_min(p * each + later, there)};
 #if defined(PA_PAIR_DOTS)
-      const vf found = pair_dots<T, ROWS>(at + t, 0, (const uint16_t *)q, 2 * row_floats(), x.head_size, asks);
+          block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * row_floats(), x.head_size, asks);
 #else
-      const vf found = dots<T, ROWS>(at + t, 0, q, row_floats(), x.head_size, asks);
+          block[p][r] = dots<T, ROWS>(some, 0, q, row_floats(), x.head_size, asks);
 #endif
-      write(s + (int64_t)t * ROWS, found);
-    }
-    for (int t = 0; t < count; t += W) {
-      vf block[ROWS];
-      for (int r = 0; r < ROWS; r++) block[r] = loadf(s + (int64_t)t * ROWS + r * W);
-      apart_by_turns<ROWS>(block);
-      fold_block<ROWS>(block, 0, t);
+        }
+      }
+      for (int p = 0; p < places; p++) {
+        apart_by_turns<ROWS>(block[p]);
+        fold_block<ROWS>(block[p], 0, p * each + i);
+      }
     }
   }
   void dot_few(int count, int next) {
