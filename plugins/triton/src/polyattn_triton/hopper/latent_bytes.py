@@ -6,8 +6,8 @@ goes back to shared memory, which queries and weights alone fill. A unit of 16 b
 a key: its first ones and its second ones are an operand each, of which a row, or a column, is every
 second number.
 
-Four warps attend with 16 or 32 (token, head) rows to what another copies (`latent_copies`). Two programs run
-on a multiprocessor.
+Four warps attend with 16 or 32 (token, head) rows to what another copies (`latent_copies`). Two programs
+run on a multiprocessor.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
