@@ -19,6 +19,7 @@ ISAS = library.isas() if library.why_not() is None else ("none",)
 LAYERS = {  # kind, heads, key heads, head size, form
     "convolution": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, activation="silu")),
     "many channels": ("short_conv", 1100, 1, 1, RecurrentSpec(conv_width=4, activation="silu")),
+    "more channels": ("short_conv", 2100, 1, 1, RecurrentSpec(conv_width=4)),
     "width 3": ("short_conv", 577, 1, 1, RecurrentSpec(conv_width=3)),
     "width 5": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=5)),
     "width 2": ("short_conv", 64, 1, 1, RecurrentSpec(conv_width=2)),
@@ -49,6 +50,8 @@ STEPS = {  # query lengths, sequence lengths
     "decode": ([1, 1, 1], [5, 1, 90]),
     "mixed": ([70, 1, 16, 0], [70, 4, 50, 9]),
 }
+BORDERS = ([126, 3, 1, 127, 0, 131, 128, 125], [126, 9, 4, 127, 3, 140, 128, 125])
+"""Sequences that begin 2 tokens before an item of 128, 1 behind one and where one begins."""
 
 
 class Step:
@@ -92,10 +95,19 @@ def isa(request, monkeypatch):
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_recurrence_agrees_with_float64(monkeypatch, layer, step, dtype):
+    agrees(monkeypatch, layer, STEPS[step], dtype)
+
+
+@pytest.mark.parametrize("layer", [name for name in LAYERS if LAYERS[name][0] == "short_conv"])
+def test_convolutions_agree_where_items_meet(monkeypatch, layer):
+    agrees(monkeypatch, layer, BORDERS, "bfloat16")
+
+
+def agrees(monkeypatch, layer, step, dtype):
     wanted = None  # the reference, whatever instruction set runs
     for isa in ISAS:
         monkeypatch.setenv(library.ISA_VARIABLE, isa)
-        made = Step(LAYERS[layer], dtype, *STEPS[step])
+        made = Step(LAYERS[layer], dtype, *step)
         given = dict(zip(made.layer.form.inputs, made.inputs, strict=True))
         wanted = wanted or forward(
             made.spec, given, made.layer.params, made.states.data, made.batch

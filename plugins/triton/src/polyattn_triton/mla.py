@@ -62,7 +62,7 @@ from polyattn_triton.schedule import (
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
 BYTE_ROWS = 32
-"""Rows of a tile of `hopper.latent_bytes`."""
+"""Rows of a tile of `hopper.latent_bytes` at most."""
 BYTE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
 """Its launch options: two programs share a multiprocessor's registers."""
 PLACES = 512

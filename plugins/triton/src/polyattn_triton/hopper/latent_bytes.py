@@ -6,8 +6,8 @@ goes back to shared memory, which queries and weights alone fill. A unit of 16 b
 a key: its first ones and its second ones are an operand each, of which a row, or a column, is every
 second number.
 
-Four warps attend with 32 (token, head) rows to what another copies (`latent_copies`). Two programs run
-on a multiprocessor.
+Four warps attend with 16 or 32 (token, head) rows to what another copies (`latent_copies`). Two programs
+run on a multiprocessor.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
@@ -32,12 +32,16 @@ from polyattn_triton.hopper.packed_rows import longer
 from polyattn_triton.hopper.prefill import clear, kept_below
 from polyattn_triton.hopper.unpacking import BELOW, BESIDE
 
-ROWS = gl.constexpr(32)
-"""Of a tile of queries."""
 UNITS = gl.constexpr(256)
 """Of a latent; 32 more are rotated."""
 STAGES = gl.constexpr(2)
 OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
+
+
+@gluon.constexpr_function
+def rows_of_tile(heads):
+    """Return the rows of a tile of queries: a sequence's heads."""
+    return 16 if heads <= 16 else 32
 
 
 @gluon.jit
@@ -49,7 +53,7 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr):
+def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, ROWS: gl.constexpr):
     """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
 
     These keep queries inside of float16's range.
@@ -71,9 +75,12 @@ def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr):
         most = gl.maximum(most, gl.max(gl.abs(piece.to(gl.float32)), 1))
         pieces = longer(pieces, piece)
     power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    power = gl.where(power == 0.0, 1.0, power)
+    power = gl.where(
+        power == 0.0, 1.0, gl.minimum(power, 2.0**126)
+    )  # whose inverse is no subnormal
+    less = 1.0 / power
     for i in gl.static_range(10):
-        q = (pieces[i].to(gl.float32) / power[:, None]).to(gl.float16)
+        q = (pieces[i].to(gl.float32) * less[:, None]).to(gl.float16)
         if i < 8:
             SMEM[0].index(i).store(q)
         else:
@@ -84,6 +91,7 @@ def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr):
 @gluon.jit
 def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.constexpr):
     """Store 128 columns of a tile's rows: of every second, and of those between."""
+    ROWS: gl.constexpr = one.shape[1]
     both = gl.join(one, other).permute((0, 2, 1)).reshape((128, ROWS))
     LAYOUT: gl.constexpr = both.type.layout
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
@@ -99,6 +107,7 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
     HEADS: gl.constexpr = FORM[0]
     OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, _by, v_scale = TO
     HEAD: gl.constexpr = m.type.layout
+    ROWS: gl.constexpr = m.shape[0]
     safe = gl.where(l == 0.0, 1.0, l)
     lse = gl.where(l == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
     row = gl.arange(0, ROWS, layout=HEAD)
@@ -109,8 +118,9 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
         gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
     elif FORM[1]:
         gl.store(LSE + token * lse_t + head, lse * LN2, mask=ok)
+    part = (1.0 / safe)[None, :]
     for c in gl.static_range(4):
-        one, other = acc[2 * c] / safe[None, :], acc[2 * c + 1] / safe[None, :]
+        one, other = acc[2 * c] * part, acc[2 * c + 1] * part
         if cut:
             _store_columns(one, other, PARTS + 128 * c, place * 64, 0, 512, 512, ok, 1)
         else:
@@ -123,6 +133,7 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
 def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     """Attend with the items' rows to their keys."""
     HEADS: gl.constexpr = FORM[0]
+    ROWS: gl.constexpr = FORM[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -142,7 +153,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         cut, place = part_of(WORK, low, high, 0)
         mine = start
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS)
+        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS, ROWS)
         by = gl.convert_layout(power, HEAD) * TO[7]
         by = gl.where(by < LEAST, LEAST, by)
         fence_async_shared()
@@ -248,20 +259,23 @@ def latent_bytes_kernel(
     gl.static_assert(gl.num_warps() == 4)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
     gdc_wait()  # this was scheduled while what stores ran
+    ROWS: gl.constexpr = rows_of_tile(HEADS)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     q_smem = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)
     k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, UNITS], SHARED)
     turned_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, 32], HALF)
     q_turned = gl.allocate_shared_memory(gl.float16, [2, ROWS, 32], HALF)
-    p_smem = gl.allocate_shared_memory(gl.float16, [64, ROWS], HALF)
+    p_smem = gl.allocate_shared_memory(
+        gl.float16, [64, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    )
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(part), count=1)
         mbarrier.init(empty.index(part), count=1)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
-    FORM: gl.constexpr = (HEADS, HAS_LSE)
+    FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)

@@ -353,10 +353,10 @@ int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t threads) {
     if (scan->slots[i] >= scan->num_slots) return 1 + i;
   }
   ScanRun run = {kernels, scan};
-  int64_t groups = scan->kind == PA_SHORT_CONV ? (scan->num_seqs + PA_SCAN_SEQS - 1) / PA_SCAN_SEQS
-                                               : scan->num_seqs;
   // A thread is worth waking for a hundred thousand elements of states, each time that one is touched.
   int64_t tokens = scan->num_seqs ? scan->starts[scan->num_seqs] : 0;
+  int64_t groups = scan->num_seqs;
+  if (scan->kind == PA_SHORT_CONV) groups = (tokens + pa_conv_tokens(scan) - 1) / pa_conv_tokens(scan);
   int64_t useful = 1 + tokens * scan->state_slot / 100000;
   int32_t some = useful < threads ? (int32_t)useful : threads;
   return pa_parallel((int32_t)(groups * pa_scan_pieces(scan)), some, kernels->scan_scratch(scan), scan_one, &run) ? 0 : -1;

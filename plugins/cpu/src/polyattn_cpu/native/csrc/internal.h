@@ -103,16 +103,21 @@ struct KernelTable {
 // The instruction set's kernels where this processor has it, else NULL: those that multiply best.
 const KernelTable *pa_kernels_for(const char *isa);
 
-// Channels of one item, where they have no heads; sequences of one item of a convolution, and the channels
-// of one whose sequences have a token each: a run of memory that the processor reads ahead.
-enum { PA_SCAN_CHANNELS = 64, PA_SCAN_SEQS = 16, PA_CONV_CHANNELS = 512 };
+// Channels of one item, where they have no heads; of a convolution, a run of memory that the processor
+// reads ahead.
+enum { PA_SCAN_CHANNELS = 64, PA_CONV_CHANNELS = 2048 };
 
 static inline int64_t pa_scan_channels(const pa_scan *scan) {
-  if (scan->kind != PA_SHORT_CONV || scan->starts[scan->num_seqs] > scan->num_seqs) return PA_SCAN_CHANNELS;
-  return PA_CONV_CHANNELS;
+  if (scan->kind != PA_SHORT_CONV) return PA_SCAN_CHANNELS;
+  return scan->starts[scan->num_seqs] > scan->num_seqs ? PA_CONV_CHANNELS : PA_CONV_CHANNELS / 4;
 }
 
-// Items of one sequence of a recurrence, of some of a convolution.
+// Tokens of one item of a convolution: more where their states don't have to come from memory.
+static inline int64_t pa_conv_tokens(const pa_scan *scan) {
+  return scan->starts[scan->num_seqs] > scan->num_seqs ? 128 : 32;
+}
+
+// Items of one sequence of a recurrence, of some tokens of a convolution.
 static inline int64_t pa_scan_pieces(const pa_scan *scan) {
   const int64_t channels = pa_scan_channels(scan);
   return scan->kind <= PA_MAMBA1 ? (scan->num_heads + channels - 1) / channels : scan->num_heads;

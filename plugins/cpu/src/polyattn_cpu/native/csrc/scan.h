@@ -63,8 +63,8 @@ static void copy_out(const float *from, int from_ld, int rows, int columns, floa
 static int64_t scan_scratch(const pa_scan *scan) {
   const int64_t wide = pa_round_up((int)scan->columns, W), rows = scan->rows + PA_SCAN_CHANNELS + 2 * W;
   const int64_t terms = SCAN_TOKENS * (6 * rows + 4 * (wide + W) + 12 * 16);
-  const int64_t conv = 4L * PA_SCAN_CHANNELS * (wide + scan->rows + SCAN_TOKENS + 8) +
-                       (scan->kind == PA_SHORT_CONV ? PA_CONV_CHANNELS * (scan->rows + 2) : 0);
+  const int64_t conv = scan->kind == PA_SHORT_CONV ? PA_SCAN_CHANNELS * (wide + 2 * scan->rows + 8) +
+                                                         PA_CONV_CHANNELS * (scan->rows + 2) : 0;
   return 4 * (terms + 2 * rows * (wide + SCAN_COLUMNS) + conv) + 64 * 64;
 }
 
@@ -106,9 +106,18 @@ static void scan_item(const pa_scan *scan, int64_t index, const Room &scratch) {
   const Arena arena = scratch;
   if (scan->kind == PA_SHORT_CONV) {
     Conv conv(*scan, item, arena);
-    const int64_t end = pa_min((int32_t)(seq + 1) * PA_SCAN_SEQS, (int32_t)scan->num_seqs);
-    for (int64_t i = seq * PA_SCAN_SEQS; i < end; i++) {
-      each_stretch(*scan, i, item, [&](const Stretch &is) { conv.run(is); });
+    const int64_t low = seq * pa_conv_tokens(scan), high = low + pa_conv_tokens(scan);
+    int64_t i = 0;  // the last sequence that begins by then
+    for (int64_t end = scan->num_seqs; end - i > 1;) {
+      const int64_t middle = (i + end) / 2;
+      (scan->starts[middle] <= low ? i : end) = middle;
+    }
+    for (; i < scan->num_seqs && scan->starts[i] < high; i++) {
+      if (scan->targets && scan->starts[i] < low) continue;
+      each_stretch(*scan, i, item, [&](const Stretch &is) {
+        if (scan->targets) conv.run(is, is.first, is.last);
+        else conv.run(is, low, high);
+      });
     }
     return;
   }

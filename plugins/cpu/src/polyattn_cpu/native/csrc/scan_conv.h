@@ -8,59 +8,90 @@ struct Conv {
   const int kept, columns;     // inputs that a token reads, and that a state holds
   int64_t channel;             // of the block that runs, and their number
   int count;
-  float *weight, *bias, *out, *rows, *old;
+  const float *weight, *bias;  // of the block
+  float *weights, *biases, *rows, *input, *old;
 
   Conv(const pa_scan &scan, int64_t item, Arena arena)
       : scan(scan), first(item * pa_scan_channels(&scan)),
         total(pa_min((int)pa_scan_channels(&scan), (int)(scan.num_heads - first))), kept((int)scan.rows),
         columns((int)scan.columns) {
     const int padded = pa_round_up((int)total, LD);
-    weight = arena.take<float>((int64_t)(kept + 1) * padded);
-    bias = arena.take<float>(padded);
-    out = arena.take<float>(LD);
-    rows = arena.take<float>((int64_t)(kept + SCAN_TOKENS) * LD);
+    weights = arena.take<float>((int64_t)(kept + 1) * padded);
+    biases = arena.take<float>(padded);
+    rows = arena.take<float>((2L * kept + 1) * LD);
+    input = arena.take<float>(LD);
     old = arena.take<float>((int64_t)columns * LD + W);
-    __builtin_memset(rows, 0, 4L * (kept + SCAN_TOKENS) * LD);
+    __builtin_memset(rows, 0, 4 * (2L * kept + 1) * LD);
     for (int c = 0; c < padded; c++) {
-      bias[c] = c < total && scan.params[1] ? scan.params[1][first + c] : 0;
-      float *of_block = weight + (int64_t)(c / LD) * (kept + 1) * LD + c % LD;
+      biases[c] = c < total && scan.params[1] ? scan.params[1][first + c] : 0;
+      float *of_block = weights + (int64_t)(c / LD) * (kept + 1) * LD + c % LD;
       for (int w = 0; w <= kept; w++) {
         of_block[w * LD] = c < total ? scan.params[0][(first + c) * (kept + 1) + w] : 0;
       }
     }
   }
 
-  PA_NOINLINE void run(const Stretch &seq) {
-    const Conv whole = *this;
-    for (int64_t c = 0; c < total; c += LD) {
-      channel = first + c, count = pa_min(LD, (int)(total - c));
-      run_block(seq);
-      weight += (kept + 1) * LD, bias += LD;
+  // Its tokens from `low` to `high`. Those that read the state come with the first, with what the sequence
+  // leaves there: no other item reads or writes it. Others read tokens before them.
+  PA_NOINLINE void run(const Stretch &seq, int64_t low, int64_t high) {
+    if (seq.first >= low) {
+      for (int64_t c = 0; c < total; c += LD) {
+        take_block(c);
+        begin(seq);
+      }
     }
-    weight = whole.weight, bias = whole.bias;
+    if (low < seq.first + kept) low = seq.first + kept;
+    if (high > seq.last) high = seq.last;
+    switch (scan.inputs[0].dtype) {
+      case PA_F32: return put_tokens<float>(low, high);
+      case PA_BF16: return put_tokens<bf16>(low, high);
+      default: return put_tokens<f16>(low, high);
+    }
   }
 
  private:
   static constexpr int LD = PA_SCAN_CHANNELS;
   static constexpr int AHEAD = 8;  // blocks of a state that are asked for before they are read
 
-  void run_block(const Stretch &seq) {
-    const int64_t at = seq.slot * scan.state_slot + channel * columns;
+  void take_block(int64_t c) {
+    channel = first + c, count = pa_min(LD, (int)(total - c));
+    weight = weights + (kept + 1) * c, bias = biases + c;
+  }
+  void begin(const Stretch &seq) {
+    const int64_t at = seq.slot * scan.state_slot + channel * columns, tokens = seq.last - seq.first;
     char *state = (char *)scan.states + at * itemsize((int)scan.state_dtype);
-    if (seq.last - seq.first == 1 && seq.before && !ring() && step(seq.first, state)) return;
+    if (tokens == 1 && seq.before && !ring() && step(seq.first, state)) return;
     take_state(state, seq.before);
-    for (int64_t start = seq.first; start < seq.last; start += SCAN_TOKENS) {
-      const int some = (int)(seq.last - start < SCAN_TOKENS ? seq.last - start : SCAN_TOKENS);
-      for (int t = 0; t < some; t++) {
-        const char *x = row_at(scan.inputs[0], start + t, channel);
-        widen_any(x, scan.inputs[0].dtype, rows + (kept + t) * LD, count);
-        put_token(start + t, rows + t * LD);
-        if (ring()) put_input(seq.before + (start - seq.first) + t, rows + (kept + t) * LD);
-      }
-      __builtin_memmove(rows, rows + some * LD, 4L * kept * LD);
+    for (int64_t t = 0; t < tokens && t < kept; t++) {
+      take_input(seq.first + t, rows + (kept + t) * LD);
+      put_token(seq.first + t, rows + t * LD, LD);
     }
-    for (int w = 0; w < kept && !ring(); w++) put_input(w, rows + w * LD);
+    for (int64_t t = tokens < columns ? 0 : tokens - columns; ring() && t < tokens; t++) {
+      take_input(seq.first + t, input);
+      put_input(seq.before + t, input);
+    }
+    for (int w = 0; w < kept && !ring(); w++) {
+      if (tokens + w >= kept) take_input(seq.last - kept + w, input);
+      put_input(w, tokens + w < kept ? rows + (tokens + w) * LD : input);
+    }
     narrow(old, state, (int)scan.state_dtype, count * columns);
+  }
+  template <class T>
+  PA_NOINLINE void put_tokens(int64_t low, int64_t high) {
+    for (int64_t token = low; token < high; token++) {
+      for (int64_t c = 0; c < total; c += LD) {
+        take_block(c);
+        if (count == LD) {
+          put_token(token, (const T *)row_at(scan.inputs[0], token - kept, channel), scan.inputs[0].token);
+          continue;
+        }
+        for (int w = 0; w <= kept; w++) take_input(token - kept + w, rows + w * LD);
+        put_token(token, rows, LD);
+      }
+    }
+  }
+  void take_input(int64_t token, float *to) const {
+    take_row(scan.inputs[0], token, channel, to, count);
   }
   // A single token; false where no loop is compiled for it.
   bool step(int64_t token, char *state) {
@@ -131,13 +162,18 @@ struct Conv {
     const int to = column(position);
     for (int c = 0; c < count; c++) old[c * columns + to] = x[c];
   }
-  void put_token(int64_t token, const float *window) {
-    for (int c = 0; c < LD; c += W) {
-      vf y = loadf(bias + c);
-      for (int w = 0; w <= kept; w++) y += loadf(weight + w * LD + c) * loadf(window + w * LD + c);
-      write(out + c, scan.silu ? siluv(y) : y);
+  template <class T>
+  PA_ALWAYS void put_token(int64_t token, const T *window, int64_t row) const {
+    vf sums[LD / W];
+    for (int i = 0; i < LD / W; i++) sums[i] = loadf(bias + i * W);
+    for (int w = 0; w <= kept; w++) {
+      for (int i = 0; i < LD / W; i++) {
+        sums[i] += loadf(weight + w * LD + i * W) * load(window + w * row + i * W);
+      }
     }
-    put_out(token, out);
+    float y[LD];
+    for (int i = 0; i < LD / W; i++) write(y + i * W, scan.silu ? siluv(sums[i]) : sums[i]);
+    put_out(token, y);
   }
   void put_out(int64_t token, const float *y) const {
     char *to = (char *)scan.out + (token * scan.num_heads + channel) * itemsize((int)scan.dtype);
