@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
+from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -112,9 +112,7 @@ class Batch:
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        self.host_starts = on_host("query_start_loc", self.starts)
-        self.host_lens = on_host("seq_lens", self.lens)
-        check_lengths(self.host_starts, self.host_lens)
+        self.host_starts, self.host_lens = on_host(self.starts, self.lens)
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
