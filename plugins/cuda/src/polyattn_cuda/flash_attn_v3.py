@@ -172,11 +172,13 @@ class VllmFlashAttention3(FlashAttention3):
     ) -> Tensor:
         """Return the operator's own schedule over pages, which a call without one makes anew."""
         batch, spec = plan.batch, self.spec_of(plan.batch)
-        return torch.ops._vllm_fa3_C.get_scheduler_metadata(  # type: ignore[no-any-return]
-            batch.num_seqs, batch.max_query_len, batch.max_seq_len, spec.num_heads, spec.num_kv_heads,
-            spec.head_size, spec.v_head_size, dtype, batch.seq_lens, batch.query_start_loc, None, None,
-            None, None, page, 0, spec.causal, left, right, self.cap > 0, plan.splits, None, 0,
-        )  # fmt: skip
+        rows = batch.num_seqs, batch.max_query_len, batch.max_seq_len
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size
+        lens = batch.seq_lens, batch.query_start_loc, None, None, None, None
+        mask = spec.causal, left, right, self.cap > 0
+        make = torch.ops._vllm_fa3_C.get_scheduler_metadata
+        schedule: Tensor = make(*rows, *sizes, dtype, *lens, page, 0, *mask, plan.splits, None, 0)
+        return schedule
 
 
 class UpstreamFlashAttention3(FlashAttention3):
