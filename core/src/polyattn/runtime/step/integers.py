@@ -52,8 +52,8 @@ def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers]:
     one_more = len(starts) == len(lens) + 1
     if most <= LONGEST and one_more and starts[0] == 0 and starts[-1] <= LARGEST:
         return host_starts, host_lens
-    if error := _uncounted(starts, lens):
-        raise error
+    if beyond := _uncounted(starts, lens):
+        raise beyond
     _check_lengths(host_starts, host_lens, queries)
     return host_starts, host_lens
 
