@@ -216,6 +216,8 @@ class Batch:
         block_table: Tensor | None,
         slot_mapping: Tensor | None,
         positions: Tensor | None = None,
+        *,
+        exact: bool = False,
     ) -> Batch:
         """Return a batch over device buffers that a captured graph reads; copies nothing.
 
@@ -227,6 +229,7 @@ class Batch:
             block_table: int32 (num_seqs, blocks); None without a cache.
             slot_mapping: int64 (num_tokens,); None if nothing is stored.
             positions: int64 (num_tokens,), for rotations; None: they follow from the lengths.
+            exact: no graph reads the buffers, which hold `starts` and `lens`.
 
         Raises:
             BatchError: `slot_mapping` isn't int64, so it would be copied.
@@ -239,7 +242,7 @@ class Batch:
                 f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
             )
         batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
-        batch.lens_are_bounds = True
+        batch.lens_are_bounds = not exact
         return batch
 
     @property
