@@ -216,6 +216,23 @@ def test_lengths_of_a_draft_models_step_count_its_own_tokens(more: int) -> None:
     assert runner.builder._lengths(common)[1] == [38, 7, 18]
 
 
+@pytest.mark.parametrize(
+    ("capture", "drafts", "bounds"),
+    [("single_token_decode", 0, False), ("uniform", 3, True), ("none", 0, True)],
+)
+def test_lengths_of_steps_outside_of_graphs_are_exact(
+    capture: str, drafts: int, bounds: bool, monkeypatch: Any
+) -> None:
+    """So prompts get the plans of prompts; a captured step's serve lengths that come later."""
+    runner = Runner("cpu", torch.float32, graphs="NONE", drafts=drafts)
+    (group,) = runner.builder.groups.values()
+    planned: list[Any] = []
+    monkeypatch.setattr(group, "spec", group.spec.replace(graph_capture=capture))
+    monkeypatch.setattr(group, "plan", lambda batch, reuse: planned.append(batch))
+    runner.builder.build(0, runner.ragged([3, 1], [9, 5], 2, 4, random_table(2)))
+    assert [batch.lens_are_bounds for batch in planned] == [bounds]
+
+
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
 def test_drafts_are_planned_into_the_captured_plans(backend: str, monkeypatch: Any) -> None:
     """Steps of 1 + 3 tokens a request; the second backend takes no padding of so many without keys."""

@@ -65,12 +65,23 @@ def vllm_kvcache(
     return [out, lse.unflatten(1, (count, width)).transpose(0, 1)]
 
 
+def vllm_flash_3_schedule(
+    rows: int, max_q: int, max_k: int, heads: int, kv_heads: int, size: int, v_size: int,
+    dtype: torch.dtype, used_k: Any, cu_q: Any, cu_k: None, cu_new: None, used_q: None,
+    leftpad: None, page: int, max_new: int, causal: bool, left: int, right: int, capped: bool,
+    splits: int, pack: None, margin: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    lens = used_k.tolist(), cu_q.tolist()
+    shape = rows, max_q, max_k, heads, kv_heads, size, v_size, dtype, page
+    return *lens, *shape, causal, left, right, capped, splits
+
+
 def vllm_flash_3(
     q: Any, k: Any, v: Any, new_k: None, new_v: None, q_v: None, out: Any, cu_q: Any, cu_k: Any,
     cu_new: None, used_q: None, used_k: Any, max_q: int, max_k: int, table: Any, batch: None,
     leftpad: None, cos: None, sin: None, lengths: None, q_descale: Any, k_descale: Any,
     v_descale: Any, scale: float, causal: bool, left: int, right: int, cap: float,
-    interleaved: bool, schedule: None, splits: int, pack: None, margin: int, sinks: Any,
+    interleaved: bool, schedule: Any, splits: int, pack: None, margin: int, sinks: Any,
     world: int, rank: int, total: None,
 ) -> list[Any]:  # fmt: skip
     import flash_attn_interface as fa3
@@ -80,6 +91,12 @@ def vllm_flash_3(
         "window_size": (left, right),
     }  # fmt: skip
     assert (world, rank, sinks) == (1, 0, None)
+    if schedule is not None:  # the operator trusts that it is this call's
+        page = None if table is None else k.shape[1]
+        assert schedule == vllm_flash_3_schedule(
+            len(cu_q) - 1, max_q, max_k, q.shape[1], k.shape[-2], q.shape[2], v.shape[-1], q.dtype,
+            used_k, cu_q, cu_k, None, None, None, page, 0, causal, left, right, cap > 0, splits, None, 0,
+        )  # fmt: skip
     if table is None:
         assert used_k is None
         found, lse = fa3.flash_attn_varlen_func(
@@ -122,7 +139,7 @@ def later_keys_seen(
 def vllm_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's operators, as torch prints their schemas, on top of the other builds' fakes."""
     flash_2 = SimpleNamespace(varlen_fwd=vllm_varlen, fwd_kvcache=vllm_kvcache)
-    flash_3 = SimpleNamespace(fwd=vllm_flash_3)
+    flash_3 = SimpleNamespace(fwd=vllm_flash_3, get_scheduler_metadata=vllm_flash_3_schedule)
     monkeypatch.setattr(torch.ops, "_vllm_fa2_C", flash_2, raising=False)
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", flash_3, raising=False)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)

@@ -126,12 +126,14 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
 
     vllm_operators(monkeypatch)
     told: list[torch.Tensor] = []
+    schedules: list[Any] = []
 
     def fwd(*args: Any) -> list[Any]:
-        told.append(args[-1])
+        told.append(args[36])
+        schedules.append(args[29])
         return vllm_flash_3(*args)
 
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd))
+    monkeypatch.setattr(torch.ops._vllm_fa3_C, "fwd", fwd)
     spec = SMALL.replace(num_heads=2, num_kv_heads=1, sliding_window=window, **sides)
     form = CacheFormat(block_size=8, num_kv_heads=1, head_size=64, v_head_size=64, dtype="float16")
     queries, lens = [256, 2 * window, 9, 40], [512, 2 * window, 3 * window, 40]
@@ -165,8 +167,10 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
     bounded = VllmFlashAttention3(spec.replace(length_bounds=True), form, CPU)
     bounded.run(plan, frame)
     assert torch.equal(told[2], told[3]) and not torch.equal(told[2], told[0])
+    batch.seq_lens.sub_(1)
     backend.run(plan, frame)
     assert told[4] is told[0]
+    assert [schedule is None for schedule in schedules] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -190,7 +190,13 @@ class Builder(AttentionMetadataBuilder[Step]):
             # A graph runs what is padding, too, which comes last.
             return self._replayed(common, lens[: sum(b > a for a, b in pairwise(starts))], captured)
         own_lens, table = common.seq_lens, self._table(common)
-        batch = Batch.on_buffers(starts, lens, common.query_start_loc, own_lens, table, None)
+        # A drafter's may be shorter than the host knows; without graphs nothing depends on it.
+        exact = not _drafts(self.vllm_config) and all(
+            g.spec.graph_capture for g in self.groups.values()
+        )
+        batch = Batch.on_buffers(
+            starts, lens, common.query_start_loc, own_lens, table, None, exact=exact
+        )
         return self._plan(common, batch, {})
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:

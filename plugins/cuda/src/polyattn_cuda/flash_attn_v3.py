@@ -31,16 +31,18 @@ SHORT = 16
 MOST_SINKS = 64
 """Query heads up to which vLLM's build reads sinks."""
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
+OfStep = tuple[Tensor | None, Tensor | None]
+"""The lengths by which a window's blocks are masked, and the order in which tiles are taken."""
 
 
 class Flash3Plan(Plan):
     """`splits`: 0 lets the library decide by the lengths. `keys` where the layer has no cache.
 
     `seq_of` int64 (num_tokens,): each token's sequence, where queries are scaled by sequence; None
-    where every sequence has one token. `masked_lens`: what the first layer's call made for the others.
+    where every sequence has one token. `of_step`: what the first layer's call made for the others.
     """
 
-    __slots__ = ("keys", "masked_lens", "seq_of", "splits")
+    __slots__ = ("keys", "of_step", "seq_of", "splits")
 
     def __init__(
         self, batch: Batch, cache: CacheFormat | None, splits: int, into: Tensor | None = None
@@ -49,7 +51,7 @@ class Flash3Plan(Plan):
         self.splits = splits
         self.keys = PackedKeys(batch, None) if cache is None else None
         self.seq_of: Tensor | None = None
-        self.masked_lens: Tensor | None = None
+        self.of_step: OfStep | None = None
         if cache is not None and cache.item_bytes == 1 and not batch.all_decode:
             self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device, into)
 
@@ -139,16 +141,14 @@ class VllmFlashAttention3(FlashAttention3):
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         left, right = window_sizes(spec)
-        masked = None
-        if left >= 0 and batch.max_query_len > 1:
-            masked = self._masked_lens(plan, left, right)
+        masked, schedule = self._of_step(plan, frame, left, right)
         after = None
         if spec.num_heads > MOST_SINKS:
             sinks, after = after, sinks
         result = torch.ops._vllm_fa3_C.fwd(
             frame.query, key, value, None, None, None, frame.out, batch.query_start_loc, key_starts,
             None, None, lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
-            *scales, spec.scale, spec.causal, left, right, self.cap, True, None,
+            *scales, spec.scale, spec.causal, left, right, self.cap, True, schedule,
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, masked,
         )  # fmt: skip
         lse: Tensor = result[1]
@@ -158,21 +158,37 @@ class VllmFlashAttention3(FlashAttention3):
             lse = torch.where(lse.isinf(), lse, torch.logaddexp(lse, after))  # no key, no sink
         return lse
 
-    def _masked_lens(self, plan: Flash3Plan, left: int, right: int) -> Tensor:
-        """Return the lengths by which blocks are masked: once a step, but in each call in a graph.
+    def _of_step(self, plan: Flash3Plan, frame: Frame, left: int, right: int) -> OfStep:
+        """Return what is made once a step; each call in a graph masks and schedules for itself.
 
         The keys of a tile count from its window's first. Since vllm-project/flash-attention#93 the
         blocks to mask count from the sequence's first, so rows see later keys where blocks of keys
         don't divide the window. Of a length of at most 0 all blocks are masked.
         """
-        lens = plan.batch.seq_lens
         changes = self.spec.length_bounds or capturing()
-        if plan.masked_lens is not None and not changes:
-            return plan.masked_lens
-        masked = torch.where(lens > left + 1, -right, lens)
-        if not changes:
-            plan.masked_lens = masked
-        return masked
+        if plan.of_step is not None and not changes:
+            return plan.of_step
+        masked, lens = None, plan.batch.seq_lens
+        if left >= 0 and plan.batch.max_query_len > 1:
+            masked = torch.where(lens > left + 1, -right, lens)
+        if changes or frame.cache is None:
+            return masked, None
+        page = frame.cache.key.shape[1]
+        plan.of_step = masked, self._schedule(plan, frame.query.dtype, page, left, right)
+        return plan.of_step
+
+    def _schedule(
+        self, plan: Flash3Plan, dtype: torch.dtype, page: int, left: int, right: int
+    ) -> Tensor:
+        """Return the operator's own schedule over pages, which a call without one makes anew."""
+        batch, spec = plan.batch, self.spec_of(plan.batch)
+        rows = batch.num_seqs, batch.max_query_len, batch.max_seq_len
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size
+        lens = batch.seq_lens, batch.query_start_loc, None, None, None, None
+        mask = spec.causal, left, right, self.cap > 0
+        make = torch.ops._vllm_fa3_C.get_scheduler_metadata
+        schedule: Tensor = make(*rows, *sizes, dtype, *lens, page, 0, *mask, plan.splits, None, 0)
+        return schedule
 
 
 class UpstreamFlashAttention3(FlashAttention3):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import LARGEST, Integers, check_lengths, integers, on_host
+from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -113,9 +113,7 @@ class Batch:
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        self.host_starts = on_host("query_start_loc", self.starts)
-        self.host_lens = on_host("seq_lens", self.lens)
-        check_lengths(self.host_starts, self.host_lens)
+        self.host_starts, self.host_lens = on_host(self.starts, self.lens)
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
@@ -221,6 +219,8 @@ class Batch:
         block_table: Tensor | None,
         slot_mapping: Tensor | None,
         positions: Tensor | None = None,
+        *,
+        exact: bool = False,
     ) -> Batch:
         """Return a batch over device buffers that a captured graph reads; copies nothing.
 
@@ -232,6 +232,7 @@ class Batch:
             block_table: int32 (num_seqs, blocks); None without a cache.
             slot_mapping: int64 (num_tokens,); None if nothing is stored.
             positions: int64 (num_tokens,), for rotations; None: they follow from the lengths.
+            exact: no graph reads the buffers, which hold `starts` and `lens`.
 
         Raises:
             BatchError: `slot_mapping` isn't int64, so it would be copied.
@@ -244,7 +245,7 @@ class Batch:
                 f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
             )
         batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
-        batch.lens_are_bounds = True
+        batch.lens_are_bounds = not exact
         return batch
 
     @property

@@ -24,7 +24,7 @@ def integers(name: str, values: Any) -> list[int]:
                 "int32"
             )
         return list(values.tolist())
-    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
+    if not isinstance(values, (list, Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
@@ -37,19 +37,36 @@ def integers(name: str, values: Any) -> list[int]:
     return numbers
 
 
-def on_host(name: str, values: list[int]) -> Integers:
-    """Return integers as NumPy's int64. Raises `BatchError` if they exceed what kernels count to."""
+def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers]:
+    """Return `query_start_loc` and `seq_lens` as NumPy's int64.
+
+    Raises `BatchError` where starts decrease, a length is negative, or kernels don't count so far.
+    """
     try:
-        numbers = np.array(values, np.int64)
-    except OverflowError:
-        numbers = None
-    if numbers is None or numbers.max(initial=0) > LARGEST:
-        raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
-    return numbers
+        host_starts, host_lens = np.array(starts, np.int64), np.array(lens, np.int64)
+    except OverflowError as error:
+        raise _uncounted(starts, lens) or error from None
+    queries = host_starts[1:] - host_starts[:-1]
+    # As unsigned numbers the negative ones are the largest: two looks instead of four.
+    most = max(numbers.view(np.uint64).max(initial=0) for numbers in (queries, host_lens))
+    one_more = len(starts) == len(lens) + 1
+    if most <= LONGEST and one_more and starts[0] == 0 and starts[-1] <= LARGEST:
+        return host_starts, host_lens
+    if beyond := _uncounted(starts, lens):
+        raise beyond
+    _check_lengths(host_starts, host_lens, queries)
+    return host_starts, host_lens
 
 
-def check_lengths(starts: Integers, lens: Integers) -> None:
-    """Check that starts never decrease and lengths are not negative. Raises `BatchError`."""
+def _uncounted(starts: list[int], lens: list[int]) -> BatchError | None:
+    for name, values in (("query_start_loc", starts), ("seq_lens", lens)):
+        worst = max(values, key=abs, default=0)
+        if abs(worst) > LARGEST:
+            return BatchError(f"{name} has {worst}; kernels count tokens in int32, {LARGEST}")
+    return None
+
+
+def _check_lengths(starts: Integers, lens: Integers, queries: Integers) -> None:
     if not len(starts) or starts[0] != 0:
         raise BatchError(f"query_start_loc={starts[:4].tolist()}… must start with 0")
     if len(starts) != len(lens) + 1:
@@ -57,7 +74,6 @@ def check_lengths(starts: Integers, lens: Integers) -> None:
             f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
             "than there are sequences"
         )
-    queries = starts[1:] - starts[:-1]
     if queries.min(initial=0) < 0:
         index = int((queries < 0).argmax())
         raise BatchError(
