@@ -445,8 +445,14 @@ def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: 
 
     for device in ("a100", "l40s"):
         (note,) = said(device)
-        assert note.startswith("no timing table covers this layer on ") and "polyattn tune" in note
+        assert note.startswith("no timing table covers this layer on ")
+        assert note.endswith(": polyattn tune --model MODEL")
     assert "priorities choose" in said("h200", dtype="float32")[0]
+    # The command measures what this layer asks for.
+    (rows,) = said("h200", kv_cache_dtype="int4")
+    assert rows.endswith("polyattn tune --model MODEL --kv-cache-dtype int4")
+    (level,) = [n for n in said("h100", head_size=128, batch_invariant="steps") if "tune" in n]
+    assert level.endswith("polyattn tune --model MODEL --batch-invariant steps")
     # A chip of an architecture that was measured is judged by the layers that are nearest.
     (near,) = said("h100", head_size=128)
     assert "timings_h200.json (NVIDIA H200, the nearest measured layers: bfloat16 over" in near
@@ -457,6 +463,14 @@ def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: 
     monkeypatch.setenv("POLYATTN_TIMINGS", "0")
     refresh()
     assert not said("a100") and not said("h100")
+
+
+def test_explain_says_that_times_choose_nothing_where_one_backend_has_them() -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    named = select(spec, "h200", backend="prefill=TRITON_ATTN,decode=FLASHINFER").decision.notes
+    assert any(n.startswith("times choose nothing: no phase has two") for n in named)
+    (free,) = [n for n in select(spec, "h200").decision.notes if "times" in n]
+    assert free.startswith("the backend is chosen for each step, by times measured in ")
 
 
 def test_stale_models_are_named_and_ignored(table: Any) -> None:

@@ -24,7 +24,6 @@ from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
-MEASURE = "to choose by times: polyattn tune"
 MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
@@ -145,8 +144,12 @@ class Timings:
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
         wanted = device.is_accelerator and not self.unasked
         if wanted and not models and _measurable(spec):
+            cache, level = spec.kv_cache_dtype, spec.batch_invariant
+            stored = "" if cache == "auto" else f" --kv-cache-dtype {cache}"
+            same_bits = f" --batch-invariant {level.name.lower()}" if level else ""
             notes.append(
-                f"no timing table covers this layer on {device}: priorities choose; {MEASURE}"
+                f"no timing table covers this layer on {device}: priorities choose; to choose by times, "
+                f"run on that machine: polyattn tune --model MODEL{stored}{same_bits}"
             )
         return notes
 
