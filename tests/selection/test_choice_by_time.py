@@ -21,7 +21,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, refresh, register, unregister
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
-from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
+from polyattn.selection.prediction import Predictor, StepShape, shape_of_decodes, shape_of_step
 from polyattn.selection.step_choice import ALL, APART, StepChoice, step_choice
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
@@ -57,6 +57,29 @@ def test_equal_rows_go_to_one_and_a_long_row_among_short_ones_to_the_other() -> 
     choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
     assert choice.decode([1000] * 64) == "B"
     assert choice.decode([64_000] + [10] * 63) == "A"
+
+
+def test_who_launches_by_run_gets_prompts_of_equal_lengths() -> None:
+    dense = replace(model("B", "prefill", launch=10, host=100.0), by_run=True)
+    ragged = model("A", "prefill", launch=25, host=250.0)
+    choice = by_time([ragged, dense], decode=[A, B], prefill=[A, B])
+
+    def chosen(*lens: int) -> tuple[str, float]:
+        (call,) = choice.calls(lens, lens)
+        return call.name, call.prices["B"]
+
+    # Neighbours of equal lengths are one run; 20 us on the device, and as the host's time.
+    assert chosen(64, 64, 64, 64) == ("B", 100.0)
+    assert chosen(64, 64, 32, 32) == ("B", 200.0)
+    assert chosen(64, 32, 64) == ("A", 300.0)
+    captured = StepShape(4, 64, 64, 16, 544, 4, 3)
+    among = choice.predictor.captured(choice.predictor.among("prefill", ["A", "B"]))
+    assert choice.predictor.fastest(among, captured) == "A"
+    assert choice.predictor.fastest(among, captured._replace(runs=2)) == "B"
+    # Rows as long as others whose new tokens are as many, behind a window, aren't neighbours alike.
+    spec = SPEC.replace(sliding_window=8)
+    assert [shape_of_step(spec, [20, 20], n).runs for n in ([99, 99], [99, 100])] == [1, 2]
+    assert shape_of_step(spec, [1, 1], [99, 99]).runs == 2 == shape_of_decodes(spec, [99, 99]).runs
 
 
 @pytest.mark.parametrize("overlap", [False, True])
