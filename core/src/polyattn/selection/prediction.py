@@ -77,14 +77,18 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL), rows)
 
 
-def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
-    """Return the shape of a call over rows of so many query tokens and keys."""
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, count_runs: bool = True) -> StepShape:
+    """Return the shape of a call over rows of so many query tokens and keys.
+
+    `count_runs`: else each row is one, where nobody launches by run.
+    """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return StepShape(0, 0, 0, 0, 0, 0, 0)
     seen, most = _seen(spec, 0), int(q.max())
-    differ = (q[1:] != q[:-1]) | (n[1:] != n[:-1])
-    runs = len(q) if most == 1 else 1 + int(np.count_nonzero(differ))
+    runs = len(q)
+    if count_runs and most > 1:
+        runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
     tokens = int(q.sum())
@@ -137,6 +141,7 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, tuple(models)
         slowest = max((model.host for model in models), default=0.0)
+        self.by_run = any(model.by_run for model in models)
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
@@ -167,7 +172,8 @@ class Predictor:
         values = {}
         for name, weights, overlap, _, whole, by_run, _ in candidates:
             launch, item, byte, chain, product, token = weights
-            launch *= runs if by_run else 1
+            if by_run:
+                launch *= runs
             a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             values[name] = launch + item * rows + token * queries + busy
