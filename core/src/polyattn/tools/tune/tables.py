@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from polyattn.device import Device
 from polyattn.registry.distributions import installed
@@ -26,8 +25,6 @@ Key = tuple[tuple[tuple[str, Any], ...], str, str]
 """A layer class, a kind of step, a backend."""
 MARGINS = (0.1, 0.06, 0.15, 0.03, 0.2, 0.0, 0.3, 0.5, 1.0)
 """Of equals the first counts: about as much as predictions are off by."""
-QUIET = 0.25
-"""Which of a host's times count: other users of the host only add time."""
 LOST = 2.0
 """What a step counts to a backend that has no time of it, over the best."""
 
@@ -151,7 +148,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                     for term, value in zip(TERMS, model.coefficients, strict=True)
                 },
                 "error": round(model.error, 4),
-                "host": round(float(np.quantile([_host(m, model) for m in members], QUIET)), 1),
+                "host": round(statistics.median(_host(m, model) for m in members), 1),
                 "margin": round(margin_of((layer, kind, backend), model.error, choices), 4),
                 "points": len(members),
             }
