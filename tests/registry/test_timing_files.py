@@ -61,8 +61,9 @@ MODEL = {
         {"of": [{"torch": 1}]},
         {"margin": 10**400},
         {"whole": 10**400},
+        {"by_run": 1},
     ],
-    ids=["a coefficient of 400 digits", "of a list", "of a dict", "margin", "whole"],
+    ids=["a coefficient of 400 digits", "of a list", "of a dict", "margin", "whole", "by run"],
 )
 def test_a_model_that_cannot_be_read_is_named_and_left_out(
     wrong: dict[str, object], tmp_path: Path

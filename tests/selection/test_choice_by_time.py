@@ -21,7 +21,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, refresh, register, unregister
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
-from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
+from polyattn.selection.prediction import Predictor, StepShape, shape_of_decodes, shape_of_step
 from polyattn.selection.step_choice import ALL, APART, StepChoice, step_choice
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
@@ -57,6 +57,29 @@ def test_equal_rows_go_to_one_and_a_long_row_among_short_ones_to_the_other() -> 
     choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
     assert choice.decode([1000] * 64) == "B"
     assert choice.decode([64_000] + [10] * 63) == "A"
+
+
+def test_who_launches_by_run_gets_prompts_of_equal_lengths() -> None:
+    dense = replace(model("B", "prefill", launch=10, host=100.0), by_run=True)
+    ragged = model("A", "prefill", launch=25, host=250.0)
+    choice = by_time([ragged, dense], decode=[A, B], prefill=[A, B])
+
+    def chosen(*lens: int) -> tuple[str, float]:
+        (call,) = choice.calls(lens, lens)
+        return call.name, call.prices["B"]
+
+    # Neighbours of equal lengths are one run; 20 us on the device, and as the host's time.
+    assert chosen(64, 64, 64, 64) == ("B", 100.0)
+    assert chosen(64, 64, 32, 32) == ("B", 200.0)
+    assert chosen(64, 32, 64) == ("A", 300.0)
+    captured = StepShape(4, 64, 64, 16, 544, 4, 3)
+    among = choice.predictor.captured(choice.predictor.among("prefill", ["A", "B"]))
+    assert choice.predictor.fastest(among, captured) == "A"
+    assert choice.predictor.fastest(among, captured._replace(runs=2)) == "B"
+    # Rows as long as others whose new tokens are as many, behind a window, aren't neighbours alike.
+    spec = SPEC.replace(sliding_window=8)
+    assert [shape_of_step(spec, [20, 20], n).runs for n in ([99, 99], [99, 100])] == [1, 2]
+    assert shape_of_step(spec, [1, 1], [99, 99]).runs == 2 == shape_of_decodes(spec, [99, 99]).runs
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -445,8 +468,14 @@ def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: 
 
     for device in ("a100", "l40s"):
         (note,) = said(device)
-        assert note.startswith("no timing table covers this layer on ") and "polyattn tune" in note
+        assert note.startswith("no timing table covers this layer on ")
+        assert note.endswith(": polyattn tune --model MODEL")
     assert "priorities choose" in said("h200", dtype="float32")[0]
+    # The command measures what this layer asks for.
+    (rows,) = said("h200", kv_cache_dtype="int4")
+    assert rows.endswith("polyattn tune --model MODEL --kv-cache-dtype int4")
+    (level,) = [n for n in said("h100", head_size=128, batch_invariant="steps") if "tune" in n]
+    assert level.endswith("polyattn tune --model MODEL --batch-invariant steps")
     # A chip of an architecture that was measured is judged by the layers that are nearest.
     (near,) = said("h100", head_size=128)
     assert "timings_h200.json (NVIDIA H200, the nearest measured layers: bfloat16 over" in near
@@ -457,6 +486,14 @@ def test_explain_says_where_times_come_from_or_that_there_are_none(monkeypatch: 
     monkeypatch.setenv("POLYATTN_TIMINGS", "0")
     refresh()
     assert not said("a100") and not said("h100")
+
+
+def test_explain_says_that_times_choose_nothing_where_one_backend_has_them() -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    named = select(spec, "h200", backend="prefill=TRITON_ATTN,decode=FLASHINFER").decision.notes
+    assert any(n.startswith("times choose nothing: no phase has two") for n in named)
+    (free,) = [n for n in select(spec, "h200").decision.notes if "times" in n]
+    assert free.startswith("the backend is chosen for each step, by times measured in ")
 
 
 def test_stale_models_are_named_and_ignored(table: Any) -> None:

@@ -319,7 +319,13 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
         )
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
-        notes.append(f"the backend is chosen for each step, by times measured in {sources}")
+        timed = {m.backend for m in models}
+        competing = any(len(timed.intersection(names)) > 1 for _, names in decision.candidates)
+        notes.append(
+            f"the backend is chosen for each step, by times measured in {sources}"
+            if competing
+            else f"times choose nothing: no phase has two measured candidates; they are from {sources}"
+        )
     return Selection(
         replace(decision, notes=(*decision.notes, *notes)),
         tuple((phase, infos[name]) for phase, name in decision.chosen),

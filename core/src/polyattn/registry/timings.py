@@ -24,7 +24,6 @@ from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
-MEASURE = "to choose by times: polyattn tune"
 MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 MOST_SOURCES = 64
 MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
@@ -145,8 +144,12 @@ class Timings:
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
         wanted = device.is_accelerator and not self.unasked
         if wanted and not models and _measurable(spec):
+            cache, level = spec.kv_cache_dtype, spec.batch_invariant
+            stored = "" if cache == "auto" else f" --kv-cache-dtype {cache}"
+            same_bits = f" --batch-invariant {level.name.lower()}" if level else ""
             notes.append(
-                f"no timing table covers this layer on {device}: priorities choose; {MEASURE}"
+                f"no timing table covers this layer on {device}: priorities choose; to choose by times, "
+                f"run on that machine: polyattn tune --model MODEL{stored}{same_bits}"
             )
         return notes
 
@@ -160,13 +163,12 @@ def _measurable(spec: LayerSpec) -> bool:
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
     """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for.
 
-    And whether logits are capped: some kernels that are the fastest otherwise don't do it.
+    And whether logits are capped, or sinks join them: kernels that are the fastest otherwise don't do it.
     """
     level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
-    cap = {CAP: True} if spec.logit_soft_cap else {}
     return (
         level
-        | cap
+        | {name: True for name in FEATURES if getattr(spec, name)}
         | {
             "kind": spec.kind.value,
             "dtype": spec.dtype,
@@ -179,10 +181,9 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
 
 def _words(layer: Mapping[str, Any]) -> str:
     """Return a class in words."""
-    cap = ", with a cap" if layer.get(CAP) else ""
-    return (
-        f"{layer.get('dtype')} over {layer.get('stored')}, heads of {layer.get('head_size')}{cap}"
-    )
+    features = "".join(f", {name}" for name in FEATURES if layer.get(name))
+    stored, size = layer.get("stored"), layer.get("head_size")
+    return f"{layer.get('dtype')} over {stored}, heads of {size}{features}"
 
 
 def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
@@ -196,7 +197,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
     others = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
-    others += [0.25] if (CAP in measured) != (CAP in asked) else []
+    others += [0.25 for name in FEATURES if (name in measured) != (name in asked)]
     return sum(sizes + others)
 
 
@@ -325,15 +326,19 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     host = float(entry.get("host", 0.0))
     if not (math.isfinite(host) and host >= 0):
         raise ValueError(f"host={host} must be finite and not negative")
+    by_run = entry.get("by_run", False)
+    if not isinstance(by_run, bool):
+        raise ValueError(f"by_run={shown(by_run)} must be true or false")
     level = str(layer.get(LEVEL, ""))
     model = TimingModel(
-        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host
+        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, by_run
     )
     return model, tuple(sorted(layer.items())), of
 
 
-LEVEL, CAP = "batch_invariant", "logit_soft_cap"
-_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL, CAP}
+LEVEL = "batch_invariant"
+FEATURES = ("logit_soft_cap", "learned_sinks")
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL, *FEATURES}
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:

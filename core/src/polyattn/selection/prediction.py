@@ -35,7 +35,7 @@ class StepShape(NamedTuple):
 
     `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
     those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
-    heads.
+    heads. `runs` counts runs of neighbouring rows of equal lengths, of decodes each row.
     """
 
     rows: int
@@ -44,12 +44,20 @@ class StepShape(NamedTuple):
     longest: int
     pairs: int
     tiles: int
+    runs: int
 
 
-def counts(shape: StepShape, whole: int = 0) -> tuple[int, ...]:
-    """Return what each of `TERMS` counts in a call. `whole`: as in `TimingModel`."""
+def counts(shape: StepShape, whole: int = 0, by_run: bool = False) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call. `whole`, `by_run`: as in `TimingModel`."""
     longest = shape.longest if shape.tiles >= whole else 0
-    return (1, shape.rows, shape.keys, longest, shape.pairs, shape.queries)
+    return (
+        shape.runs if by_run else 1,
+        shape.rows,
+        shape.keys,
+        longest,
+        shape.pairs,
+        shape.queries,
+    )
 
 
 def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
@@ -65,15 +73,21 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     keys = int(lens.sum())
     group, kv_heads = _heads(spec)
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
-    return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL))
+    return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL), rows)
 
 
-def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
-    """Return the shape of a call over rows of so many query tokens and keys."""
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, count_runs: bool = True) -> StepShape:
+    """Return the shape of a call over rows of so many query tokens and keys.
+
+    `count_runs`: else each row is one, where nobody launches by run.
+    """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
-        return StepShape(0, 0, 0, 0, 0, 0)
+        return StepShape(0, 0, 0, 0, 0, 0, 0)
     seen, most = _seen(spec, 0), int(q.max())
+    runs = len(q)
+    if count_runs and most > 1:
+        runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
     tokens = int(q.sum())
@@ -88,7 +102,7 @@ def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
             over = np.maximum(n - seen - 1, 0)
             pairs -= int(over @ (over + 1)) // 2
     tiles = int((-(-q * group // TALL)).sum()) * kv_heads
-    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles)
+    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -102,9 +116,10 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float, int, float]
+Weighed = tuple[str, tuple[float, ...], bool, float, int, bool, float]
 """A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
-by before it is compared (`TimingModel.margin`), `TimingModel.whole`, and its host's microseconds."""
+by before it is compared (`TimingModel.margin`), `TimingModel.whole` and `by_run`, and its host's
+microseconds."""
 
 
 class Price(NamedTuple):
@@ -125,6 +140,7 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, tuple(models)
         slowest = max((model.host for model in models), default=0.0)
+        self.by_run = any(model.by_run for model in models)
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             weighed = (
@@ -133,6 +149,7 @@ class Predictor:
                 model.overlap,
                 1 + model.margin,
                 model.whole,
+                model.by_run,
                 model.host or slowest,
             )
             self._weights[model.kind][model.backend] = weighed
@@ -150,9 +167,12 @@ class Predictor:
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds on the device for a call of this shape."""
-        rows, queries, keys, longest, pairs, tiles = shape
+        rows, queries, keys, longest, pairs, tiles, runs = shape
         values = {}
-        for name, (launch, item, byte, chain, product, token), overlap, _, whole, _ in candidates:
+        for name, weights, overlap, _, whole, by_run, _ in candidates:
+            launch, item, byte, chain, product, token = weights
+            if by_run:
+                launch *= runs
             a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             values[name] = launch + item * rows + token * queries + busy
@@ -163,8 +183,8 @@ class Predictor:
         """Return each candidate's price for a call of this shape."""
         times = cls.evaluate(candidates, shape)
         return {
-            name: Price(times[name], times[name] * factor, host)
-            for name, _, _, factor, _, host in candidates
+            name: Price(times[name], times[name] * factor, host * shape.runs if by_run else host)
+            for name, _, _, factor, _, by_run, host in candidates
         }
 
     @staticmethod
@@ -175,10 +195,12 @@ class Predictor:
 
         Each decode of an engine asks.
         """
-        rows, queries, keys, longest, pairs, tiles = shape
+        rows, queries, keys, longest, pairs, tiles, runs = shape
         fastest = ""
-        for name, weights, overlap, factor, whole, host in candidates:
+        for name, weights, overlap, factor, whole, by_run, host in candidates:
             launch, item, byte, chain, product, token = weights
+            if by_run:
+                launch, host = launch * runs, host * runs
             busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
             if not overlap:
                 busy += b + c
@@ -193,10 +215,12 @@ class Predictor:
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _, whole, _ = self._weights[kind][name]
+        _, weights, overlap, _, whole, by_run, _ = self._weights[kind][name]
         values = {
             term: weight * count
-            for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)
+            for term, weight, count in zip(
+                TERMS, weights, counts(shape, whole, by_run), strict=True
+            )
         }
         if overlap:
             counted = max(OVERLAPPING, key=values.__getitem__)

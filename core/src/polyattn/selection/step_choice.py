@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ class StepChoice:
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
         self.predictor = Predictor(spec, models)
+        self._shape = partial(shape_of_step, spec, count_runs=self.predictor.by_run)
         decode, prefill = phases["decode"], phases["prefill"]
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
@@ -100,17 +102,18 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, shape_of_step(self.spec, q, n)))
+            return self._fastest(self._part("decode", kind, ALL, self._shape(q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
-        if kind == "mixed":
-            some = q > 0
-            if not some.all():  # a row without tokens takes no time
-                q, n = q[some], n[some]
+            return (self._short(int(q.max()), self._shape(q, n)),)
+        if kind != "mixed":
+            return self._fastest(self._part("prefill", kind, ALL, self._shape(q, n)))
+        some = q > 0
+        if not some.all():  # a row without tokens takes no time
+            q, n = q[some], n[some]
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
-        rest = shape_of_step(self.spec, more, longer)
+        rest = self._shape(more, longer)
         if not ones.any():
             return self._fastest(self._part("prefill", kind, ALL, rest))
         apart = self._fastest(
@@ -123,7 +126,7 @@ class StepChoice:
         candidates = self.predictor.among("mixed", self._mixing)
         if not candidates:
             return apart
-        whole = shape_of_step(self.spec, q, n)
+        whole = self._shape(q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
         return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))

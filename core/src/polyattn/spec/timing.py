@@ -30,7 +30,8 @@ class TimingModel:
     prediction is better by so much, because predictions err; none for the backend that was the fastest
     on the whole. `level`: of `batch_invariant`, at which it was measured;
     empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
-    next one; 0: not known, or no device works meanwhile.
+    next one; 0: not known, or no device works meanwhile. `by_run`: the launch and the host's time count
+    once for each run of neighbouring rows of equal lengths, as of dense kernels, and not once a call.
     """
 
     backend: str
@@ -43,6 +44,7 @@ class TimingModel:
     whole: int = 0
     level: str = ""
     host: float = 0.0
+    by_run: bool = False
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

@@ -1,15 +1,17 @@
 """Which coefficients explain the measured times? Least squares of relative errors, none negative.
 
 Forms compete: terms that add up and terms that overlap, the longest row from several numbers of
-tiles on (`TimingModel.whole`). The one that predicts best what it was not fitted to is kept. Overlap
-is fitted by turns: which term is largest at each point, then the coefficients that follow (as k-plane
-regression: Magnani and Boyd, "Convex piecewise-linear fitting", 2009).
+tiles on (`TimingModel.whole`), launches by call and by run (`by_run`). The one that predicts best
+what it was not fitted to is kept. Overlap is fitted by turns: which term is largest at each point,
+then the coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex piecewise-linear
+fitting", 2009).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ LEAST_POINTS = 12
 """Twice as many as there are coefficients."""
 WHOLE = (0, 64, 96, 128, 192, 256, 384, 512)
 """Tiles from which on keys may stay whole: about as finely as chips' numbers of processors tell."""
+UNLIKELY = 2.0
+"""What a loss of launches by run is multiplied by: the host's time follows, so noise mustn't say so."""
 _BUSY = [TERMS.index(term) for term in OVERLAPPING]
 
 Array = Any
@@ -49,15 +53,19 @@ class Fit:
     coefficients: tuple[float, ...]
     overlap: bool
     whole: int
+    by_run: bool
     held_out: tuple[float, ...]
     error: float
 
 
-def features(points: Sequence[Point], whole: int = 0) -> Array:
+def features(points: Sequence[Point], whole: int = 0, by_run: bool = False) -> Array:
     """Return what each coefficient is multiplied with, (points, terms)."""
     return np.array(
         [
-            [u * count for u, count in zip(units(p.spec), counts(p.shape, whole), strict=True)]
+            [
+                u * count
+                for u, count in zip(units(p.spec), counts(p.shape, whole, by_run), strict=True)
+            ]
             for p in points
         ],
         dtype=np.float64,
@@ -69,17 +77,25 @@ def fit(points: Sequence[Point]) -> Fit | None:
     if len(points) < LEAST_POINTS:
         return None
     times, folds = np.array([p.us for p in points]), _folds(points)
-    forms = [(whole, overlap) for whole in _thresholds(points) for overlap in (False, True)]
+    launches = (False, True) if any(p.shape.runs < p.shape.rows for p in points) else (False,)
+    tables = {
+        (whole, by_run): features(points, whole, by_run)
+        for whole, by_run in product(_thresholds(points), launches)
+    }
     held = {
-        (whole, overlap): _held_out(features(points, whole), times, folds, overlap)
-        for whole, overlap in forms
+        (*form, overlap): _held_out(table, times, folds, overlap)
+        for form, table in tables.items()
+        for overlap in (False, True)
     }
     # Squares of logarithms are what a choice suffers from; the median is what one reads.
-    whole, overlap = min(forms, key=lambda form: _loss(held[form], times))
-    coefficients = solve(features(points, whole), times, overlap)
-    guessed = held[whole, overlap]
-    error = float(np.median(np.abs(guessed / times - 1)))
-    return Fit(tuple(map(float, coefficients)), overlap, whole, tuple(map(float, guessed)), error)
+    losses = {
+        form: _loss(guessed, times) * (UNLIKELY if form[1] else 1) for form, guessed in held.items()
+    }
+    whole, by_run, overlap = best = min(losses, key=losses.__getitem__)
+    coefficients = tuple(map(float, solve(tables[whole, by_run], times, overlap)))
+    guessed = tuple(map(float, held[best]))
+    error = float(np.median(np.abs(held[best] / times - 1)))
+    return Fit(coefficients, overlap, whole, by_run, guessed, error)
 
 
 def _thresholds(points: Sequence[Point]) -> list[int]:

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from polyattn.tools.tune.points import Measurement
 
 Key = tuple[tuple[tuple[str, Any], ...], str, str]
 """A layer class, a kind of step, a backend."""
-MARGINS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.06, 0.03, 0.0)
+MARGINS = (0.1, 0.06, 0.15, 0.03, 0.2, 0.0, 0.3, 0.5, 1.0)
+"""Of equals the first counts: about as much as predictions are off by."""
 LOST = 2.0
 """What a step counts to a backend that has no time of it, over the best."""
 
@@ -61,9 +62,9 @@ def _steps(by_class: Fits) -> dict[tuple[Any, str], list[Step]]:
     return grouped
 
 
-def _cost(step: Step, favourite: str, margin: float) -> float:
-    """Return chosen over best, chosen by predictions with a margin for the favourite."""
-    chosen = min(step, key=lambda name: step[name][0] * (1 + margin * (name != favourite)))
+def _cost(step: Step, margin_by_name: Mapping[str, float]) -> float:
+    """Return chosen over best, chosen by predictions with each backend's margin."""
+    chosen = min(step, key=lambda name: step[name][0] * (1 + margin_by_name[name]))
     return step[chosen][1] / min(us for _, us in step.values())
 
 
@@ -80,20 +81,27 @@ def _favourite(steps: Sequence[Step]) -> str:
     return min(sorted(names), key=loss)
 
 
-def margins(by_class: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
-    """Return, by layer class and kind, the favourite and the margin that costs least by held-out points.
+def margins(by_class: Fits) -> dict[tuple[Any, str], dict[str, float]]:
+    """Return, by layer class and kind, the margins that cost least by held-out points.
 
-    Squares of logarithms: one step at 1.4 of the best is worse than four at 1.1. Of equals the larger.
+    The favourite has none. The others have one of their own each, since some are predicted worse:
+    first a common one, then each by itself. Squares of logarithms: one step at 1.4 of the best is worse
+    than four at 1.1.
     """
-    margin_of_kind = {}
+    margins_of_kind = {}
     for key, steps in _steps(by_class).items():
         favourite = _favourite(steps)
+        others = sorted({name for step in steps for name in step} - {favourite})
 
-        def loss(margin: float, steps: list[Step] = steps, favourite: str = favourite) -> float:
-            return sum(math.log(_cost(step, favourite, margin)) ** 2 for step in steps)
+        def loss(margin_by_name: dict[str, float], steps: list[Step] = steps) -> float:
+            return sum(math.log(_cost(step, margin_by_name)) ** 2 for step in steps)
 
-        margin_of_kind[key] = favourite, min(MARGINS, key=loss)
-    return margin_of_kind
+        common = [dict.fromkeys(others, margin) | {favourite: 0.0} for margin in MARGINS]
+        best = min(common, key=loss)
+        for name in others:
+            best = min(({**best, name: margin} for margin in MARGINS), key=loss)
+        margins_of_kind[key] = best
+    return margins_of_kind
 
 
 def regrets(by_class: Fits) -> dict[str, list[float]]:
@@ -101,17 +109,14 @@ def regrets(by_class: Fits) -> dict[str, list[float]]:
     costs: dict[str, list[float]] = defaultdict(list)
     choices = margins(by_class)
     for (layer, kind), steps in _steps(by_class).items():
-        costs[kind] += [_cost(step, *choices[layer, kind]) for step in steps]
+        costs[kind] += [_cost(step, choices[layer, kind]) for step in steps]
     return costs
 
 
-def margin_of(key: Key, error: float, by_class: dict[tuple[Any, str], tuple[str, float]]) -> float:
+def margin_of(key: Key, error: float, by_class: dict[tuple[Any, str], dict[str, float]]) -> float:
     """Return a model's margin. One call for a mixed step is beside a pair: its own error."""
     layer, kind, backend = key
-    if kind == "mixed":
-        return error
-    favourite, margin = by_class.get((layer, kind), (backend, 0.0))
-    return 0.0 if backend == favourite else margin
+    return error if kind == "mixed" else by_class.get((layer, kind), {}).get(backend, 0.0)
 
 
 def mean(ratios: Sequence[float]) -> float:
@@ -137,12 +142,13 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "of": of[backend],
                 "overlap": model.overlap,
                 "whole": model.whole,
+                "by_run": model.by_run,
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
                 },
                 "error": round(model.error, 4),
-                "host": round(statistics.median(m.host for m in members), 1),
+                "host": round(statistics.median(_host(m, model) for m in members), 1),
                 "margin": round(margin_of((layer, kind, backend), model.error, choices), 4),
                 "points": len(members),
             }
@@ -151,6 +157,11 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
             )
         ],
     }
+
+
+def _host(measurement: Measurement, model: Fit) -> float:
+    """Return the host's microseconds that a launch costs."""
+    return measurement.host / (measurement.point.shape.runs if model.by_run else 1)
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:
