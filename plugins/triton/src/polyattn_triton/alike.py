@@ -30,7 +30,7 @@ from polyattn.kernel import (
     Plan,
 )
 
-from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
+from polyattn_triton.launch import Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
@@ -41,8 +41,12 @@ PIECE = 512
 ENOUGH = 512
 """Pieces of all KV heads from which on a decode has pieces twice as long, and from twice as many keys on
 four times: it fills a chip by itself, and a row's parts are merged by one program, 16 at a time."""
-TALL_PIECE = 1024
-"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
+TALL_PIECE = 1088
+"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. No power of two:
+drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
+TALL_MERGED = 2
+"""Rows of such a tile that a program merges, eight parts of each at once: 160 us for 162 of one row and
+sixteen parts. Others' go one by one: 1 x 8,192 took 18.9 us, two by two 19.4."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height: 32 requests of 1 to 8 new tokens took
 59 us on an H100 in launches of three heights beside each other, of two 49."""
@@ -198,6 +202,8 @@ class AlikeAttention(PlannedAttention):
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
             plan.long = self.long if kind <= LOW else 0
+            if batch.all_decode and self.in_one_tile:
+                plan.way, plan.rows = "singles", self.rows
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -275,9 +281,10 @@ class AlikeAttention(PlannedAttention):
         dealt = segments(units, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
-            if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
-                parts = max(dealt.parts, FEW_PARTS + 1)
-                plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
+            if dealt.programs > len(tiles.keys):
+                tall = plan.way != "pieces" and plan.config.block_m > LOW
+                alike = TALL_MERGED if tall else 1
+                plan.merging = Merge(dealt.programs, len(tiles.keys), dealt.parts, alike=alike)
                 self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
