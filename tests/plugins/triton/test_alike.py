@@ -6,6 +6,7 @@ each tile's keys are cut. The kit runs the kernels (`regrouped`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,11 @@ def ways_of(plans: list[Any]) -> dict[int, list[tuple[Any, ...]]]:
         if not count:
             continue
         work = Work(plan.work, [])
-        way = "few" if plan.way == "singles" else plan.way  # which the kit compares, bit by bit
+        # What the kit compares bit by bit: decodes without drafts' masks, and stages.
+        way = "few" if plan.way == "singles" else plan.way
         how = (
-            way, plan.config, plan.fresh, plan.at_once > 0, plan.lists, plan.chosen,
-            plan.widening,
+            way, replace(plan.config, num_stages=0), plan.fresh, plan.at_once > 0, plan.lists,
+            plan.chosen, plan.widening,
         )  # fmt: skip
         if plan.way == "prefill":
             for tile in range(count):
@@ -162,6 +164,20 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     ]
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
     assert mistral.long == 0
+
+
+@pytest.mark.parametrize(
+    ("lens", "stages"), [([8192] * 3, 3), ([8192] * 4, 2), ([8192] * 4 + [513, 513], 3)]
+)
+def test_decodes_have_a_stage_less_where_a_chip_then_holds_all(
+    lens: list[int], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """384, 512 and 544 pieces, on 132 multiprocessors."""
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    (plan,) = plans_of(backend, [(1, count) for count in lens])
+    assert plan.config.num_stages == stages
 
 
 def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
