@@ -2,6 +2,7 @@
 
     python benchmarks/regroupings.py NATIVE_ATTN NATIVE_MLA --draws 10000 --jobs 2 --out regroupings.jsonl
     python benchmarks/regroupings.py TRITON_ATTN --device cuda --step 3q1s40k_q4s8191_q1s8193
+    PALLAS_INTERPRET=1 PALLAS_BUCKETS=seqs=32 python benchmarks/regroupings.py PALLAS_ATTN --blocks 128
 
 Each level's draws are dealt to its cases, and a case's to parts with seeds of their own. Processes run
 the parts; a line of OUT for each. Where a level divides sequences into steps, a draw is a step. Sequences
@@ -17,7 +18,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,9 +46,6 @@ DRAWN = {
 }
 """The checks that draw: how many `DRAWS` make one draw, and how many steps that has, about."""
 
-
-BLOCKS = 512
-"""Blocks that a cache has so many times, where shapes are to be few."""
 Job = tuple[str, str, int, int, int, str]
 """A backend, a device, a case's number, draws, a seed, and a step in place of the case's own, if any."""
 
@@ -65,41 +63,25 @@ def cases_of(backend: str, device: str) -> list[Case]:
     return [case for case in drawn if (case.check, case.batch) != ("chunked", "long")]
 
 
-def fill_up(tokens: int) -> None:
-    """Have regrouped steps a multiple of so many tokens, by single tokens more: few shapes to compile.
+def round_up(blocks: int) -> None:
+    """Have caches a multiple of so many blocks: few shapes to compile."""
+    drawn = Dice.blocks
 
-    And caches a multiple of `BLOCKS`.
-    """
-    queries: list[int] = []
-    lens_of, drawn_requests = invariance.lens_of, invariance.drawn_requests
-
-    def told(lengths: Any) -> Any:
-        queries[:], lens = lens_of(lengths)
-        return queries, lens
-
-    def filled(dice: Dice, count: int, draws: int) -> Iterator[list[int]]:
-        single = [request for request, query in enumerate(queries) if query == 1]
-        for requests in drawn_requests(dice, count, draws):
-            more = -sum(queries[request] for request in requests) % tokens
-            yield requests + [single[i] for i in dice.integers(0, len(single), more)]
-
-    def blocks(
+    def rounded(
         dice: Dice, lens: Sequence[int], size: int, spare: int = 1, within: int | None = None,
         first: int = 1,
     ) -> Any:  # fmt: skip
         needed = sum(-(-n // size) for n in lens) + 3
-        return drawn_blocks(dice, lens, size, spare, within or -(-needed // BLOCKS) * BLOCKS, first)
+        return drawn(dice, lens, size, spare, within or -(-needed // blocks) * blocks, first)
 
-    drawn_blocks = Dice.blocks
-    invariance.lens_of, invariance.drawn_requests = told, filled
-    Dice.blocks = blocks  # type: ignore[method-assign]
+    Dice.blocks = rounded  # type: ignore[method-assign]
 
 
-def start(tokens: int) -> None:
-    """Begin a process of the pool; `tokens`: as in `fill_up`."""
+def start(blocks: int) -> None:
+    """Begin a process of the pool; `blocks`: as in `round_up`."""
     torch.set_num_threads(1)
-    if tokens > 1:
-        fill_up(tokens)
+    if blocks > 1:
+        round_up(blocks)
 
 
 class Counted(invariance.Told):
@@ -165,7 +147,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=1_000, help="draws of a case at a time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--parts", type=int, help="of a process, then another one takes its place")
-    parser.add_argument("--multiple", type=int, default=1, help="of tokens, in a regrouped step")
+    parser.add_argument("--blocks", type=int, default=1, help="of which a cache has a multiple")
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--seed", type=int, default=0, help="of the first parts")
     parser.add_argument(
@@ -180,7 +162,7 @@ def main() -> None:
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0
     workers = multiprocessing.get_context("spawn").Pool(
-        args.jobs, start, (args.multiple,), maxtasksperchild=args.parts
+        args.jobs, start, (args.blocks,), maxtasksperchild=args.parts
     )
     with workers, args.out.open("a") as out:
         for row in workers.imap_unordered(one, parts):

@@ -6,6 +6,7 @@ each tile's keys are cut. The kit runs the kernels (`regrouped`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,11 @@ def ways_of(plans: list[Any]) -> dict[int, list[tuple[Any, ...]]]:
         if not count:
             continue
         work = Work(plan.work, [])
+        # What the kit compares bit by bit: decodes without drafts' masks, and stages.
+        way = "few" if plan.way == "singles" else plan.way
         how = (
-            plan.way, plan.config, plan.fresh, plan.at_once > 0, plan.lists, plan.chosen,
-            plan.widening, plan.merging is not None and plan.merging.few,
+            way, replace(plan.config, num_stages=0), plan.fresh, plan.at_once > 0, plan.lists,
+            plan.chosen, plan.widening,
         )  # fmt: skip
         if plan.way == "prefill":
             for tile in range(count):
@@ -68,10 +71,12 @@ def ways_of(plans: list[Any]) -> dict[int, list[tuple[Any, ...]]]:
                 found.setdefault(request, []).append((row, 0, None, *how))
             continue
         pieces = stretches(work, count, plan.way != "listed")
-        for request, row, begin, end in zip(
-            *(x.tolist() for x in (pieces.seq, pieces.row, pieces.begin, pieces.end)), strict=True
+        for request, row, begin, end, part in zip(
+            *(getattr(pieces, name).tolist() for name in ("seq", "row", "begin", "end", "part")),
+            strict=True,
         ):
-            found.setdefault(request, []).append((row, begin, end, *how))
+            merged = plan.merging.alike if part >= 0 else 0
+            found.setdefault(request, []).append((row, begin, end, merged, *how))
     return {request: sorted(some, key=lambda x: x[:2]) for request, some in found.items()}
 
 
@@ -118,13 +123,14 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         piece = PIECE if height == 16 else TALL_PIECE
         for count in (queries, piece - 1, piece, piece + 1, 2 * piece, 2 * piece + 1):
             (plan,) = plans_of(backend, [(queries, count)])
-            assert plan.way == "few" and plan.grid == (-(-count // piece), 8, 1)
+            assert plan.way == ("singles" if queries == 1 else "few")
+            assert plan.grid == (-(-count // piece), 8, 1)
             assert plan.config.block_m == height
             assert (plan.merging is not None) == (count > piece)
     full = 132 // 8 * 128 // 4  # queries of as many tiles as a chip holds, at most
     of = {q: plans_of(backend, [(q, q + 8192)])[0] for q in (1, 16, 17, 200, full, full + 1)}
     ways = [plan.way for plan in of.values()]
-    assert ways == ["few", "few", "pieces", "pieces", "prefill", "prefill"]
+    assert ways == ["singles", "few", "pieces", "pieces", "prefill", "prefill"]
     assert of[1].rows == 4 and of[16].config.block_m == 64
     assert of[17].grid == (17, 8, 1) and of[200].grid == (7 * 3, 8, 1)
     assert of[200].at_once and of[full].at_once
@@ -158,6 +164,20 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     ]
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
     assert mistral.long == 0
+
+
+@pytest.mark.parametrize(
+    ("lens", "stages"), [([8192] * 3, 3), ([8192] * 4, 2), ([8192] * 4 + [513, 513], 3)]
+)
+def test_decodes_have_a_stage_less_where_a_chip_then_holds_all(
+    lens: list[int], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """384, 512 and 544 pieces, on 132 multiprocessors."""
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    (plan,) = plans_of(backend, [(1, count) for count in lens])
+    assert plan.config.num_stages == stages
 
 
 def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

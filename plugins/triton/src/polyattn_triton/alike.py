@@ -17,6 +17,7 @@ decodes, which fill a chip by themselves, have longer ones.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import triton
@@ -30,19 +31,30 @@ from polyattn.kernel import (
     Plan,
 )
 
-from polyattn_triton.launch import FEW_PARTS, Merge, sent, staged
+from polyattn_triton.launch import Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
-from polyattn_triton.variants import MOST_FEW_ROWS, TALLEST_FEW, steps_config, tile_config
+from polyattn_triton.variants import (
+    FEW_ON_ONE,
+    MANY_ON_ONE,
+    MOST_FEW_ROWS,
+    TALLEST_FEW,
+    steps_config,
+    tile_config,
+)
 
 PIECE = 512
 """Keys of a piece of a decode, and the fewest of a piece of a prefill."""
 ENOUGH = 512
 """Pieces of all KV heads from which on a decode has pieces twice as long, and from twice as many keys on
 four times: it fills a chip by itself, and a row's parts are merged by one program, 16 at a time."""
-TALL_PIECE = 1024
-"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger."""
+TALL_PIECE = 1088
+"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. No power of two:
+drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
+TALL_MERGED = 2
+"""Rows of such a tile that a program merges, eight parts of each at once: 160 us for 162 of one row and
+sixteen parts. Others' go one by one: 1 x 8,192 took 18.9 us, two by two 19.4."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height: 32 requests of 1 to 8 new tokens took
 59 us on an H100 in launches of three heights beside each other, of two 49."""
@@ -99,6 +111,9 @@ class AlikeAttention(PlannedAttention):
         # Beyond a window a sequence's length adds no keys; of bounds the kernel sees what is below.
         bounded = spec.sliding_window or spec.chunk_size or spec.length_bounds
         self.long = 0 if bounded else PIECE * ENOUGH // spec.num_kv_heads
+        # Decodes' with a stage less, which changes no bit: a fourth program fits on a multiprocessor.
+        full = replace(self.decode_config, num_stages=self.few_config.num_stages)
+        self.full = self.decode_config if full == self.few_config != self.decode_config else None
         self.any_step = spec.batch_invariant >= Invariance.STEPS
         self.steps_config = steps_config(spec, device.arch)
         # What is copied for Hopper's own prefill, and whether, depends on the step.
@@ -198,6 +213,8 @@ class AlikeAttention(PlannedAttention):
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
             plan.long = self.long if kind <= LOW else 0
+            if batch.all_decode and self.in_one_tile:
+                plan.way, plan.rows = "singles", self.rows
             return self._in_pieces(plan, self._tiles(plan))
         plan.fresh = table is None or kind == FRESH
         plan.config = self.prefill_config if plan.fresh else self.paged_config
@@ -275,9 +292,14 @@ class AlikeAttention(PlannedAttention):
         dealt = segments(units, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
-            if dealt.programs > len(tiles.keys):  # merged as many at a time whatever tiles have
-                parts = max(dealt.parts, FEW_PARTS + 1)
-                plan.merging = Merge(dealt.programs, len(tiles.keys), parts)
+            # H200, 4 x 8,192, of 512 programs: 43 us for 46. Of more, three are mostly faster.
+            one_more = FEW_ON_ONE < dealt.programs * heads / self.num_sms <= MANY_ON_ONE
+            if plan.way == "singles" and self.full and one_more:
+                plan.config = self.full
+            if dealt.programs > len(tiles.keys):
+                tall = plan.way != "pieces" and plan.config.block_m > LOW
+                alike = TALL_MERGED if tall else 1
+                plan.merging = Merge(dealt.programs, len(tiles.keys), dealt.parts, alike=alike)
                 self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")

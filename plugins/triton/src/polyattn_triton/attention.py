@@ -56,6 +56,9 @@ UNCUT_KEYS = 512
 FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
 
+FULL_REGISTERS = 128
+"""Of a thread, where four programs of decodes at a level are to fit on a multiprocessor of Hopper's."""
+
 _pages = Launcher(chosen_pages_kernel)
 _turn = Launcher(turn_kernel)
 TURNED_ROWS, TURNED_PART = 16, 32
@@ -468,6 +471,8 @@ class TritonAttention(AlikeAttention):
             site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
             if plan.beside:
                 site.options["launch_pdl"] = True
+            if plan.way == "singles" and plan.config == self.full:
+                site.options["maxnreg"] = FULL_REGISTERS
         return site
 
     def _rows(self, alignment: tuple[int, int], apart: bool) -> tuple[Any, ...]:

@@ -75,23 +75,26 @@ class Merge(NamedTuple):
     """What `merge_kernel` is to do: `programs` have parts of so many tiles, at most `parts` of one.
 
     A thread holds four columns of sixteen parts: of one row, or four of each of four rows. `wide`:
-    tiles are so few that a row's columns are several programs', of four warps.
+    tiles are so few that a row's columns are several programs', of four warps. `alike`: rows of a
+    program, whatever parts tiles have, where a row's bits must be its own.
     """
 
     programs: int
     tiles: int
     parts: int
     wide: bool = False
+    alike: int = 0
 
     @property
     def few(self) -> bool:
-        """Whether parts are few: what a compiled kernel depends on, beside `wide`."""
-        return self.parts <= FEW_PARTS
+        """Whether parts are few: what a compiled kernel depends on, beside `wide` and `alike`."""
+        return not self.alike and self.parts <= FEW_PARTS
 
     @property
     def at_once(self) -> int:
         """How many parts are merged at once."""
-        return WIDE_PARTS if self.wide else FEW_PARTS if self.few else MOST_AT_ONCE
+        most = MOST_AT_ONCE // (self.alike or 1)
+        return WIDE_PARTS if self.wide else FEW_PARTS if self.few else most
 
     def columns(self, width: int) -> int:
         """Return how many columns of a row a program takes, of `width` padded ones."""
@@ -111,7 +114,7 @@ class Merge(NamedTuple):
 
     def rows(self, height: int) -> int:
         """Return how many of a tile's rows a program takes."""
-        return min(height, 4 if self.few else 1)
+        return min(height, self.alike or (4 if self.few else 1))
 
     def grid(self, height: int, heads: int, width: int = 1) -> tuple[int, int, int]:
         """Return the kernel's grid for tiles of so many rows, of heads whose outputs are `width` wide."""

@@ -41,7 +41,15 @@ class Merger:
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        key = (plan.way, plan.rows, strides[:2], lse is None, merging.few, merging.wide)
+        key = (
+            plan.way,
+            plan.rows,
+            strides[:2],
+            lse is None,
+            merging.few,
+            merging.wide,
+            merging.alike,
+        )
         site = self._sites.get(key)
         if site is None:
             constants = merging_constants(

@@ -30,7 +30,6 @@ from polyattn_triton.kernels.choice import chosen_places_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
-    FEW_PARTS,
     Key,
     Launcher,
     Merge,
@@ -220,7 +219,7 @@ class Kernels:
             work = to_device(dealt.work(mine), self.torch_device, None)
             merging = None
             if dealt.parts > 1:  # as many at a time whatever other tiles have
-                merging = Merge(dealt.programs, len(some), max(dealt.parts, FEW_PARTS + 1))
+                merging = Merge(dealt.programs, len(some), dealt.parts, alike=1)
                 self.workspace.reserve(max_parts(dealt.programs) * height, self.rank, 0)
             plans.append(LatentPlan(batch, Way(True, few), dealt.programs, work, merging))
         plans[0].others = plans[1:]

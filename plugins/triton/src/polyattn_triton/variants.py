@@ -170,14 +170,14 @@ def decode_constants(
     `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`. `rows`: of a part; 0: as many
     as `part_rows` says. `read`: `Rows.constants`. `long`: a plan's.
     """
-    listed, split = way in ("listed", "few"), way != "decode"
+    listed, split = way in ("listed", "singles", "few"), way != "decode"
     rows = rows or part_rows(spec, config, way == "few")
     at_once = most_merged_by_one(spec, arch) if way == "split" else 0
     early = split and not at_once and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
-        split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
+        split, rows, at_once, early, alike, paired, listed, tiled(way), way == "few", SCALES[spec.scales],
         *rope_constants(spec, turns_at), *read, long,
     )  # fmt: skip
 
@@ -186,9 +186,9 @@ def merging_constants(
     spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool
 ) -> tuple[Any, ...]:
     """Return `merge_kernel`'s constants where it merges what a plan of this `way` cut, `rows` a part."""
-    of_decodes = way in ("listed", "many")
+    singles = way in ("listed", "many", "singles")
     return merge_constants(
-        merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
+        merge, spec.gqa_ratio, spec.v_head_size, rows, tiled(way), singles,
         spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
     )  # fmt: skip
 
@@ -267,9 +267,15 @@ def steps_config(spec: LayerSpec, arch: str) -> Config:
     return replace(config, block_m=height, num_warps=warps)
 
 
-WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
+WAYS = ("decode", "split", "many", "listed", "singles", "few", "prefill", "pieces")
 """What runs: decode of whole sequences, of even splits, of more than the one that ends last merges, of
-stretches, of stretches with a few query tokens a sequence; prefill of whole tiles, of stretches."""
+stretches of sequences, of stretches of tiles of one query token or of a few; prefill of whole tiles, of
+stretches."""
+
+
+def tiled(way: str) -> bool:
+    """Whether the work of a way lists tiles of rows, not sequences."""
+    return way not in ("listed", "many")
 
 
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:

@@ -270,14 +270,16 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
-    SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
-    READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr, LONG: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
+    FEW: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
+    TURNS_AT: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    LONG: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
     Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
-    splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
+    splits), each sequence one tile. `TILED`: WORK lists tiles of rows, else sequences. `FEW`: a few
+    query tokens a sequence instead of one. With
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
     `LONG`: pieces are of as many times the keys as `times_longer` says; 0: as WORK says.
@@ -290,7 +292,7 @@ def decode_kernel(
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if LISTED:
-        at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, TILED)
         while at < stop:
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
@@ -324,7 +326,7 @@ def decode_kernel(
                 )  # fmt: skip
             at = high
             low = high
-            tile, high, seq, start = next_tile(WORK, tile, FEW)
+            tile, high, seq, start = next_tile(WORK, tile, TILED)
         if EARLY and FEW:  # what waits for this launch waits for one that it runs beside, too
             tl.extra.cuda.gdc_wait()
     else:
