@@ -11,6 +11,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
-from polyattn.runtime.inputs import check_is_real, on_the_host, same_device
+from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
@@ -510,6 +511,12 @@ class LayerGroup:
 
 def _unpickled(selection: Selection, cache_format: CacheFormat | None) -> LayerGroup:
     return LayerGroup(selection, cache_format=cache_format)
+
+
+def on_the_host() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are the host's, whatever the caller's default device is."""
+    # `torch.set_default_device` and `with torch.device` put a mode on this stack.
+    return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
 
 
 def load_backend(

@@ -35,12 +35,6 @@ def torch_device(value: Any, error: type[PolyattnError] = BatchError) -> torch.d
         raise error(f"device={shown(value)} is no torch device: {describe(why)}") from why
 
 
-def on_the_host() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors are the host's, whatever the caller's default device is."""
-    # `torch.set_default_device` and `with torch.device` put a mode on this stack.
-    return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
-
-
 def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices are one; without an index (`cuda`) a device is any of its type."""
     return one == other or (one.type == other.type and None in (one.index, other.index))

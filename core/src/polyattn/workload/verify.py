@@ -9,8 +9,7 @@ import torch
 
 from polyattn.errors import PolyattnError, describe
 from polyattn.registry.info import load_object
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import on_the_host
+from polyattn.runtime.group import LayerGroup, on_the_host
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec

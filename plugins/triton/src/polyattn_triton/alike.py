@@ -53,8 +53,9 @@ TALL_PIECE = 1088
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. No power of two:
 drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
 TALL_MERGED = 4
-"""Rows of such a tile that a program merges, four parts of each at once. Two rows and eight parts are as fast
-(H200, 19 steps of drafts: 0.99 to 1.01). Others' go one by one: 1 x 8,192 took 18.9 us, two by two 19.4."""
+"""Rows of such a tile that a program merges, four parts of each at once. Two rows and eight parts are as
+fast (H200, 19 steps of drafts: 0.99 to 1.01). Others' go one by one: 1 x 8,192 took 18.9 us, two by two
+19.4."""
 LOW = 16
 """Rows of a low tile of drafts. Taller ones are all of one height: 32 requests of 1 to 8 new tokens took
 59 us on an H100 in launches of three heights beside each other, of two 49."""

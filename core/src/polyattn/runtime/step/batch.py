@@ -80,6 +80,8 @@ class Batch:
 
     starts: list[int]
     lens: list[int]
+    num_tokens: int
+    """Query tokens in the batch."""
     device: torch.device
     first_positions: list[int] | None = None
     causal: bool = True
@@ -114,6 +116,7 @@ class Batch:
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         self.host_starts, self.host_lens = on_host(self.starts, self.lens)
+        self.num_tokens = self.starts[-1]
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in tensors if isinstance(t, Tensor)), "cpu")
@@ -252,11 +255,6 @@ class Batch:
     def num_seqs(self) -> int:
         """Sequences in the batch."""
         return len(self.lens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens in the batch."""
-        return self.starts[-1]
 
     @property
     def num_decode_tokens(self) -> int:
@@ -413,6 +411,7 @@ class Batch:
         batch = object.__new__(Batch)
         batch.starts = [0, *accumulate(queries[i] for i in chosen)]
         batch.lens = [self.lens[i] for i in chosen]
+        batch.num_tokens = batch.starts[-1]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
         batch.shared_prefix = None
@@ -588,9 +587,8 @@ class Batch:
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
         slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
-        padding = (
-            position < 0
-        )  # which has no position; its slot is whatever its engine says, -1 here
+        # A padding row has no position; its slot is whatever its engine says, -1 here.
+        padding = position < 0
         return slots.masked_fill_(upload(padding, self.device), -1) if padding.any() else slots
 
     def __repr__(self) -> str:
