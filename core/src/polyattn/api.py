@@ -319,8 +319,8 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
         )
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
-        timed = {m.backend for m in models}
-        competing = any(len(timed.intersection(names)) > 1 for _, names in decision.candidates)
+        backends = {m.backend for m in models}
+        competing = any(len(backends.intersection(names)) > 1 for _, names in decision.candidates)
         notes.append(
             f"the backend is chosen for each step, by times measured in {sources}"
             if competing

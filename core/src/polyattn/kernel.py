@@ -49,6 +49,7 @@ from polyattn.runtime.functions.tracing import trace_rows as trace_rows
 from polyattn.runtime.functions.tracing import untraceable as untraceable
 from polyattn.runtime.merge import AttentionState as AttentionState
 from polyattn.runtime.merge import merge_states as merge_states
+from polyattn.runtime.merge import with_sinks as with_sinks
 from polyattn.runtime.program import Frame as Frame
 from polyattn.runtime.program import IndexFrame as IndexFrame
 from polyattn.runtime.program import LayerParams as LayerParams

@@ -187,6 +187,30 @@ class Merged(Op):
             frame.lse.copy_(total_lse)
 
 
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a learned logit a head to the softmax's denominator, in new tensors.
+
+    Args:
+        output: (tokens, heads, size).
+        lse: float32 (tokens, heads), natural logarithm; -inf where a row saw no key.
+        sinks: (heads,).
+
+    Returns:
+        The output, in the wider dtype of `output` and `lse`, and the LSE. A row that saw no key stays as
+        it is: not even the sink counts.
+
+    Examples:
+        >>> output, lse = with_sinks(torch.ones(1, 2, 4), torch.zeros(1, 2), torch.zeros(2))
+        >>> bool((output == 0.5).all())
+        True
+
+    """
+    sinks = sinks.to(lse.dtype)
+    weight = torch.sigmoid(lse - sinks).nan_to_num(0.0)  # -inf less -inf: no key, and no sink
+    total = torch.logaddexp(lse, sinks).where(lse != -torch.inf, -torch.inf)
+    return output * weight[..., None], total
+
+
 class TorchMerge(MergeBackend):
     """TORCH_MERGE: a part's weight is `sigmoid(part_lse - total_lse)`."""
 

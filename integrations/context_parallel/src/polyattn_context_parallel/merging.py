@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import LayerGroup
-from polyattn.host import Frame, MergeBackend, Op, Rows
+from polyattn.host import Frame, MergeBackend, Op, Rows, with_sinks
 from torch import Tensor
 
 from polyattn_context_parallel.ranks import ContextParallel
@@ -69,14 +69,9 @@ class OverRanks(Op):
 
 
 def write_merged(frame: Frame, total: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Write the state over all keys, which a learned sink (heads,) joins, in place, as the last.
-
-    Beside no key at all it counts for nothing.
-    """
+    """Write the state over all keys, which a learned sink (heads,) joins as the last."""
     if sinks is not None:
-        sinks = sinks.to(lse.dtype)
-        total.mul_(torch.sigmoid(lse - sinks).nan_to_num(0.0)[..., None])  # -inf less -inf
-        torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks), out=lse)
+        total, lse = with_sinks(total, lse, sinks)
     frame.out.copy_(total)
     if frame.lse is not None:
         frame.lse.copy_(lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, LayerParams, LayerSpec
+from polyattn.kernel import Batch, LayerParams, LayerSpec, with_sinks
 from torch import Tensor
 
 
@@ -67,9 +67,8 @@ class Alike:
         else:
             output, own_lse = output.transpose(1, 2).reshape(out.shape), own_lse.transpose(1, 2)
             own_lse = own_lse.reshape(-1, heads)
-        if params.sinks is not None:  # the sink joins the denominator after the fact
-            output = output * torch.sigmoid(own_lse - params.sinks)[..., None]
-            own_lse = torch.logaddexp(own_lse, params.sinks) if lse is not None else own_lse
+        if params.sinks is not None:
+            output, own_lse = with_sinks(output, own_lse, params.sinks)
         out.copy_(output)
         if lse is not None:
             lse.copy_(own_lse)

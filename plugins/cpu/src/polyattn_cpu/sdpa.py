@@ -27,6 +27,7 @@ from polyattn.kernel import (
     key_ranges,
     merge_states,
     window_sizes,
+    with_sinks,
     write_output,
 )
 from torch import Tensor
@@ -329,11 +330,12 @@ class TorchSDPA(AttentionBackend):
         if isinstance(v_scale, Tensor) or v_scale != 1.0:
             each = _beside(v_scale, (-1, 1), self.spec.gqa_ratio)
             output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
-        if params.sinks is not None:  # the sink joins the denominator after the fact
-            # NaN is of a query without keys beside a sink of -inf: its output is 0 as it is.
-            output = output * torch.sigmoid(state.lse - params.sinks).nan_to_num(0.0)[..., None]
+        total = state.lse
+        if params.sinks is not None:
+            output, total = with_sinks(output, total, params.sinks)
         write_output(out, output, params.out_scale)
-        _store_lse(lse, params, state.lse)
+        if lse is not None:
+            lse.copy_(total)
 
 
 def _alibi(params: LayerParams, position: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
@@ -362,11 +364,3 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor, length: int) -> Ten
     if spec.sink_tokens:
         mask |= (key >= start) & (key < kept)
     return mask
-
-
-def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:
-    if lse is None:
-        return
-    if params.sinks is not None:  # of a query that saw no key not even the sink counts
-        values = torch.logaddexp(values, params.sinks).where(values != -torch.inf, -torch.inf)
-    lse.copy_(values)

@@ -18,6 +18,7 @@ from polyattn.kernel import (
     store_lse,
     upload,
     window_sizes,
+    with_sinks,
 )
 from torch import Tensor
 
@@ -152,10 +153,10 @@ class VllmFlashAttention3(FlashAttention3):
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, masked,
         )  # fmt: skip
         lse: Tensor = result[1]
-        if after is not None:  # they join the denominator after the fact
-            after = after[:, None]
-            frame.out.mul_(torch.sigmoid(lse - after).T[..., None])
-            lse = torch.where(lse.isinf(), lse, torch.logaddexp(lse, after))  # no key, no sink
+        if after is not None:  # the library's LSE of a row without keys is inf
+            output, total = with_sinks(frame.out, lse.where(lse != torch.inf, -torch.inf).T, after)
+            frame.out.copy_(output)
+            lse = total.T
         return lse
 
     def _of_step(self, plan: Flash3Plan, frame: Frame, left: int, right: int) -> OfStep:

@@ -12,6 +12,7 @@ from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.backend import AttentionBackend, SparseBackend
 from polyattn.runtime.cache.kv_cache import ALLOCATORS, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.merge import with_sinks
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import (
@@ -152,20 +153,6 @@ class SparseStep(StepPlan):
             f"sparse: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, {spec.sparse}: "
             f"{self.planner.name}"
         )
-
-
-def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a learned logit a head to the softmax's denominator.
-
-    `output` (tokens, heads, size), `lse` float32 (tokens, heads). A row without keys stays as it is: not
-    even the sink counts.
-    """
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    weight = torch.exp(lse - total.masked_fill(lse == -torch.inf, 0.0))
-    return (
-        (output.to(weight.dtype) * weight[..., None]).to(output.dtype),
-        total.masked_fill(lse == -torch.inf, -torch.inf),
-    )
 
 
 class Planner(StepPlanner):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyattn.errors import SpecError
 from polyattn.families.sparse.layer import SparseAttention
-from polyattn.families.sparse.planning import with_sinks
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import StepPlan
+from polyattn.runtime.merge import with_sinks
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.step.batch import Batch
 

@@ -284,6 +284,7 @@ PA_INLINE vu words_of_lanes(const char *p) {
   return vu{} + word;
 #endif
 }
+
 // A row's first `count` numbers, in order, in whole vectors: a group has some.
 template <int SCALE>
 PA_ONCE void unpack_codes(const pa_row_format &f, const char *row, int count, float *to) {
