@@ -65,16 +65,16 @@ def cases_of(backend: str, device: str) -> list[Case]:
 
 def round_up(blocks: int) -> None:
     """Have caches a multiple of so many blocks: few shapes to compile."""
-    drawn = Dice.blocks
+    exact = Dice.blocks
 
-    def rounded(
+    def whole(
         dice: Dice, lens: Sequence[int], size: int, spare: int = 1, within: int | None = None,
         first: int = 1,
     ) -> Any:  # fmt: skip
         needed = sum(-(-n // size) for n in lens) + 3
-        return drawn(dice, lens, size, spare, within or -(-needed // blocks) * blocks, first)
+        return exact(dice, lens, size, spare, within or -(-needed // blocks) * blocks, first)
 
-    Dice.blocks = rounded  # type: ignore[method-assign]
+    Dice.blocks = whole  # type: ignore[method-assign]
 
 
 def start(blocks: int) -> None:
