@@ -391,6 +391,9 @@ def test_an_indexer_refuses_what_it_would_misread() -> None:
         indexer(query, keys, batch)
     with pytest.raises(BatchError, match="within was given"):
         indexer(query, keys, batch, frame.weights, frame.weights)
+    for weights, says in ((frame.weights.long(), "int64"), (frame.weights.tolist(), "a tensor")):
+        with pytest.raises(BatchError, match=f"weights.*{says}"):
+            indexer(query, keys, batch, weights)
     with pytest.raises(BatchError, match="keys"):
         indexer(query, keys[..., :4], batch, frame.weights)
     with pytest.raises(BatchError, match="isn't contiguous"):

@@ -94,8 +94,13 @@ def test_a_compressor_refuses_what_it_would_misread() -> None:
         compressor(rows, None, states, batch)
     with pytest.raises(BatchError, match="state_slots"):
         compressor(rows, rows, states, Batch.from_lens([3], [3]))
-    with pytest.raises(BatchError, match="states"):
-        compressor(rows, rows, states[:, :2], batch)
+    for wrong in (states[:, :2], states.half()):
+        with pytest.raises(BatchError, match="states"):
+            compressor(rows, rows, wrong, batch)
+    with pytest.raises(BatchError, match="dtype=torch.bfloat16"):
+        compressor.allocate_states(1, dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match="norm has shape"):
+        compressor.finished(compressor(rows, rows, states, batch), torch.ones(1))
     with pytest.raises(SpecError, match="bias"):
         Compressor(CompressorSpec(size=6, tokens_per_entry=4), torch.zeros(3, 6))
     with pytest.raises(SpecError, match="compressor.reduction"):

@@ -96,6 +96,7 @@ def test_bad_input() -> None:
         (([5], table, indirection, 8), "of 1 sequences"),
         (([5, 5], table[:, :2], indirection, 8), "2 beams and cache_indirection 3"),
         (([5, 5], table.long(), indirection, 8), "block_table is torch.int64"),
+        (([5, 5], table.tolist(), indirection, 8), "block_table=.* must be a tensor"),
         (([5, 5], table, indirection, 0), "block_size=0"),
         (([5, 5], table, indirection + 3, 8), r"cache_indirection\[0\] names beam 3; there are 3"),
     ):

@@ -319,6 +319,8 @@ def test_a_format_is_pickled_by_name_and_version(sign: RowFormat) -> None:
             {"encode": lambda row: _signs(row) | ((row.abs() > 1e6).any(-1, keepdim=True) * 255).byte()},
             "encode must saturate",
         ),
+        ({"turn": lambda row, back: row * 2.0}, "turn of rows of 8, times its transpose"),
+        ({"turn": lambda row, back: row.roll(1, -1)}, "turn of rows of 8, turned back"),
     ],
 )  # fmt: skip
 def test_functions_that_contradict_each_other_are_refused(changes: Any, why: str) -> None:

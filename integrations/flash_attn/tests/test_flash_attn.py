@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import polyattn_flash_attn
 import pytest
 import torch
@@ -163,6 +164,28 @@ def test_kvcache(seed: int, version: int, paged: bool) -> None:
 
 
 @torch.no_grad()
+def test_numpy_may_write_lengths_and_tables() -> None:
+    """An engine's host buffers are NumPy's, too, whose writes count as no change of the tensor."""
+    q, keys = torch.randn(8, 4, 16), torch.randn(4, 16, 2, 16)
+    starts, table, lens = np.array([0, 3, 8]), np.array([[0, 1], [2, 3]]), np.array([20, 17])
+    starts, table, lens = (a.astype(np.int32) for a in (starts, table, lens))
+    cu, pages, seen = map(torch.from_numpy, (starts, table, lens))
+    for first, rows, count in ((3, [[0, 1], [2, 3]], [20, 17]), (5, [[3, 1], [0, 2]], [9, 30])):
+        starts[1], table[:], lens[:] = first, rows, count
+        out = flash_attn_2.flash_attn_varlen_func(q, q, q, cu, cu, 8, 8)
+        for own, mine in zip(
+            out.split([first, 8 - first]), q.split([first, 8 - first]), strict=True
+        ):
+            close(own, expected(mine, mine, mine)[0])
+        out = flash_attn_2.flash_attn_with_kvcache(
+            q[:2, None], keys, keys, cache_seqlens=seen, block_table=pages
+        )
+        for at, length in enumerate(count):
+            held = keys[rows[at]].flatten(0, 1)[:length]
+            close(out[at], expected(q[at : at + 1], held, held)[0])
+
+
+@torch.no_grad()
 def test_left_padding_and_batch_indices() -> None:
     caches = torch.randn(2, 5, 32, 2, 16)
     q, pads, rows, lens = torch.randn(3, 2, 4, 16), [0, 5, 9], [4, 0, 2], [20, 32, 11]
@@ -215,6 +238,11 @@ def test_no_room_changes_nothing() -> None:
         )
     with pytest.raises(RuntimeError, match="cache_seqlens"):
         flash_attn_2.flash_attn_with_kvcache(torch.randn(2, 4, 4, 16), *caches, block_table=table)
+    with pytest.raises(RuntimeError, match="rows go with dense rows"):
+        flash_attn_2.flash_attn_with_kvcache(
+            torch.randn(2, 4, 4, 16), *caches, cache_seqlens=lens, block_table=table,
+            cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32),
+        )  # fmt: skip
     assert torch.equal(caches, before)
 
 

@@ -233,6 +233,10 @@ def _lens(
     for name, lens in (("rows", cache.rows), ("starts", cache.starts)):
         if lens is not None and lens.shape != (count,):
             raise CacheError(f"{name} of the cache is {tuple(lens.shape)}; it must be ({count},)")
+    if cache.rows is not None and cache.block_table is not None:
+        raise CacheError(
+            "rows go with dense rows; of pages, pass those sequences' rows of block_table"
+        )
     if new is not None and len(new.lens) != count:
         raise CacheError(f"new keys are of {len(new.lens)} sequences; the queries are of {count}")
     return seqlens

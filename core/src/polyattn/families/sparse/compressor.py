@@ -11,6 +11,7 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.cache.room import room
 from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
+from polyattn.runtime.parameters import check_shape
 from polyattn.runtime.rotation import rms_norm
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import token_places
@@ -18,6 +19,9 @@ from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.sparse import CompressorSpec
+
+PRECISE = (torch.float32, torch.float64)
+"""The dtypes of states."""
 
 
 class Entries(NamedTuple):
@@ -99,12 +103,14 @@ class Compressor:
             Zeros, (num_slots, capacity, channels), of a softmax twice the channels: rows, then gates.
 
         Raises:
-            BatchError: there is no such device.
+            BatchError: there is no such device, or states can't have the dtype.
             CacheError: the number isn't positive, or the device has too little memory.
 
         """
         width = self.spec.channels * (2 if self.spec.reduction == "softmax" else 1)
         rows, where = self.spec.capacity, torch_device(device)
+        if dtype not in PRECISE:
+            raise BatchError(f"dtype={dtype}: states are torch.float32 or torch.float64")
         with room("num_slots", num_slots, rows * width * dtype.itemsize, where):
             return torch.zeros(num_slots, rows, width, dtype=dtype, device=where)
 
@@ -175,11 +181,12 @@ class Compressor:
             (num_entries, size), float32.
 
         Raises:
-            SpecError: the rope rotates more than an entry has.
+            SpecError: the norm has another size, or the rope rotates more than an entry has.
 
         """
         rows = entries.rows
         if norm is not None:
+            check_shape("norm", norm, (self.spec.size,))
             rows = rms_norm(rows, norm, eps)
         if rope is None:
             return rows
@@ -229,8 +236,12 @@ class Compressor:
                 raise bad_input(name, tensor, (tokens, spec.channels))
         width = spec.channels * (1 if gates is None else 2)
         check_tensor("states", states, batch.device)
-        if states.dim() != 3 or states.shape[1:] != (spec.capacity, width):
-            raise bad_input("states", states, ("num_slots", spec.capacity, width))
+        if (
+            states.dim() != 3
+            or states.shape[1:] != (spec.capacity, width)
+            or states.dtype not in PRECISE
+        ):
+            raise bad_input("states", states, ("num_slots", spec.capacity, width), torch.float32)
 
 
 def _on(numbers: list[int], device: torch.device) -> Tensor:

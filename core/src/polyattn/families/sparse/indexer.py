@@ -174,16 +174,20 @@ class Indexer:
             raise BatchError(
                 f"weights {'are missing' if weights is None else 'were given'}: fold={spec.fold!r}"
             )
-        if weights is not None and weights.shape != (tokens, spec.num_heads):
-            raise bad_input("weights", weights, (tokens, spec.num_heads))
+        if weights is not None:
+            check_tensor("weights", weights, self.group.torch_device)
+            if weights.shape != (tokens, spec.num_heads) or not weights.is_floating_point():
+                raise bad_input("weights", weights, (tokens, spec.num_heads), torch.float32)
         if (within is not None) != (spec.within is not None):
             raise BatchError(
                 f"within {'is missing' if within is None else 'was given'}: within={spec.within!r}"
             )
-        if within is not None and (
-            within.dim() != 3 or len(within) != tokens or within.shape[1] not in (1, spec.choices)
-        ):
-            raise bad_input("within", within, (tokens, spec.choices, "blocks"))
+        if within is None:
+            return
+        check_tensor("within", within, self.group.torch_device)
+        fits = within.dim() == 3 and len(within) == tokens and within.shape[1] in (1, spec.choices)
+        if not fits or within.dtype is not torch.int32:
+            raise bad_input("within", within, (tokens, spec.choices, "blocks"), torch.int32)
 
 
 def chosen_width(spec: IndexerSpec, batch: Batch) -> int:

@@ -186,6 +186,23 @@ def check_format(format: RowFormat) -> None:
                 f"row format {format.name!r}: a row of zeros comes back as {float(back[0, 0])}; zeros "
                 "must stay zeros"
             )
+        if format.turn is not None:
+            _check_turn(format, size)
+
+
+def _check_turn(format: RowFormat, size: int) -> None:
+    """Check that a format's `turn` is orthogonal: kernels turn queries instead of keys."""
+    one = torch.eye(size, dtype=torch.float64)
+    matrix = turned(one, format)
+    for what, result in (
+        ("times its transpose", matrix @ matrix.T),
+        ("turned back", turned(matrix, format, True)),
+    ):
+        if result.shape != one.shape or not torch.allclose(result, one, atol=1e-5):
+            raise SpecError(
+                f"row format {format.name!r}: turn of rows of {size}, {what}, isn't the identity; it "
+                "must multiply by an orthogonal matrix, and with back=True by its transpose"
+            )
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.inputs import check_is_tensor
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.integers import integers
 
@@ -78,6 +79,7 @@ def _check(lens: list[int], table: Tensor, indirection: Tensor, block_size: int)
     if type(block_size) is not int or block_size < 1:
         raise BatchError(f"block_size={block_size!r} must be a positive integer")
     for name, tensor in (("block_table", table), ("cache_indirection", indirection)):
+        check_is_tensor(name, tensor)
         if tensor.dim() != 3 or tensor.dtype != torch.int32 or len(tensor) != len(lens):
             raise BatchError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int32 (num_seqs, beams, …) "

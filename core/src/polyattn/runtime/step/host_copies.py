@@ -19,15 +19,21 @@ def stored(
 ) -> T:
     """Return what was made of a tensor in this state: its attribute, which must not hold the tensor.
 
-    `values`: it is made of the tensor's numbers, and anew where they may have changed: a tensor of
-    `torch.inference_mode` counts no changes. `make(*args)` makes it.
+    `values`: it is made of the tensor's numbers, and anew where they may have changed. A tensor of
+    `torch.inference_mode` counts no changes, and none counts what NumPy writes to the same memory: so the
+    numbers themselves tell for lengths and block tables on the host. `make(*args)` makes it.
     """
-    version = None
+    version: object = None
     if values:
-        if tensor.is_inference():
+        if tensor.is_cpu and tensor.dim() == 1:
+            version = tensor.tolist()
+        elif tensor.is_inference():
             return make(*args)
-        version = tensor._version
-    known: tuple[int | None, object, T] | None = getattr(tensor, name, None)
+        elif tensor.is_cpu and tensor.dim() == 2:
+            version = tensor.numpy().tobytes()
+        else:
+            version = tensor._version
+    known: tuple[object, object, T] | None = getattr(tensor, name, None)
     if known is None or known[0] != version or known[1] != state:
         known = version, state, make(*args)
         setattr(tensor, name, known)
@@ -36,6 +42,8 @@ def stored(
 
 def values_of(tensor: Tensor) -> list[int]:
     """Return a tensor's integers on the host. A tensor is copied again only after it has changed.
+
+    On a GPU torch counts what its operators write, not what other kernels and replayed graphs do.
 
     Args:
         tensor: integers (values,), on any device.
@@ -49,6 +57,8 @@ def values_of(tensor: Tensor) -> list[int]:
 
     """
     _check(tensor)
+    if tensor.is_cpu:
+        return _integers(tensor)
     return stored(tensor, "_polyattn_host", True, None, _integers, tensor)
 
 
