@@ -105,9 +105,10 @@ def read(cfg):
     heads, size = cfg.need("num_attention_heads"), cfg.need("head_dim")
     full = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
     near = full.replace(sliding_window=cfg.need("sliding_window"))
-    return {{"text": [(full if i % 4 == 3 else near,) for i in range(cfg.need("num_hidden_layers"))]}}
+    return [full if i % 4 == 3 else near for i in range(cfg.need("num_hidden_layers"))]
 ```
 
+A layer of several parts is a tuple of them, and a model of several towers a dict of such lists.
 `cfg.need` returns a positive integer. `cfg.integer`, `cfg.number`, `cfg.flag` and `cfg.items` return
 optional values. `cfg.only` refuses all values but some. You can't replace the types in the table below.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn import LayerSpec, NormSpec, RopeSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Towers
+from polyattn_models.layers import Part, Stack
 from polyattn_models.patterns import (
     CHUNKED,
     FULL,
@@ -50,13 +50,13 @@ class Decoder:
     sinks: bool = False
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def __call__(self, cfg: Config) -> Towers:
-        """Return the text tower."""
+    def __call__(self, cfg: Config) -> list[LayerSpec]:
+        """Return the layers."""
         for name, valid in self.only.items():
             cfg.only(name, *valid)
         count = cfg.need("num_hidden_layers")
         types = self.layer_types(cfg, count)
-        return {"text": [(self.layer(cfg, i, kind),) for i, kind in enumerate(types)]}
+        return [self.layer(cfg, i, kind) for i, kind in enumerate(types)]
 
     def layer_types(self, cfg: Config, count: int) -> list[str]:
         """Return the type of every layer."""
@@ -86,6 +86,14 @@ class Decoder:
             rope=self.rope(cfg, size, index, kind),
             **masked,
         )
+
+
+def stack(
+    cfg: Config, types: list[str], layers: Mapping[str, Decoder | Part | tuple[Part, ...]]
+) -> Stack:
+    """Return the layers of types in order; those of a `Decoder` may depend on their index."""
+    made = [(i, kind, layers[kind]) for i, kind in enumerate(types)]
+    return [one.layer(cfg, i, kind) if isinstance(one, Decoder) else one for i, kind, one in made]
 
 
 _HEADS = """qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text dots1 glm4_moe exaone4 exaone_moe apertus

@@ -14,12 +14,13 @@ from polyattn_models.attention import (
     qk_norm,
     rotary,
     shared_keys,
+    stack,
     window,
 )
 from polyattn_models.config import Config
 from polyattn_models.decoders import sliding_alone
-from polyattn_models.layers import Part, Reader, Towers
-from polyattn_models.patterns import FULL, SLIDING, every, named, starting
+from polyattn_models.layers import Reader, Stack
+from polyattn_models.patterns import CONV, FULL, SLIDING, every, named, starting
 from polyattn_models.recurrent import short_convolution
 from polyattn_models.rotary import read_rope
 
@@ -65,14 +66,14 @@ LAGUNA = Decoder(
 )
 
 
-def laguna(cfg: Config) -> Towers:
+def laguna(cfg: Config) -> Stack:
     """Each layer has a number of heads of its own."""
     count = cfg.need("num_hidden_layers")
     heads = cfg.items("num_attention_heads_per_layer", int, count)
     layers = [LAGUNA.layer(cfg, i, kind) for i, kind in enumerate(LAGUNA.layer_types(cfg, count))]
     if heads is not None:
         layers = [one.replace(num_heads=n) for one, n in zip(layers, heads, strict=True)]
-    return {"text": [(layer,) for layer in layers]}
+    return layers
 
 
 def granite_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
@@ -88,7 +89,7 @@ def granite_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | No
     return dataclasses.replace(rope, base=float(bases[index])) if bases[index] else None
 
 
-def cohere2_moe(cfg: Config) -> Towers:
+def cohere2_moe(cfg: Config) -> Stack:
     """Windowed layers are rotated; of the first dense layers all are, or have a window pattern."""
     cfg.only("rope_scaling")
     count, dense = cfg.need("num_hidden_layers"), cfg.get("first_k_dense_replace", default=0)
@@ -106,7 +107,7 @@ def cohere2_moe(cfg: Config) -> Towers:
         layer = rotated.layer(cfg, i, kind)
         turns = kind == SLIDING or (mlps[i] == "dense" and period == 1)
         layers.append(layer if turns else layer.replace(rope=None))
-    return {"text": [(layer,) for layer in layers]}
+    return layers
 
 
 def kolibri_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
@@ -132,23 +133,15 @@ BEAM = Decoder(
 )
 
 
-def beam(cfg: Config) -> Towers:
+def beam(cfg: Config) -> Stack:
     """A layer without positions multiplies the query by ((position + 1) / 2048 + 1) ** 0.1."""
-    return {
-        "text": [
-            tuple(
-                part.replace(rope=part.rope or WARM) if isinstance(part, LayerSpec) else part
-                for part in parts
-            )
-            for parts in BEAM(cfg)["text"]
-        ]
-    }
+    return [layer.replace(rope=layer.rope or WARM) for layer in BEAM(cfg)]
 
 
 MIMO_ROPE = _by_type(_default(5e6, 0.334), _default(1e4, 0.334))
 
 
-def mimo(cfg: Config) -> Towers:
+def mimo(cfg: Config) -> Stack:
     """MiMo-V2-Flash: windowed layers have sinks and twice the KV heads; values are smaller than keys.
 
     The window counts the query's own token: the publisher's 128 are 129 here, as in transformers.
@@ -182,7 +175,7 @@ def mimo(cfg: Config) -> Towers:
             sliding_window=within if slides else None, rope=rope(cfg, size, index, kind),
         )  # fmt: skip
 
-    return {"text": [(layer(i, kind),) for i, kind in enumerate(types)]}
+    return [layer(i, kind) for i, kind in enumerate(types)]
 
 
 def _by_layer(cfg: Config, name: str, count: int) -> list[float] | None:
@@ -196,7 +189,7 @@ def _by_layer(cfg: Config, name: str, count: int) -> list[float] | None:
     return [float(each) for each in value[:count]]
 
 
-def step(cfg: Config) -> Towers:
+def step(cfg: Config) -> Stack:
     """Step-3.7: windowed layers may have more heads; each layer type has a rotation of its own."""
     count = cfg.need("num_hidden_layers")
     cfg.get("num_nextn_predict_layers")  # lists may have entries for drafts' layers behind
@@ -251,7 +244,7 @@ def step(cfg: Config) -> Towers:
         )
         for kind in {*types}
     }
-    return {"text": [(layers[kind],) for kind in types]}
+    return [layers[kind] for kind in types]
 
 
 GEMMA4_ROPE = _by_type(
@@ -260,7 +253,7 @@ GEMMA4_ROPE = _by_type(
 )
 
 
-def gemma4(cfg: Config) -> Towers:
+def gemma4(cfg: Config) -> Stack:
     """Gemma 4: global layers have larger heads, of which a quarter turns, and may have V = K."""
     cfg.only("use_bidirectional_attention", "vision")
     count = cfg.need("num_hidden_layers")
@@ -294,7 +287,7 @@ def gemma4(cfg: Config) -> Towers:
         )
 
     layers = [layer(index, kind) for index, kind in enumerate(types)]
-    return {"text": [(one,) for one in shared_keys(cfg, layers, types)]}
+    return shared_keys(cfg, layers, types)
 
 
 LFM3_ROPE = _by_type(
@@ -303,22 +296,14 @@ LFM3_ROPE = _by_type(
 )
 
 
-def lfm3(cfg: Config) -> Towers:
+def lfm3(cfg: Config) -> Stack:
     """Gated short convolutions, windowed and full attention."""
     count = cfg.need("num_hidden_layers")
-    derived = [
-        FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else "conv" for i in range(count)
-    ]
+    derived = [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else CONV for i in range(count)]
     types = cfg.items("layer_types", str, count) or derived
-    types = named(cfg, "layer_types", types, (FULL, SLIDING, "conv"))
+    types = named(cfg, "layer_types", types, (FULL, SLIDING, CONV))
     attention = Decoder(window=needed_window, rope=rope_by_type(LFM3_ROPE))
-    convolution: tuple[Part, ...] = (short_convolution(cfg),)
-    return {
-        "text": [
-            convolution if kind == "conv" else (attention.layer(cfg, i, kind),)
-            for i, kind in enumerate(types)
-        ]
-    }
+    return stack(cfg, types, {FULL: attention, SLIDING: attention, CONV: short_convolution(cfg)})
 
 
 COMPASS = Decoder(
@@ -329,7 +314,7 @@ COMPASS = Decoder(
 )
 
 
-def cohere_compass(cfg: Config) -> Towers:
+def cohere_compass(cfg: Config) -> Stack:
     """Positions have three axes; a layer type without a rotation has null for it."""
     cfg.only("head_dim", cfg.need("hidden_size") // cfg.need("num_attention_heads"))
     return COMPASS(cfg)

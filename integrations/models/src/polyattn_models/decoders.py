@@ -16,7 +16,7 @@ from polyattn_models.attention import (
     window,
 )
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Towers
+from polyattn_models.layers import Missing, Reader, Stack, Towers
 from polyattn_models.patterns import (
     CHUNKED,
     FULL,
@@ -173,10 +173,10 @@ def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
 
 def phi4_multimodal(cfg: Config) -> Towers:
     """Phi-4: as Phi-3, beside towers of images and sounds."""
-    out = Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope)(cfg)
+    out: Towers = {"text": Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope)(cfg)}
     for tower in ("vision", "audio"):
         if cfg.get(f"{tower}_config") is not None:
-            out[tower] = [(Missing(f"{tower} towers of type 'phi4_multimodal'"),)]
+            out[tower] = [Missing(f"{tower} towers of type 'phi4_multimodal'")]
     return out
 
 
@@ -246,7 +246,7 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
     return every(4, "sliding_window_pattern")(cfg, count)
 
 
-def moshi(cfg: Config) -> Towers:
+def moshi(cfg: Config) -> Stack:
     """The text tower, whose window is the whole context; the depth decoder is a model by itself."""
     window, longest = cfg.need("sliding_window"), cfg.need("max_position_embeddings")
     if window < longest:
@@ -255,13 +255,13 @@ def moshi(cfg: Config) -> Towers:
     return LLAMA(cfg)
 
 
-def jetmoe(cfg: Config) -> Towers:
+def jetmoe(cfg: Config) -> Stack:
     """The queries of each expert see all KV heads: keys and values are repeated before attention."""
     heads = cfg.need("num_key_value_heads") * cfg.need("num_experts_per_tok")
     cfg.only("num_attention_heads", heads)
     size = cfg.need("kv_channels")
     spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, rope=read_rope(cfg, size))
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+    return [spec] * cfg.need("num_hidden_layers")
 
 
 LLAMA = Decoder()
@@ -297,11 +297,11 @@ GEMMA3N = Decoder(
 )
 
 
-def gemma3n(cfg: Config) -> Towers:
+def gemma3n(cfg: Config) -> Stack:
     """The last `num_kv_shared_layers` read the keys of the last layer of their type before them."""
     types = GEMMA3N.layer_types(cfg, cfg.need("num_hidden_layers"))
     layers = [GEMMA3N.layer(cfg, index, kind) for index, kind in enumerate(types)]
-    return {"text": [(layer,) for layer in shared_keys(cfg, layers, types)]}
+    return shared_keys(cfg, layers, types)
 
 
 EXAONE4 = Decoder(types=exaone_types, listed=True, window=window, rope=exaone_rope)

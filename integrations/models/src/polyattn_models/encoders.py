@@ -9,7 +9,7 @@ from polyattn import LayerSpec, Role, RopeSpec
 
 from polyattn_models.attention import head_sizes
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Part, Reader, Towers, unserved
+from polyattn_models.layers import Missing, Reader, Stack, Towers, unserved
 from polyattn_models.patterns import FULL, SLIDING, layer_types, starting
 from polyattn_models.rotary import nested_parameters, read_rope
 
@@ -23,7 +23,7 @@ def encoder(
     tower: str = "text",
     rope: Callable[[Config, int], RopeSpec | None] = lambda cfg, size: None,
     head_dim: bool = False,
-) -> Reader:
+) -> Callable[[Config], Towers]:
     """Return a reader of encoders; one with `is_decoder` is a causal decoder (BERT's family)."""
 
     def read(cfg: Config) -> Towers:
@@ -37,7 +37,7 @@ def encoder(
             num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role
         )
         count = cfg.need("num_hidden_layers") * (cfg.integer("inner_group_num") or 1)
-        return {tower: [(spec,)] * count}
+        return {tower: [spec] * count}
 
     return read
 
@@ -48,12 +48,12 @@ def roformer_rope(cfg: Config, size: int) -> RopeSpec:
     return RopeSpec(pairing="gptj", rotary_size=size)
 
 
-def big_bird(cfg: Config) -> Towers:
+def big_bird(cfg: Config) -> Stack | Towers:
     """BERT's layers, or a mask of blocks that are drawn at random."""
     if cfg.get("attention_type") == "original_full":
         return encoder()(cfg)
     cfg.read.update(cfg.values)
-    return {"text": [(Missing(RANDOM_BLOCKS),)] * cfg.need("num_hidden_layers")}
+    return [Missing(RANDOM_BLOCKS)] * cfg.need("num_hidden_layers")
 
 
 def bigbird_pegasus(cfg: Config) -> Towers:
@@ -62,10 +62,10 @@ def bigbird_pegasus(cfg: Config) -> Towers:
     if cfg.get("attention_type") == "original_full":
         return out
     cfg.get("block_size", "num_random_blocks")
-    return {**out, "encoder": [(Missing(RANDOM_BLOCKS),)] * len(out["encoder"])}
+    return {**out, "encoder": [Missing(RANDOM_BLOCKS)] * len(out["encoder"])}
 
 
-def xlm(cfg: Config) -> Towers:
+def xlm(cfg: Config) -> Stack:
     """An encoder with names of its own, or a decoder without a cache (`causal`)."""
     heads, width = cfg.need("n_heads"), cfg.need("emb_dim")
     if width % heads:
@@ -74,7 +74,7 @@ def xlm(cfg: Config) -> Towers:
     causal = cfg.flag("causal")
     role: dict[str, Any] = {} if causal else ENCODER
     spec = LayerSpec(num_heads=heads, head_size=width // heads, dtype=cfg.dtype, **role)
-    return {"text": [(spec,)] * cfg.need("n_layers")}
+    return [spec] * cfg.need("n_layers")
 
 
 def git(cfg: Config) -> Towers:
@@ -83,12 +83,12 @@ def git(cfg: Config) -> Towers:
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
     text = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
     vision = encoder("vision")(cfg.part("vision_config", "git_vision_model"))
-    return {"text": [(text,)] * cfg.need("num_hidden_layers"), **vision}
+    return {"text": [text] * cfg.need("num_hidden_layers"), **vision}
 
 
-def trocr(cfg: Config) -> Towers:
+def trocr(cfg: Config) -> Stack:
     """A decoder by itself: it attends to itself, then to an image's encoder."""
-    return {"text": _decoder(cfg)}
+    return _decoder(cfg)
 
 
 def esm(cfg: Config) -> Towers:
@@ -104,23 +104,21 @@ def esm(cfg: Config) -> Towers:
 def modernbert(causal: bool) -> Reader:
     """Return the reader of ModernBERT: two of three layers see `local_attention` tokens around."""
 
-    def read(cfg: Config) -> Towers:
+    def read(cfg: Config) -> Stack:
         count, (heads, _, size) = cfg.need("num_hidden_layers"), head_sizes(cfg, False, False)
         types = layer_types(cfg, count, starting(3, "global_attn_every_n_layers"), (FULL, SLIDING))
         half = cfg.need("local_attention") // 2
         cfg.only("sliding_window", half)
         window = half if causal else half + 1
         role: dict[str, Any] = {} if causal else ENCODER
-        return {
-            "text": [
-                (LayerSpec(
-                    num_heads=heads, head_size=size, dtype=cfg.dtype,
-                    sliding_window=window if kind == SLIDING else None,
-                    rope=_modernbert_rope(cfg, size, kind), **role,
-                ),)
-                for kind in types
-            ]
-        }  # fmt: skip
+        return [
+            LayerSpec(
+                num_heads=heads, head_size=size, dtype=cfg.dtype,
+                sliding_window=window if kind == SLIDING else None,
+                rope=_modernbert_rope(cfg, size, kind), **role,
+            )
+            for kind in types
+        ]  # fmt: skip
 
     return read
 
@@ -139,27 +137,27 @@ def two_towers(causal_text: bool) -> Reader:
         text = cfg.part("text_config", f"{cfg.model_type}_text_model")
         vision = cfg.part("vision_config", f"{cfg.model_type}_vision_model")
         return {
-            "text_model": (causal_text_tower if causal_text else encoder())(text)["text"],
+            "text_model": causal_text_tower(text) if causal_text else encoder()(text)["text"],
             "vision_model": encoder("vision")(vision)["vision"],
         }
 
     return read
 
 
-def causal_text_tower(cfg: Config) -> Towers:
+def causal_text_tower(cfg: Config) -> Stack:
     """CLIP's text tower has a causal mask."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
     spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, cached=False)
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+    return [spec] * cfg.need("num_hidden_layers")
 
 
 def encoder_decoder(cfg: Config) -> Towers:
     """BART's family and Whisper: the decoder attends to itself, then to the encoder's output."""
-    encoder = (_side(cfg, "encoder", Role.ENCODER),)
+    encoder = _side(cfg, "encoder", Role.ENCODER)
     return {"encoder": [encoder] * cfg.need("encoder_layers"), "decoder": _decoder(cfg)}
 
 
-def _decoder(cfg: Config) -> list[tuple[Part, ...]]:
+def _decoder(cfg: Config) -> Stack:
     layer = (_side(cfg, "decoder", Role.DECODER), _side(cfg, "decoder", Role.CROSS))
     return [layer] * cfg.need("decoder_layers")
 
@@ -187,16 +185,16 @@ def t5(cfg: Config) -> Towers:
             causal=role is Role.DECODER, variant=variant,
         )  # fmt: skip
 
-    decoder: tuple[Part, ...] = (spec(Role.DECODER, "relative_bias"), spec(Role.CROSS, None))
+    decoder = (spec(Role.DECODER, "relative_bias"), spec(Role.CROSS, None))
     return {
-        "encoder": [(spec(Role.ENCODER, "relative_bias"),)] * cfg.need("num_layers"),
+        "encoder": [spec(Role.ENCODER, "relative_bias")] * cfg.need("num_layers"),
         "decoder": [decoder] * cfg.need("num_decoder_layers", "num_layers"),
     }
 
 
-def biased(cfg: Config) -> Towers:
+def biased(cfg: Config) -> Stack:
     """MPNet and DeBERTa: every layer needs a bias."""
-    return {"text": [(Missing(RELATIVE_BIAS),)] * cfg.need("num_hidden_layers")}
+    return [Missing(RELATIVE_BIAS)] * cfg.need("num_hidden_layers")
 
 
 def mvp(cfg: Config) -> Towers:

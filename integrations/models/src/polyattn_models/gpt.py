@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import Decoder, head_sizes, no_rope
 from polyattn_models.config import Config, unknown_choice
 from polyattn_models.encoders import RELATIVE_BIAS
-from polyattn_models.layers import Missing, Reader, Towers, unserved
+from polyattn_models.layers import Missing, Reader, Stack, unserved
 from polyattn_models.rotary import read_rope
 
 HASHED = "attention within buckets of a hash that is drawn at random in each call"
@@ -20,26 +21,15 @@ def gptj_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     return RopeSpec(pairing="gptj", rotary_size=cfg.integer("rotary_dim") or size)
 
 
-def neox_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
-    """GPT-NeoX's own names: `rotary_pct` and `rotary_emb_base`."""
-    cfg.only("partial_rotary_factor", cfg.number("rotary_pct", 0.25))
-    return read_rope(
-        cfg,
-        size,
-        partial=cfg.number("rotary_pct", 0.25),
-        theta=cfg.number("rotary_emb_base", 10000.0),
-    )
+def neox_rope(usual: float) -> Callable[[Config, int, int, str], RopeSpec]:
+    """GPT-NeoX's own names: `rotary_pct`, what part of a head is rotated, and `rotary_emb_base`."""
 
+    def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
+        part = cfg.number("rotary_pct", usual)
+        cfg.only("partial_rotary_factor", part)
+        return read_rope(cfg, size, partial=part, theta=cfg.number("rotary_emb_base", 10000.0))
 
-def neox_japanese_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
-    """GPT-NeoX's names, of which whole heads are rotated by default."""
-    cfg.only("partial_rotary_factor", cfg.number("rotary_pct", 1.0))
-    return read_rope(
-        cfg,
-        size,
-        partial=cfg.number("rotary_pct", 1.0),
-        theta=cfg.number("rotary_emb_base", 10000.0),
-    )
+    return rope
 
 
 def clockwise_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
@@ -47,17 +37,15 @@ def clockwise_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     return dataclasses.replace(read_rope(cfg, size), clockwise=True)
 
 
-def diffllama(cfg: Config) -> Towers:
+def diffllama(cfg: Config) -> Stack:
     """Two KV heads, of one half each, share a value as wide as both; the model takes the difference."""
-    out = Decoder()(cfg)
-    (spec,) = out["text"][0]
-    assert isinstance(spec, LayerSpec)
-    if spec.num_kv_heads % 2:
-        raise cfg.error("num_key_value_heads", spec.num_kv_heads, "must be even")
-    return {"text": [(spec.replace(v_head_size=2 * spec.head_size),)] * len(out["text"])}
+    layers = Decoder()(cfg)
+    if layers[0].num_kv_heads % 2:
+        raise cfg.error("num_key_value_heads", layers[0].num_kv_heads, "must be even")
+    return [layer.replace(v_head_size=2 * layer.head_size) for layer in layers]
 
 
-def dbrx(cfg: Config) -> Towers:
+def dbrx(cfg: Config) -> Stack:
     """KV heads and the base of the rotation are said in `attn_config`."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
     part = cfg.part("attn_config", "dbrx_attention")
@@ -73,7 +61,7 @@ def dbrx(cfg: Config) -> Towers:
     )
     if spec.rope is not None and spec.rope.base != theta:
         raise part.error("rope_theta", theta, f"isn't rope_parameters.rope_theta={spec.rope.base}")
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+    return [spec] * cfg.need("num_hidden_layers")
 
 
 def gpt2_scale(cfg: Config, size: int, index: int) -> float:
@@ -90,14 +78,14 @@ def _embedded_heads(cfg: Config) -> tuple[int, int]:
     return heads, width // heads
 
 
-def falcon(cfg: Config) -> Towers:
+def falcon(cfg: Config) -> Stack:
     """One KV head, or as many as the newer architecture says; ALiBi or a rotation."""
     heads, size = _embedded_heads(cfg)
     grouped = cfg.flag("new_decoder_architecture") or not cfg.flag("multi_query", True)
     kv_heads = (cfg.integer("num_kv_heads") or heads) if grouped else 1
     count = cfg.need("num_hidden_layers")
     if cfg.flag("alibi"):
-        return {"text": [(Missing("ALiBi that is scaled together with the logits"),)] * count}
+        return [Missing("ALiBi that is scaled together with the logits")] * count
     spec = LayerSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -105,18 +93,18 @@ def falcon(cfg: Config) -> Towers:
         dtype=cfg.dtype,
         rope=read_rope(cfg, size),
     )
-    return {"text": [(spec,)] * count}
+    return [spec] * count
 
 
-def bloom(cfg: Config) -> Towers:
+def bloom(cfg: Config) -> Stack:
     """ALiBi."""
     heads, size = _embedded_heads(cfg)
     cfg.get("offset_alibi")  # no code has ever used it
     spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, alibi=True)
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+    return [spec] * cfg.need("num_hidden_layers")
 
 
-def mpt(cfg: Config) -> Towers:
+def mpt(cfg: Config) -> Stack:
     """ALiBi or learned positions, said in `attn_config`."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
     part = cfg.part("attn_config", "mpt_attention")
@@ -134,24 +122,18 @@ def mpt(cfg: Config) -> Towers:
         scale=part.number("softmax_scale") or 0.0,
         alibi=part.flag("alibi", True),
     )
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+    return [spec] * cfg.need("num_hidden_layers")
 
 
-def gpt_bigcode(cfg: Config) -> Towers:
+def gpt_bigcode(cfg: Config) -> Stack:
     """GPT-2 with one KV head, where `multi_query` says so."""
     shared = cfg.flag("multi_query", True)
     cfg.only("num_key_value_heads", 1 if shared else cfg.need("num_attention_heads"))
     cfg.only("scale_attn_by_inverse_layer_idx", False)
-    return {
-        "text": [
-            (spec.replace(num_kv_heads=1 if shared else spec.num_heads),)
-            for (spec,) in GPT2(cfg)["text"]
-            if isinstance(spec, LayerSpec)
-        ]
-    }
+    return [spec.replace(num_kv_heads=1 if shared else spec.num_heads) for spec in GPT2(cfg)]
 
 
-def gpt_neo(cfg: Config) -> Towers:
+def gpt_neo(cfg: Config) -> Stack:
     """A scale of 1, and local layers whose window is `window_size`."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
     count = cfg.need("num_hidden_layers")
@@ -171,13 +153,8 @@ def gpt_neo(cfg: Config) -> Towers:
     for kind in kinds:
         if kind not in windows:
             raise unknown_choice(cfg, "attention_types", kind, list(windows))
-    return {
-        "text": [
-            (LayerSpec(num_heads=heads, head_size=size, scale=1.0, dtype=cfg.dtype,
-                       sliding_window=windows[kind]),)
-            for kind in kinds
-        ]
-    }  # fmt: skip
+    spec = LayerSpec(num_heads=heads, head_size=size, scale=1.0, dtype=cfg.dtype)
+    return [spec.replace(sliding_window=windows[kind]) for kind in kinds]
 
 
 LEARNED = Decoder(head_dim=False, kv_heads=False, rope=no_rope)
@@ -195,7 +172,7 @@ READERS: dict[str, Reader] = {
     "xglm": Decoder(
         head_dim=False, kv_heads=False, rope=no_rope, only={"add_cross_attention": (False,)}
     ),
-    "gpt_neox_japanese": Decoder(kv_heads=False, head_dim=False, rope=neox_japanese_rope),
+    "gpt_neox_japanese": Decoder(kv_heads=False, head_dim=False, rope=neox_rope(1.0)),
     "codegen": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
     "dbrx": dbrx,
     "cpmant": unserved(RELATIVE_BIAS),
@@ -204,7 +181,7 @@ READERS: dict[str, Reader] = {
     "doge": unserved("a learned bias for each key"),
     "reformer": unserved(HASHED),
     "xlnet": unserved("two streams with a relative position bias"),
-    "gpt_neox": Decoder(kv_heads=False, head_dim=False, rope=neox_rope),
+    "gpt_neox": Decoder(kv_heads=False, head_dim=False, rope=neox_rope(0.25)),
     "gptj": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from polyattn import LayerSpec, RopeSpec
 
-from polyattn_models.attention import Decoder, no_rope, rotary, window
+from polyattn_models.attention import Decoder, no_rope, rotary, stack, window
 from polyattn_models.config import Config
-from polyattn_models.layers import Part, Reader, Towers
+from polyattn_models.layers import Reader, Stack
 from polyattn_models.mla import latent_attention
 from polyattn_models.patterns import (
     CONV,
@@ -25,6 +23,7 @@ from polyattn_models.recurrent import (
     gated_delta,
     gated_linear_unit,
     kimi_delta,
+    kimi_sizes,
     lightning,
     mamba1,
     mamba2,
@@ -35,13 +34,6 @@ from polyattn_models.recurrent import (
 from polyattn_models.rotary import read_rope
 
 NOPE = Decoder(head_dim=False, rope=no_rope)
-
-
-def stack(
-    cfg: Config, types: list[str], makers: dict[str, Callable[[int], tuple[Part, ...]]]
-) -> Towers:
-    """Return the text tower: a maker per layer type."""
-    return {"text": [makers[kind](index) for index, kind in enumerate(types)]}
 
 
 def listed(cfg: Config, pattern: Pattern, *valid: str) -> list[str]:
@@ -67,7 +59,7 @@ def _mamba_fields(cfg: Config, channels: int) -> LayerSpec:
     )
 
 
-def bamba(cfg: Config) -> Towers:
+def bamba(cfg: Config) -> Stack:
     """Mamba-2, and attention where `attn_layer_indices` says so; half of each head rotated."""
     attends = set(cfg.items("attn_layer_indices", int) or ())
     count = cfg.need("num_hidden_layers")
@@ -77,12 +69,10 @@ def bamba(cfg: Config) -> Towers:
     cfg.only("partial_rotary_factor", 0.5)
     attention = Decoder(rope=rotary(partial=0.5))
     types = [FULL if index in attends else LINEAR for index in range(count)]
-    return stack(
-        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {FULL: attention, LINEAR: recurrent})
 
 
-def granite_hybrid(cfg: Config) -> Towers:
+def granite_hybrid(cfg: Config) -> Stack:
     """Granite 4: Mamba-2, and attention that is rotated where `position_embedding_type` is rope."""
     cfg.only("position_embedding_type", "rope", "nope")
     rope = rotary() if cfg.get("position_embedding_type") == "rope" else no_rope
@@ -90,31 +80,21 @@ def granite_hybrid(cfg: Config) -> Towers:
         head_dim=False, rope=rope, scale=lambda cfg, s, i: cfg.number("attention_multiplier") or 0.0
     )
     types = listed(cfg, all_of(LINEAR), FULL, LINEAR)
-    recurrent = _mamba_fields(cfg, widened(cfg, "mamba_expand")) if LINEAR in types else None
-    return stack(
-        cfg,
-        types,
-        {
-            FULL: lambda i: (attention.layer(cfg, i),),
-            LINEAR: lambda i: (recurrent,) if recurrent else (),
-        },
-    )
+    recurrent = _mamba_fields(cfg, widened(cfg, "mamba_expand")) if LINEAR in types else ()
+    return stack(cfg, types, {FULL: attention, LINEAR: recurrent})
 
 
-def falcon_h1(cfg: Config) -> Towers:
+def falcon_h1(cfg: Config) -> Stack:
     """Every layer has Mamba-2 and attention side by side."""
     channels = cfg.integer("mamba_d_ssm") or widened(cfg, "mamba_expand")
     recurrent = _mamba_fields(cfg, channels)
     attention = Decoder()
-    return {
-        "text": [
-            (recurrent, attention.layer(cfg, index))
-            for index in range(cfg.need("num_hidden_layers"))
-        ]
-    }
+    return [
+        (recurrent, attention.layer(cfg, index)) for index in range(cfg.need("num_hidden_layers"))
+    ]
 
 
-def jamba(cfg: Config) -> Towers:
+def jamba(cfg: Config) -> Stack:
     """Mamba-1, and attention without positions once per period."""
     period, offset = cfg.need("attn_layer_period"), cfg.get("attn_layer_offset", default=0)
     if not isinstance(offset, int) or not 0 <= offset < period:
@@ -124,9 +104,7 @@ def jamba(cfg: Config) -> Towers:
         cfg, widened(cfg, "mamba_expand"), cfg.need("mamba_d_state"), cfg.need("mamba_d_conv")
     )
     types = [FULL if i % period == offset else LINEAR for i in range(cfg.need("num_hidden_layers"))]
-    return stack(
-        cfg, types, {FULL: lambda i: (NOPE.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {FULL: NOPE, LINEAR: recurrent})
 
 
 HYBRID = "hybrid"
@@ -148,7 +126,7 @@ def _shared_attention(cfg: Config, rotates: bool) -> LayerSpec:
     )
 
 
-def zamba(cfg: Config) -> Towers:
+def zamba(cfg: Config) -> Stack:
     """Mamba-1 of several heads in every layer; in the hybrid ones, shared attention before it."""
     count = cfg.need("num_hidden_layers")
     kinds = cfg.items("layers_block_type", str, count)
@@ -163,12 +141,10 @@ def zamba(cfg: Config) -> Towers:
     sizes = (cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), groups)
     recurrent = mamba1(cfg, channels, *sizes, activation="hidden_mamba_act")
     attention = _shared_attention(cfg, rotates=False)
-    return stack(
-        cfg, types, {HYBRID: lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {HYBRID: (attention, recurrent), LINEAR: recurrent})
 
 
-def zamba2(cfg: Config) -> Towers:
+def zamba2(cfg: Config) -> Stack:
     """Mamba-2 in every layer; in the hybrid ones, shared attention of twice the width before it."""
     count = cfg.need("num_hidden_layers")
     kinds = cfg.items("layers_block_type", str, count)
@@ -183,15 +159,13 @@ def zamba2(cfg: Config) -> Towers:
     cfg.only("mamba_headdim", channels // recurrent_heads)
     cfg.only("hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == HYBRID])
     attention = _shared_attention(cfg, rotates=cfg.flag("use_mem_rope"))
-    return stack(
-        cfg, types, {HYBRID: lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {HYBRID: (attention, recurrent), LINEAR: recurrent})
 
 
 NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
-def nemotron_h(cfg: Config) -> Towers:
+def nemotron_h(cfg: Config) -> Stack:
     """Mamba-2, attention without positions, and layers that are an MLP alone."""
     pattern = cfg.get("hybrid_override_pattern")
     kinds = cfg.items("layers_block_type", str)
@@ -216,13 +190,10 @@ def nemotron_h(cfg: Config) -> Towers:
     if cfg.given("attention_head_dim"):
         cfg.only("attention_head_dim", cfg.get("head_dim"))
     attention = Decoder(rope=no_rope)
-    return stack(cfg, types, {
-        FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,),
-        "mlp": lambda i: (), "moe": lambda i: (),
-    })  # fmt: skip
+    return stack(cfg, types, {FULL: attention, LINEAR: recurrent, "mlp": (), "moe": ()})
 
 
-def recurrent_gemma(cfg: Config) -> Towers:
+def recurrent_gemma(cfg: Config) -> Stack:
     """RG-LRU, and windowed attention."""
     kinds = cfg.items("block_types", str) or []
     if not kinds or set(kinds) - {"recurrent", "attention"}:
@@ -232,14 +203,9 @@ def recurrent_gemma(cfg: Config) -> Towers:
         rope=rotary(partial=0.5),
     )
     recurrent = gated_linear_unit(cfg)
-    return {
-        "text": [
-            (attention.layer(cfg, i, SLIDING),)
-            if kinds[i % len(kinds)] == "attention"
-            else (recurrent,)
-            for i in range(cfg.need("num_hidden_layers"))
-        ]
-    }
+    names = {"attention": SLIDING, "recurrent": LINEAR}
+    types = [names[kinds[i % len(kinds)]] for i in range(cfg.need("num_hidden_layers"))]
+    return stack(cfg, types, {SLIDING: attention, LINEAR: recurrent})
 
 
 def _lfm2_types(cfg: Config, count: int) -> list[str]:
@@ -247,7 +213,7 @@ def _lfm2_types(cfg: Config, count: int) -> list[str]:
     return [FULL if attends is None or i in attends else CONV for i in range(count)]
 
 
-def lfm2(cfg: Config) -> Towers:
+def lfm2(cfg: Config) -> Stack:
     """Gated short convolutions, and attention."""
     for name, same in (
         ("conv_dim", "hidden_size"),
@@ -261,30 +227,24 @@ def lfm2(cfg: Config) -> Towers:
     cfg.only("use_pos_enc", True)
     attention = Decoder(head_dim=False)
     types = listed(cfg, _lfm2_types, FULL, CONV)
-    return stack(
-        cfg,
-        types,
-        {FULL: lambda i: (attention.layer(cfg, i),), CONV: lambda i: (short_convolution(cfg),)},
-    )
+    return stack(cfg, types, {FULL: attention, CONV: short_convolution(cfg)})
 
 
-def qwen3_next(cfg: Config) -> Towers:
+def qwen3_next(cfg: Config) -> Stack:
     """Gated delta rules, and attention with a quarter of each head rotated."""
     cfg.only("use_sliding_window", False)
     return _gated(cfg, Decoder(rope=rotary(partial=0.25)))
 
 
-def qwen3_5(cfg: Config) -> Towers:
+def qwen3_5(cfg: Config) -> Stack:
     """Qwen3-Next's layers, whose positions have three axes."""
     return _gated(cfg, Decoder(rope=rotary(partial=0.25, sections=(11, 11, 10), interleaved=True)))
 
 
-def _gated(cfg: Config, attention: Decoder) -> Towers:
+def _gated(cfg: Config, attention: Decoder) -> Stack:
     types = listed(cfg, every(4, "full_attention_interval", LINEAR), FULL, LINEAR)
     recurrent = gated_delta(cfg)
-    return stack(
-        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {FULL: attention, LINEAR: recurrent})
 
 
 def _minimax_types(cfg: Config, count: int) -> list[str]:
@@ -296,7 +256,7 @@ def _minimax_types(cfg: Config, count: int) -> list[str]:
     return [FULL if kind else LINEAR for kind in kinds]
 
 
-def minimax(cfg: Config) -> Towers:
+def minimax(cfg: Config) -> Stack:
     """Lightning attention, and softmax attention."""
 
     def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
@@ -310,10 +270,10 @@ def minimax(cfg: Config) -> Towers:
     full = attention.layer(cfg, 0, SLIDING)
     silu(cfg)
     linear = lightning(cfg, full.num_heads, full.head_size)
-    return stack(cfg, types, {FULL: lambda i: (full,), LINEAR: lambda i: (linear,)})
+    return stack(cfg, types, {FULL: full, LINEAR: linear})
 
 
-def kimi_linear(cfg: Config) -> Towers:
+def kimi_linear(cfg: Config) -> Stack:
     """KDA, and MLA without positions."""
     count = cfg.need("num_hidden_layers")
     part = cfg.part("linear_attn_config") if cfg.get("linear_attn_config") is not None else None
@@ -333,19 +293,11 @@ def kimi_linear(cfg: Config) -> Towers:
     types = named(cfg, "layer_types", types, (FULL, LINEAR))
     cfg.only("mla_use_nope", True)
     attention = latent_attention(cfg, None)
-    sizes = [
-        (part.integer(own) if part is not None else None) or cfg.need(name)
-        for own, name in (
-            ("num_heads", "linear_num_heads"),
-            ("head_dim", "linear_head_dim"),
-            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-        )
-    ]
-    delta = kimi_delta(cfg, *sizes)
-    return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
+    delta = kimi_delta(cfg, *kimi_sizes(cfg, part))
+    return stack(cfg, types, {FULL: attention, LINEAR: delta})
 
 
-def bailing_hybrid(cfg: Config) -> Towers:
+def bailing_hybrid(cfg: Config) -> Stack:
     """Ling 2.5: KDA, and MLA whose neighbouring elements turn."""
     count, period = cfg.need("num_hidden_layers"), cfg.need("layer_group_size")
     types = layer_types(cfg, count, every(period, first=LINEAR), (FULL, LINEAR))
@@ -356,10 +308,10 @@ def bailing_hybrid(cfg: Config) -> Towers:
     size = cfg.integer("linear_head_dim") or cfg.need("head_dim")
     delta = kimi_delta(cfg, heads, size, width)
     attention = latent_attention(cfg, rope)
-    return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
+    return stack(cfg, types, {FULL: attention, LINEAR: delta})
 
 
-def olmo_hybrid(cfg: Config) -> Towers:
+def olmo_hybrid(cfg: Config) -> Stack:
     """Gated delta rules, and attention that is rotated unless `rope_theta` is null."""
     count, heads = cfg.need("num_hidden_layers"), cfg.need("num_attention_heads")
     types = every(4, first=LINEAR)(cfg, count)
@@ -378,9 +330,7 @@ def olmo_hybrid(cfg: Config) -> Towers:
         "linear_value_head_dim": cfg.integer("linear_value_head_dim") or 2 * size,
     }
     recurrent = gated_delta(cfg)
-    return stack(
-        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
-    )
+    return stack(cfg, types, {FULL: attention, LINEAR: recurrent})
 
 
 READERS: dict[str, Reader] = {

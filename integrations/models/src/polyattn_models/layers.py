@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from polyattn import LayerSpec
@@ -33,19 +33,26 @@ class Layer:
 
 
 Part = LayerSpec | Missing
-Towers = dict[str, list[tuple[Part, ...]]]
-Reader = Callable[[Config], Towers]
-"""Returns each tower's layers."""
+Stack = Sequence[Part | tuple[Part, ...]]
+"""A tower's layers: one part each, or those that run in order."""
+Towers = dict[str, Stack]
+Reader = Callable[[Config], Stack | Towers]
+"""Returns each tower's layers, or those of a text tower alone."""
+
+
+def towers_of(layers: Stack | Towers) -> Towers:
+    """Return what a reader returned, by the towers' names."""
+    return layers if isinstance(layers, dict) else {"text": layers}
 
 
 def unserved(*missing: str) -> Reader:
     """Return a reader of models whose every layer lacks the same, whatever their fields say."""
 
-    def read(cfg: Config) -> Towers:
+    def read(cfg: Config) -> Stack:
         cfg.read.update(cfg.values)
         listed = cfg.get("attn_layers")  # Reformer's
         count = len(listed) if isinstance(listed, list) else cfg.integer("num_hidden_layers")
-        return {"text": [tuple(map(Missing, missing))] * (count or 1)}
+        return [tuple(map(Missing, missing))] * (count or 1)
 
     return read
 
@@ -100,9 +107,11 @@ def missing_lines(layers: Iterable[Layer]) -> list[str]:
     return [f"{tower} layers {ranges(i)} need {what}" for (tower, what), i in where.items()]
 
 
-def model_of(source: str, model_type: str, towers: Towers, kv_cache_dtype: str) -> ModelLayers:
-    """Return the model behind its towers; what is cached is in `kv_cache_dtype`."""
-    layers = [
+def model_of(
+    source: str, model_type: str, layers: Stack | Towers, kv_cache_dtype: str
+) -> ModelLayers:
+    """Return the model of a reader's layers; what is cached is in `kv_cache_dtype`."""
+    read = [
         Layer(
             tower,
             index,
@@ -115,7 +124,8 @@ def model_of(source: str, model_type: str, towers: Towers, kv_cache_dtype: str) 
             ),
             tuple(part.what for part in parts if isinstance(part, Missing)),
         )
-        for tower, stack in towers.items()
-        for index, parts in enumerate(stack)
+        for tower, stack in towers_of(layers).items()
+        for index, one in enumerate(stack)
+        for parts in [one if isinstance(one, tuple) else (one,)]
     ]
-    return ModelLayers(source, model_type, tuple(layers))
+    return ModelLayers(source, model_type, tuple(read))

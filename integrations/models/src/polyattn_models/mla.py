@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec, SparseSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Towers
+from polyattn_models.layers import Reader, Stack
 from polyattn_models.patterns import FULL, SLIDING, named
 from polyattn_models.rotary import parameters, read_rope, yarn_mscale
 
@@ -60,30 +60,30 @@ def _pairing(cfg: Config, default: bool) -> str:
     return "gptj" if cfg.flag("rope_interleave", default) else "neox"
 
 
-def deepseek(cfg: Config) -> Towers:
+def deepseek(cfg: Config) -> Stack:
     """DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash: neighbouring elements of the rope part turn."""
     return _stack(cfg, _pairing(cfg, True))
 
 
-def deepseek_v2(cfg: Config) -> Towers:
+def deepseek_v2(cfg: Config) -> Stack:
     """DeepSeek-V2, which knows no other pairing."""
     cfg.only("rope_interleave", True)
     return _stack(cfg, "gptj")
 
 
-def neox_latent(cfg: Config) -> Towers:
+def neox_latent(cfg: Config) -> Stack:
     """MiniCPM 3: halves of the rope part turn."""
     return _stack(cfg, "neox")
 
 
-def _stack(cfg: Config, pairing: str) -> Towers:
+def _stack(cfg: Config, pairing: str) -> Stack:
     rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing=pairing)
-    return {"text": [(latent_attention(cfg, rope),)] * cfg.need("num_hidden_layers")}
+    return [latent_attention(cfg, rope)] * cfg.need("num_hidden_layers")
 
 
-def deepseek_sparse(cfg: Config) -> Towers:
+def deepseek_sparse(cfg: Config) -> Stack:
     """DeepSeek-V3.2: each query attends to the tokens that its indexer chose."""
-    return {"text": [(layer,) for layer in _sparse(cfg, [True] * cfg.need("num_hidden_layers"))]}
+    return _sparse(cfg, [True] * cfg.need("num_hidden_layers"))
 
 
 def indexers(cfg: Config, count: int) -> list[bool]:
@@ -107,10 +107,9 @@ def indexers(cfg: Config, count: int) -> list[bool]:
     return [kind == "full" for kind in kinds]
 
 
-def glm_sparse(cfg: Config) -> Towers:
+def glm_sparse(cfg: Config) -> Stack:
     """GLM-5: some layers attend to the tokens that an earlier layer's indexer chose."""
-    layers = _sparse(cfg, indexers(cfg, cfg.need("num_hidden_layers")))
-    return {"text": [(layer,) for layer in layers]}
+    return _sparse(cfg, indexers(cfg, cfg.need("num_hidden_layers")))
 
 
 def absorbed(
@@ -144,7 +143,7 @@ DOTS3_WINDOWED = {
 """Sizes of dots3's windowed layers, which files may change under names with `swa_`."""
 
 
-def dots3(cfg: Config) -> Towers:
+def dots3(cfg: Config) -> Stack:
     """dots3: DeepSeek's sparse layers, and windowed ones over latents of another size."""
     count = cfg.need("num_hidden_layers")
     dsa = cfg.flag("use_dsa", True)
@@ -186,7 +185,7 @@ def dots3(cfg: Config) -> Towers:
             layer = latent_attention(part, rope, topk)
             layers.append(layer.replace(scale=layer.head_size**-0.5))  # YaRN changes no scale
         cfg.read.update(part.read)
-    return {"text": [(layer,) for layer in layers]}
+    return layers
 
 
 def _dots3_rope(cfg: Config, kind: str, theta: float | None) -> RopeSpec:
@@ -207,22 +206,22 @@ def _dots3_rope(cfg: Config, kind: str, theta: float | None) -> RopeSpec:
     )
 
 
-def hy_sparse(cfg: Config) -> Towers:
+def hy_sparse(cfg: Config) -> Stack:
     """Hunyuan 4: the first of each four layers after the first has an indexer; all have sinks."""
     count = cfg.need("num_hidden_layers")
     derived = ["full" if i == 0 or (i - 1) % 4 == 0 else "shared" for i in range(count)]
     kinds = cfg.items("indexer_types", str, count) or derived
     kinds = named(cfg, "indexer_types", kinds, ("full", "shared"))
     layers = _sparse(cfg, [kind == "full" for kind in kinds], "neox")
-    return {"text": [(layer.replace(learned_sinks=True),) for layer in layers]}
+    return [layer.replace(learned_sinks=True) for layer in layers]
 
 
-def longcat(cfg: Config) -> Towers:
+def longcat(cfg: Config) -> Stack:
     """LongCat-Flash: two attention layers in each of `num_layers`."""
     count = 2 * cfg.need("num_layers")
     cfg.only("num_hidden_layers", count)
     rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing="gptj")
-    return {"text": [(latent_attention(cfg, rope),)] * count}
+    return [latent_attention(cfg, rope)] * count
 
 
 LE_ROPE = {
@@ -235,7 +234,7 @@ LE_ROPE = {
 """Mistral Large 4's rotation where the file has none."""
 
 
-def mistral_large4(cfg: Config) -> Towers:
+def mistral_large4(cfg: Config) -> Stack:
     """Mistral Large 4: learned angles, layers without positions, latents of earlier layers."""
     count, rotated = cfg.need("num_hidden_layers"), cfg.need("qk_rope_head_dim")
     every = cfg.integer("no_rope_layer_interval") or 4
@@ -253,7 +252,7 @@ def mistral_large4(cfg: Config) -> Towers:
             latent = LatentSpec(rank=cfg.need("kv_lora_rank"), rope_head_size=0)
             layer = layer.replace(latent=latent, rope=RopeSpec(rotary_size=0, learned=True))
         layers.append(layer.replace(kv_source=_latents_of(cfg, index, sources, turned)))
-    return {"text": [(layer,) for layer in layers]}
+    return layers
 
 
 def _latents_of(cfg: Config, index: int, sources: list[int], turned: list[int]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyattn import LayerSpec, Role
@@ -11,7 +11,7 @@ from polyattn.errors import ConfigError
 from polyattn_models import by_type, decoders, encoders, gpt, hybrids, mla, sparse
 from polyattn_models.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Towers, unserved
+from polyattn_models.layers import Missing, Reader, Stack, Towers, towers_of, unserved
 
 CONVOLVED = "convolutions of keys and values before attention"
 DRAFTS = "the keys of another model, for which it drafts"
@@ -42,16 +42,16 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((part for part in parts if isinstance(part, Mapping)), None)
 
 
-def towers(text_type: str, vision_type: str = "") -> Reader:
+def towers(text_type: str, vision_type: str = "") -> Callable[[Config], Towers]:
     """Return the reader of a text tower and, where it is known, a vision tower."""
 
     def read(cfg: Config) -> Towers:
         text = _text_part(cfg, text_type)
-        out = {"text": tower_reader(text)(text)["text"]}
+        out = {"text": towers_of(tower_reader(text)(text))["text"]}
         if cfg.get("vision_config") is not None or vision_type:
             out["vision"] = _vision(cfg.part("vision_config", vision_type))
         if cfg.get("audio_config") is not None:
-            out["audio"] = [(Missing("audio towers"),)]
+            out["audio"] = [Missing("audio towers")]
         return out
 
     return read
@@ -82,13 +82,13 @@ def tower_reader(part: Config) -> Reader:
     return reader
 
 
-def _vision(part: Config) -> list[tuple[Any, ...]]:
+def _vision(part: Config) -> Stack:
     """Return the layers of a vision tower, one that isn't known as such."""
     if part.model_type not in TOWERS:
         for name in part.values:
             part.get(name)
-        return [(Missing(f"vision towers of type {part.model_type!r}"),)]
-    return next(iter(TOWERS[part.model_type](part).values()))
+        return [Missing(f"vision towers of type {part.model_type!r}")]
+    return next(iter(towers_of(TOWERS[part.model_type](part)).values()))
 
 
 def two_dimensional(cfg: Config) -> Towers:
@@ -102,7 +102,7 @@ def two_dimensional(cfg: Config) -> Towers:
     return {"vision": [tuple(Missing(what) for what in missing)] * count}
 
 
-def mllama_text(cfg: Config) -> Towers:
+def mllama_text(cfg: Config) -> Stack:
     """Llama 3.2 Vision: some layers attend to the image instead of the text."""
     crosses = cfg.items("cross_attention_layers", int) or [3, 8, 13, 18, 23, 28, 33, 38]
     heads, kv_heads, size = head_sizes(cfg, head_dim=False)
@@ -116,7 +116,7 @@ def mllama_text(cfg: Config) -> Towers:
         causal=False,
     )
     count = cfg.need("num_hidden_layers")
-    return {"text": [(cross if i in crosses else self_attention,) for i in range(count)]}
+    return [cross if i in crosses else self_attention for i in range(count)]
 
 
 def mllama_vision(cfg: Config) -> Towers:
@@ -125,16 +125,15 @@ def mllama_vision(cfg: Config) -> Towers:
     spec = LayerSpec(
         num_heads=heads, head_size=size, dtype=cfg.dtype, role=Role.ENCODER_ONLY, causal=False
     )
-    return {"vision": [(spec,)] * (cfg.need("num_hidden_layers") + cfg.need("num_global_layers"))}
+    return {"vision": [spec] * (cfg.need("num_hidden_layers") + cfg.need("num_global_layers"))}
 
 
 def paligemma(cfg: Config) -> Towers:
     """PaliGemma: the image and the prompt see each other both ways, the answer causally."""
     text = _text_part(cfg, "gemma")
     text.get("use_bidirectional_attention")
-    prefix = Missing(encoders.PREFIX)
     return {
-        "text": [(prefix,)] * text.need("num_hidden_layers"),
+        "text": [Missing(encoders.PREFIX)] * text.need("num_hidden_layers"),
         "vision": _vision(cfg.part("vision_config", "siglip_vision_model")),
     }
 
@@ -145,7 +144,7 @@ def minimax_m3_vl(cfg: Config) -> Towers:
     return towers("minimax_m3_vl_text", "minimax_m3_vl_vision")(cfg)
 
 
-def hrm_text(cfg: Config) -> Towers:
+def hrm_text(cfg: Config) -> Stack:
     """HRM: two stacks that run in cycles, each run with keys of its own."""
     runs = cfg.need("H_cycles") * (cfg.need("L_cycles") + 1)
     each, count = cfg.integer("num_layers_per_stack"), cfg.need("num_hidden_layers")
@@ -153,8 +152,8 @@ def hrm_text(cfg: Config) -> Towers:
     if each is not None:
         cfg.only("num_hidden_layers", count)
     if cfg.flag("prefix_lm", True):
-        return {"text": [(Missing(encoders.PREFIX),)] * count}
-    return {"text": [(Decoder(kv_heads=False).layer(cfg, 0),)] * count}
+        return [Missing(encoders.PREFIX)] * count
+    return [Decoder(kv_heads=False).layer(cfg, 0)] * count
 
 
 def gemma3(cfg: Config) -> Towers:

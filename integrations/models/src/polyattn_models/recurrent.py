@@ -7,7 +7,7 @@ import math
 from polyattn import AttentionKind, LayerSpec, RecurrentSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Towers, unserved
+from polyattn_models.layers import Reader, Stack, unserved
 
 
 def mamba1(
@@ -106,6 +106,18 @@ def lightning(cfg: Config, heads: int, size: int) -> LayerSpec:
     )
 
 
+def kimi_sizes(cfg: Config, part: Config | None) -> list[int]:
+    """Return the heads, their size and the convolution's width, which may be in a part of their own."""
+    return [
+        (part.integer(own) if part is not None else None) or cfg.need(name)
+        for own, name in (
+            ("num_heads", "linear_num_heads"),
+            ("head_dim", "linear_head_dim"),
+            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        )
+    ]
+
+
 def kimi_delta(cfg: Config, heads: int, size: int, width: int) -> LayerSpec:
     """Return Kimi delta attention (Kimi Linear)."""
     return LayerSpec(
@@ -151,7 +163,7 @@ def widened(cfg: Config, *names: str) -> int:
     return int(factor * cfg.need("hidden_size"))
 
 
-def _mamba(cfg: Config) -> Towers:
+def _mamba(cfg: Config) -> Stack:
     channels = cfg.integer("intermediate_size") or widened(cfg, "expand")
     for name, value in (
         ("d_inner", channels),
@@ -161,17 +173,17 @@ def _mamba(cfg: Config) -> Towers:
     ):
         cfg.only(name, value)
     layer = mamba1(cfg, channels, cfg.need("state_size"), cfg.need("conv_kernel"))
-    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+    return [layer] * cfg.need("num_hidden_layers")
 
 
-def _mamba2(cfg: Config) -> Towers:
+def _mamba2(cfg: Config) -> Stack:
     heads, size = cfg.need("num_heads"), cfg.need("head_dim")
     if widened(cfg, "expand") != heads * size:
         raise cfg.error("num_heads", heads, f"x head_dim={size} isn't expand x hidden_size")
     layer = mamba2(
         cfg, heads, cfg.need("n_groups"), size, cfg.need("state_size"), cfg.need("conv_kernel")
     )
-    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+    return [layer] * cfg.need("num_hidden_layers")
 
 
 RWKV_BESIDE = (
@@ -188,7 +200,7 @@ FLA_BESIDE = (
 RWKV7_BESIDE = (*FLA_BESIDE, "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
 
 
-def _rwkv6(cfg: Config) -> Towers:
+def _rwkv6(cfg: Config) -> Stack:
     """RWKV-6, in its publisher's fields or fla's; and RWKV-5.2, whose decay is a parameter.
 
     A file of fla's has `num_heads`. fla scales no query, as the publisher doesn't.
@@ -217,7 +229,7 @@ def _rwkv6(cfg: Config) -> Towers:
         dtype=cfg.dtype,
         recurrent=RecurrentSpec(state_size=keys),
     )
-    return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
+    return [layer] * cfg.need("num_hidden_layers")
 
 
 def _expanded(cfg: Config, name: str, usual: float) -> int:
@@ -230,7 +242,7 @@ def _expanded(cfg: Config, name: str, usual: float) -> int:
     return int(size)
 
 
-def _rwkv7(cfg: Config) -> Towers:
+def _rwkv7(cfg: Config) -> Stack:
     """RWKV-7, in the fields of its published configs (fla's); `attn` would mix in attention."""
     cfg.get(*RWKV7_BESIDE)
     cfg.only("attn")
@@ -248,7 +260,7 @@ def _rwkv7(cfg: Config) -> Towers:
         raise cfg.error(
             "value_dim", value, f"must be multiples of hidden_size={hidden}, one a layer"
         )
-    layers = [
+    return [
         LayerSpec(
             kind=AttentionKind.RWKV7,
             num_heads=hidden // size,
@@ -260,7 +272,6 @@ def _rwkv7(cfg: Config) -> Towers:
         )
         for v in values
     ]
-    return {"text": [(layer,) for layer in layers]}
 
 
 READERS: dict[str, Reader] = {

@@ -10,10 +10,10 @@ from polyattn import AttentionKind, CompressorSpec, IndexerSpec, LayerSpec, Spar
 
 from polyattn_models.attention import Decoder, rotary
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Towers
+from polyattn_models.layers import Reader, Stack
 from polyattn_models.mla import absorbed, indexers
 from polyattn_models.patterns import FULL, LINEAR, SLIDING, all_of, every, layer_types, named
-from polyattn_models.recurrent import gated_delta, kimi_delta
+from polyattn_models.recurrent import gated_delta, kimi_delta, kimi_sizes
 from polyattn_models.rotary import read_rope
 
 INDEXED, BLOCKS = "indexed_attention", "minimax_m3_sparse"
@@ -35,7 +35,7 @@ def chosen(layer: LayerSpec, indexer: IndexerSpec, **choice: Any) -> LayerSpec:
     return layer.replace(kind=AttentionKind.SPARSE, sparse=sparse, indexer=indexer, qk_norm=None)
 
 
-def minimax_m3(cfg: Config) -> Towers:
+def minimax_m3(cfg: Config) -> Stack:
     """MiniMax-M3: each KV head attends to the blocks of keys that its index head chooses."""
     count = cfg.need("num_hidden_layers")
     own = cfg.get("sparse_attention_config")
@@ -62,10 +62,10 @@ def minimax_m3(cfg: Config) -> Towers:
         pool=sizes["index_block_size"], forced_last=sizes["index_local_blocks"],
     )  # fmt: skip
     sparse = chosen(dense, index, granularity=index.pool, scope="kv_head")
-    return {"text": [(sparse if kind == BLOCKS else dense,) for kind in types]}
+    return [sparse if kind == BLOCKS else dense for kind in types]
 
 
-def qwen4_exp(cfg: Config) -> Towers:
+def qwen4_exp(cfg: Config) -> Stack:
     """Gated delta rules, and attention to groups of neighbours; the newest group comes on top."""
     names = {"full_attention": INDEXED}
     types = cfg.items("layer_types", str) or []
@@ -86,7 +86,7 @@ def qwen4_exp(cfg: Config) -> Towers:
     )  # fmt: skip
     sparse = chosen(dense, index, granularity=group)
     delta = gated_delta(cfg)
-    return {"text": [(delta if kind == LINEAR else sparse,) for kind in types]}
+    return [delta if kind == LINEAR else sparse for kind in types]
 
 
 WINDOW_RATIO, CHOSEN, WHOLE = 0, "compressed_sparse_attention", "heavily_compressed_attention"
@@ -123,7 +123,7 @@ def _v4_ropes(cfg: Config, size: int) -> dict[str, Any]:
     }
 
 
-def deepseek_v4(cfg: Config) -> Towers:
+def deepseek_v4(cfg: Config) -> Stack:
     """A window, and in most layers compressed entries beside it, chosen or all; keys are values."""
     count, heads = cfg.need("num_hidden_layers"), cfg.need("num_attention_heads")
     cfg.only("num_key_value_heads", 1)
@@ -181,22 +181,14 @@ def deepseek_v4(cfg: Config) -> Towers:
         return streamed.replace(learned_sinks=False, sparse=sparse, indexer=indexer)
 
     layers = {kind: (streamed, entries(kind)) for kind in {*types} - {SLIDING}}
-    return {"text": [layers.get(kind, (near,)) for kind in types]}
+    return [layers.get(kind, near) for kind in types]
 
 
-def glm5_next(cfg: Config) -> Towers:
+def glm5_next(cfg: Config) -> Stack:
     """GLM-5.3: Kimi delta rules, and MLA without positions that attends to pools of tokens."""
-    count, part = cfg.need("num_hidden_layers"), None
-    if cfg.get("linear_attn_config") is not None:
-        part = cfg.part("linear_attn_config")
-    sizes = [
-        (part.integer(own) if part is not None else None) or cfg.need(name)
-        for own, name in (
-            ("num_heads", "linear_num_heads"),
-            ("head_dim", "linear_head_dim"),
-            ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-        )
-    ]
+    count = cfg.need("num_hidden_layers")
+    part = cfg.part("linear_attn_config") if cfg.get("linear_attn_config") is not None else None
+    delta = kimi_delta(cfg, *kimi_sizes(cfg, part))
     names = {FULL: INDEXED}
     types = [names.get(kind, kind) for kind in cfg.items("layer_types", str, count) or []]
     types = types or every(4, "", LINEAR, INDEXED)(cfg, count)
@@ -221,14 +213,11 @@ def glm5_next(cfg: Config) -> Towers:
         rank=cfg.need("kv_lora_rank"),
         nope=cfg.need("qk_nope_head_dim"),
     )
-    delta = kimi_delta(cfg, *sizes)
     owns = indexers(cfg, count)
-    return {
-        "text": [
-            (delta,) if kind == LINEAR else (latent.replace(indexer=index if own else None),)
-            for kind, own in zip(types, owns, strict=True)
-        ]
-    }
+    return [
+        delta if kind == LINEAR else latent.replace(indexer=index if own else None)
+        for kind, own in zip(types, owns, strict=True)
+    ]
 
 
 READERS: dict[str, Reader] = {
