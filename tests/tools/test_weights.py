@@ -22,8 +22,8 @@ from polyattn.tools.cli.weights import whole_model
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine
 from polyattn.tools.replay.model import mixers, weights
-from polyattn.tools.replay.model.decoder import ARCHITECTURES, Decoder
-from polyattn.tools.replay.model.fields import DEFAULTS, Fields
+from polyattn.tools.replay.model.decoder import Decoder
+from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.weights import Checkpoint, RandomWeights, shapes_of
 from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.runners import AttentionRunner, Options
@@ -31,7 +31,6 @@ from polyattn.tools.replay.trace import Request, read_trace
 from safetensors.torch import load_file, save_file
 from tools.commands import here
 from torch import Tensor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from whole_models import saved
 
 Tensors = dict[str, Tensor]
@@ -79,13 +78,6 @@ def options(**given: Any) -> RunOptions:
         "cache_gb": 0.01, "check": 1, "device": "cpu", "json": True,
     }  # fmt: skip
     return RunOptions(**(plain | given))
-
-
-def test_defaults_are_those_of_transformers() -> None:
-    assert set(DEFAULTS) == set(ARCHITECTURES)
-    for kind, fields in DEFAULTS.items():
-        config = CONFIG_MAPPING[kind]()
-        assert fields == {name: getattr(config, name) for name in fields}, kind
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

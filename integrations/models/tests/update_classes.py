@@ -17,6 +17,7 @@ from typing import Any
 
 import polyattn_models
 import transformers
+from polyattn.tools.replay.model import decoder
 from polyattn_models import READERS
 from polyattn_models.classes import TABLE, ModelClass
 from transformers import GenerationConfig, PretrainedConfig
@@ -51,14 +52,14 @@ OTHER_THAN_ATTENTION = re.compile(
 """Names of what surrounds attention: tokens, dropout, norms, MLPs, experts, heads, images."""
 
 
-def literals() -> set[str]:
-    """Return every string in the reader's source: the fields that it may ask for are among them."""
-    sources = Path(str(polyattn_models.__file__)).parent.glob("*.py")
+def literals(module: Any) -> set[str]:
+    """Return every string in a package's source: the fields that it may ask for are among them."""
+    sources = Path(str(module.__file__)).parent.glob("*.py")
     nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
     return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
-ASKED = literals() | {
+ASKED = literals(polyattn_models) | {
     f"{side}_{what}"
     for side, what in (
         ("encoder", "attention_heads"), ("decoder", "attention_heads"), ("global", "rope_theta"),
@@ -84,6 +85,12 @@ def fields(cls: Any) -> dict[str, Any]:
             value = None if factory is dataclasses.MISSING else factory()
         out[field.name] = value if isinstance(value, (int, float, str, list, tuple)) else None
     return out
+
+
+def of_decoder(cls: Any) -> dict[str, Any]:
+    """Return the defaults of the fields that whole decoders ask for."""
+    asked = literals(decoder)
+    return {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls) if f.name in asked}
 
 
 def accesses(path: Path) -> Iterator[tuple[str, Any]]:
@@ -161,6 +168,8 @@ def table() -> dict[str, Any]:
     """Return the table: a class for each type that transformers has, and what it reads of all."""
     types = {name: PUBLISHED_AS.get(name, name) for name in sorted(READERS)}
     classes = {n: entry(CONFIG_MAPPING[s]) for n, s in types.items() if s in CONFIG_MAPPING}
+    for name in decoder.ARCHITECTURES:
+        classes[name]["decoder"] = of_decoder(CONFIG_MAPPING[name])
     classes["mpt_attention"] = {"fields": fields(CONFIG_MAPPING["mpt"].sub_configs["attn_config"])}
     names = BASE | GENERATION | LEGACY
     for source in {types[name] for name in classes if name in types}:

@@ -365,9 +365,10 @@ class LayerSpec:
             [64, 64]
 
         """
-        return model_reader().layer_specs(
+        specs: list[LayerSpec] = model_reader().layer_specs(
             config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype
         )
+        return specs
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""

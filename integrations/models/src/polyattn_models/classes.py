@@ -17,13 +17,15 @@ TABLE = Path(__file__).with_name("config_classes.json")
 class ModelClass:
     """A config class: its fields' defaults, other names of fields, its sub-configs' types.
 
-    `reads`: fields that its code reads beyond its class's, with the defaults that it states there.
+    - `reads`: fields that its code reads beyond its class's, with the defaults that it states there.
+    - `decoder`: what a whole decoder is made of beside its attention, for types that polyattn can run so.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     theta: Any = 10000.0
     reads: Mapping[str, Any] = field(default_factory=dict)
+    decoder: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,6 @@ from polyattn import AttentionKind, Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
 from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.step.cost import Cost, batch_cost
-from polyattn.spec.models import ModelConfig
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.memory import (
@@ -292,7 +292,7 @@ def _block_bytes(runner: Runner) -> int:
 
 def fit_requests(
     requests: Sequence[Request],
-    cfg: ModelConfig,
+    cfg: Any,
     specs: Sequence[LayerSpec],
     max_tokens: int | None,
 ) -> tuple[list[Request], int]:

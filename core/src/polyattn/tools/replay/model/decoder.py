@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn import LayerSpec
+from polyattn.errors import ConfigError, nearest
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.tools.replay.model import feed_forward
 from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
@@ -162,7 +163,12 @@ class Decoder(nn.Module):
 
     def __init__(self, fields: Fields, specs: Sequence[LayerSpec]):
         super().__init__()
-        made_as = ARCHITECTURES[fields.model_type]
+        made_as = ARCHITECTURES.get(fields.model_type)
+        if made_as is None:
+            raise ConfigError(
+                f"{fields.cfg.source}: model_type={fields.model_type!r} isn't run with weights"
+                f"{nearest(fields.model_type, ARCHITECTURES)}; without --weights its layers are served"
+            )
         self.fields, self.dtype = fields, STORAGE_DTYPES[specs[0].dtype]
         self.tied = fields.flag("tie_word_embeddings")
         self.vocabulary, hidden = fields.size("vocab_size"), fields.size("hidden_size")

@@ -273,7 +273,7 @@ class Checkpoint(Weights):
 
     def scales(self) -> dict[int, dict[str, Any]]:
         """Return the scales that the files hold, of a whole tensor each."""
-        by_layer = model_reader().cache_scales(str(self.folder))
+        by_layer: dict[int, dict[str, Any]] = model_reader().cache_scales(str(self.folder))
         for index, scales in by_layer.items():
             for name, scale in scales.items():
                 if isinstance(scale, Tensor):
