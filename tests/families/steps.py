@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, Batch, LatentAttention, LayerSpec, Recurrent, select
+from polyattn import (
+    Attention,
+    Batch,
+    LatentAttention,
+    LayerSpec,
+    Recurrent,
+    SparseAttention,
+    SparseSpec,
+    select,
+)
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.latent import LatentSpec
@@ -18,6 +27,10 @@ SINKS = LayerSpec(
 MLA = LayerSpec(
     kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32",
     latent=LatentSpec(rank=32, rope_head_size=8),
+)  # fmt: skip
+SPARSE = LayerSpec(
+    kind="sparse", num_heads=4, num_kv_heads=1, head_size=32, v_head_size=16, dtype="float32",
+    block_size=16, sparse=SparseSpec(budget=2, granularity=16, value_in_key=True),
 )  # fmt: skip
 MAMBA2 = LayerSpec(
     kind="mamba2", num_heads=4, num_kv_heads=2, head_size=8, dtype="float32",
@@ -55,6 +68,22 @@ class Latent:
         return layer(*(inputs or self.inputs), self.cache, plan)
 
 
+class Choosing:
+    """Values are the first part of their keys; each token chooses two blocks."""
+
+    def __init__(self) -> None:
+        self.layer = SparseAttention(select(SPARSE, "cpu"))
+        self.batch = Batch.from_lens([1, 3], [20, 9], TABLE, 16)
+        choice = torch.tensor([[[1, 0]], [[0, -1]], [[0, -1]], [[-1, 0]]], dtype=torch.int32)
+        self.inputs = [torch.randn(4, 4, 32), torch.randn(4, 1, 32), choice]
+        self.cache = self.layer.group.allocate_cache(5)
+        self.cache.key.normal_()
+
+    def run(self, layer: Any, plan: Any, *inputs: torch.Tensor) -> Any:
+        query, key, choice = inputs or self.inputs
+        return layer(query, key, None, self.cache, plan, choice=choice)
+
+
 class Recurring:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -72,4 +101,4 @@ class Recurring:
         return layer(*(inputs or self.inputs), states=self.states, plan=plan)
 
 
-FAMILIES = pytest.mark.parametrize("family", [Attending, Latent, Recurring])
+FAMILIES = pytest.mark.parametrize("family", [Attending, Latent, Choosing, Recurring])

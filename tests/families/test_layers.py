@@ -208,7 +208,7 @@ def test_a_layer_keeps_nothing_of_a_step(family: type[Any]) -> None:
 @FAMILIES
 def test_gradients_are_refused_not_dropped(family: type[Any]) -> None:
     step = family()
-    for index in range(len(step.inputs)):
+    for index in [i for i, given in enumerate(step.inputs) if given.is_floating_point()]:
         inputs = [t.clone() for t in step.inputs]
         inputs[index].requires_grad_()
         with pytest.raises(BatchError, match="requires a gradient.*forward only"):

@@ -9,15 +9,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from polyattn.errors import SpecError, flag
+from polyattn.errors import BatchError, SpecError, flag
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import capturing, check_tensor
+from polyattn.runtime.inputs import (
+    Expected,
+    capturing,
+    check_tensor,
+    check_tensors,
+    own_precision,
+    refuse_gradients,
+)
+from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
-from polyattn.runtime.step.chosen_pages import check_ids
+from polyattn.runtime.step.chosen_pages import check_ids, choice_of, expected_choice
 from polyattn.selection.selection import Selection
 from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
@@ -107,6 +115,8 @@ class Layer(nn.Module, ABC):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Make what the caller doesn't bring, and run. `name`: the first input's, which must be there."""
+        if torch.compiler.is_compiling():
+            return torch_compile.traced(self, inputs, cache, plan, out)
         step, first = self.group.plan_for(plan), inputs[0]
         check_tensor(name, first, self.group.torch_device)
         assert first is not None
@@ -133,6 +143,70 @@ class Layer(nn.Module, ABC):
             lse = first.new_empty(shape[:2], dtype=torch.float32)
         return out, lse
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = torch_compile.handle(self)
+
+    def extra_repr(self) -> str:
+        """Return the layer's description for `print(model)`."""
+        return f"{self.spec}; {self.group.selection.decision.summary()}"
+
+
+class ChoosingLayer(Layer):
+    """A layer whose calls may choose the cache's rows that each token attends to."""
+
+    brings: ClassVar[tuple[str, str]] = ("key", "value")
+    """What a call stores, by its argument's names."""
+    _dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def params(self) -> LayerParams:
+        """What differs between layers of one group, as it is now."""
+
+    @abstractmethod
+    def _shapes(self, step: Any) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a call's query and of what it brings. Raises `BatchError`."""
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a call brings as the cache takes it."""
+        return key, value
+
+    def run(
+        self,
+        step: Any,
+        inputs: Sequence[Tensor | None],
+        cache: KVCache,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> None:
+        query, key, value, choice = inputs
+        spec, tokens, device = self.spec, step.batch.num_tokens, self.group.torch_device
+        assert query is not None
+        if spec.sparse is not None:
+            choice = choice_of(spec, choice, step.batch)
+        elif choice is not None:
+            raise BatchError(f"choice was given: {spec} attends to every token; leave it out")
+        if (key is None) != (value is None):
+            raise BatchError(f"{' and '.join(self.brings)} come together, or both are None")
+        given = zip(("query", *self.brings), (query, key, value), self._shapes(step), strict=True)
+        expected: dict[str, Expected] = {
+            name: (tensor, shape, self._dtype)
+            for name, tensor, shape in given
+            if tensor is not None
+        }
+        expected["out"] = out, self.output_shape(tokens), self._dtype
+        if choice is not None:
+            expected["choice"] = expected_choice(spec, choice, tokens, device)
+        check_tensors(device, **expected)
+        self.group.check_cache(cache)
+        refuse_gradients(**{name: tensor for name, (tensor, *_) in expected.items()})
+        self._check_values(step.batch, cache, choice)
+        if key is not None and value is not None:
+            key, value = self._stored(key, value)
+        with own_precision(self.group.device_type):
+            step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
+
     def _check_values(self, batch: Batch, cache: KVCache, choice: Tensor | None) -> None:
         """Check, where the layer does so, what costs a copy to the host. Raises `BatchError`."""
         if not self.checks or capturing(cache.key):
@@ -143,11 +217,3 @@ class Layer(nn.Module, ABC):
         # A captured step's buffers may hold ids of no row.
         if sparse is not None and choice is not None and not batch.lens_are_bounds:
             check_ids(sparse, choice, cache)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = torch_compile.handle(self)
-
-    def extra_repr(self) -> str:
-        """Return the layer's description for `print(model)`."""
-        return f"{self.spec}; {self.group.selection.decision.summary()}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,26 +10,21 @@ from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
-    Expected,
     check_slots,
     check_tensors,
-    own_precision,
-    refuse_gradients,
 )
-from polyattn.runtime.layer import Layer
+from polyattn.runtime.layer import ChoosingLayer
 from polyattn.runtime.parameters import Weight, check_shape, positive
-from polyattn.runtime.program import Frame, LayerParams
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import choice_of, expected_choice
 from polyattn.runtime.store import put_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
 
-class LatentAttention(Layer):
+class LatentAttention(ChoosingLayer):
     """One MLA layer on the selected backends (DeepSeek-V2, 2024). Forward only: it refuses gradients.
 
     Args:
@@ -61,6 +54,7 @@ class LatentAttention(Layer):
     """
 
     family = "mla"
+    brings = "latent", "rope_key"
 
     def __init__(
         self,
@@ -75,7 +69,7 @@ class LatentAttention(Layer):
         super().__init__(group, checks)
         spec = self.spec
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
-        self.params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
+        self._params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
         self._dtype = STORAGE_DTYPES[spec.dtype]
         self.w_uk: Weight | None
         self.w_uv: Weight | None
@@ -103,6 +97,12 @@ class LatentAttention(Layer):
                 )
             weights.append(Weight(name, tensor, self.group.torch_device, self._dtype))
         return weights[0], weights[1]
+
+    @property
+    def params(self) -> LayerParams:
+        """What differs between layers of one group: the weights as they are now, the scale."""
+        self._params.weights = self.weights
+        return self._params
 
     @property
     def weights(self) -> Weights | None:
@@ -146,42 +146,12 @@ class LatentAttention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
-        inputs = query, latent, rope_key, choice
-        if torch.compiler.is_compiling():
-            return torch_compile.traced(self, inputs, cache, plan, out)
-        return self._called("query", inputs, cache, plan, out)
+        return self._called("query", (query, latent, rope_key, choice), cache, plan, out)
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
         assert self.spec.latent is not None
         size = self.spec.latent.rank if self.w_uk is None else self.spec.v_head_size
         return tokens, self.spec.num_heads, size
-
-    def run(
-        self,
-        step: LatentStep,
-        inputs: Sequence[Tensor | None],
-        cache: KVCache,
-        out: Tensor,
-        lse: Tensor | None = None,
-    ) -> None:
-        query, latent, rope_key, choice = inputs
-        assert query is not None
-        if self.spec.sparse is not None:
-            choice = choice_of(self.spec, choice, step.batch)
-        elif choice is not None:
-            raise BatchError(f"choice was given: {self.spec} attends to every token; leave it out")
-        self._check(step, query, latent, rope_key, choice, out)
-        self.group.check_cache(cache)
-        refuse_gradients(query=query, latent=latent, rope_key=rope_key)
-        self._check_values(step.batch, cache, choice)
-        entry = value = None
-        if latent is not None and rope_key is not None:
-            entry = torch.cat([latent, rope_key], dim=1)[:, None]
-            value = entry[..., : cache.format.v_head_size]
-        params = self.params
-        params.weights = self.weights
-        with own_precision(self.group.device_type):
-            step.run(Frame(query, entry, value, cache, params, out, lse, choice))
 
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending.
@@ -197,7 +167,7 @@ class LatentAttention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
-        if self.params.rotate:
+        if self._params.rotate:
             raise BatchError(
                 "store() writes rope keys as they are, and this layer rotates; pass them to forward, or "
                 "build a layer with rotate=False"
@@ -211,36 +181,20 @@ class LatentAttention(Layer):
             latent=(latent, (tokens, part.rank), self._dtype),
             rope_key=(rope_key, (tokens, part.rope_head_size), self._dtype),
         )
-        entry = torch.cat([latent, rope_key], dim=1)[:, None]
-        put_rows(self.group, entry, entry[..., : part.rank], cache, slot_mapping, self.params)
+        put_rows(self.group, *self._stored(latent, rope_key), cache, slot_mapping, self._params)
 
-    def _check(
-        self,
-        step: LatentStep,
-        query: Tensor,
-        latent: Tensor | None,
-        rope_key: Tensor | None,
-        choice: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def _shapes(self, step: LatentStep) -> tuple[tuple[int, ...], ...]:
         spec, part, tokens = self.spec, self.spec.latent, step.batch.num_tokens
         assert part is not None
-        width = part.size if self.w_uk is None else spec.head_size
-        expected: dict[str, Expected] = {
-            "query": (query, (tokens, spec.num_heads, width), self._dtype),
-            "out": (out, self.output_shape(tokens), self._dtype),
-        }
-        if (latent is None) != (rope_key is None):
-            raise BatchError("latent and rope_key come together, or both are None")
-        if latent is not None and rope_key is not None:
-            expected["latent"] = (latent, (tokens, part.rank), self._dtype)
-            expected["rope_key"] = (rope_key, (tokens, part.rope_head_size), self._dtype)
-        device = self.group.torch_device
-        if choice is not None:
-            expected["choice"] = expected_choice(spec, choice, tokens, device)
-        check_tensors(device, **expected)
         if self.w_uk is None and step.expands:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
                 "pass them to LatentAttention, or pass shorter rows"
             )
+        width = part.size if self.w_uk is None else spec.head_size
+        return (tokens, spec.num_heads, width), (tokens, part.rank), (tokens, part.rope_head_size)
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        entry = torch.cat([key, value], dim=1)[:, None]
+        assert self.spec.latent is not None
+        return entry, entry[..., : self.spec.latent.rank]

@@ -10,7 +10,6 @@ from torch import Tensor
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
-from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
@@ -134,12 +133,9 @@ class Recurrent(Layer):
             BatchError: a tensor doesn't fit the plan; nothing has changed.
 
         """
-        if torch.compiler.is_compiling():
-            result = torch_compile.traced(self, inputs, states, plan, out)
-        else:
-            if not inputs:  # else the first one tells where the output goes
-                self._named(inputs, 0)
-            result = self._called(next(iter(self.form.inputs)), inputs, states, plan, out)
+        if not inputs:  # else the first one tells where the output goes
+            self._named(inputs, 0)
+        result = self._called(next(iter(self.form.inputs)), inputs, states, plan, out)
         assert isinstance(result, Tensor)
         return result
 

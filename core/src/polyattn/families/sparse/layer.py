@@ -11,18 +11,16 @@ from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import Expected, check_tensors, own_precision, refuse_gradients
-from polyattn.runtime.layer import Layer
+from polyattn.runtime.layer import ChoosingLayer
 from polyattn.runtime.parameters import Weight, positive
-from polyattn.runtime.program import Frame, LayerParams
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import choice_of, expected_choice
 from polyattn.runtime.store import store_rows
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
 
-class SparseAttention(Layer):
+class SparseAttention(ChoosingLayer):
     """One attention layer whose tokens attend to chosen keys alone. Forward only.
 
     Args:
@@ -134,16 +132,15 @@ class SparseAttention(Layer):
     ) -> None:
         query, key, value, choice = inputs
         sparse = self.spec.sparse
-        assert sparse is not None and query is not None
-        choice = choice_of(self.spec, choice, step.batch)
+        assert sparse is not None
         if sparse.value_in_key and key is not None and value is None:
             value = key[..., : self.spec.v_head_size]
-        self._check(step, query, key, value, choice, out)
-        self.group.check_cache(cache)
-        refuse_gradients(query=query, key=key, value=value)
-        self._check_values(step.batch, cache, choice)
-        with own_precision(self.group.device_type):
-            step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
+        if key is not None and sparse.tokens_per_entry > 1:
+            raise BatchError(
+                f"an entry of this cache stands for {sparse.tokens_per_entry} tokens, and key has "
+                "one row a token; pass None, and store entries by store()"
+            )
+        super().run(step, (query, key, value, choice), cache, out, lse)
         if sparse.turns_back and self._params.rotate:
             assert step.before.rotation is not None
             out.copy_(step.before.rotation.inverse().applied(out))
@@ -175,31 +172,8 @@ class SparseAttention(Layer):
             value = key[..., : self.spec.v_head_size]
         store_rows(self.group, key, value, cache, slot_mapping, self._params, self._dtype)
 
-    def _check(
-        self,
-        step: SparseStep,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        choice: Tensor,
-        out: Tensor,
-    ) -> None:
-        spec, sparse, tokens = self.spec, self.spec.sparse, step.batch.num_tokens
-        assert sparse is not None
-        if (key is None) != (value is None):
-            raise BatchError("key and value come together, or both are None")
-        device = self.group.torch_device
-        expected: dict[str, Expected] = {
-            "query": (query, (tokens, spec.num_heads, spec.head_size), self._dtype),
-            "out": (out, self.output_shape(tokens), self._dtype),
-        }
-        if key is not None:
-            if sparse.tokens_per_entry > 1:
-                raise BatchError(
-                    f"an entry of this cache stands for {sparse.tokens_per_entry} tokens, and key has "
-                    "one row a token; pass None, and store entries by store()"
-                )
-            expected["key"] = (key, (tokens, spec.num_kv_heads, spec.head_size), self._dtype)
-            expected["value"] = (value, (tokens, spec.num_kv_heads, spec.v_head_size), self._dtype)
-        expected["choice"] = expected_choice(spec, choice, tokens, device)
-        check_tensors(device, **expected)
+    def _shapes(self, step: SparseStep) -> tuple[tuple[int, ...], ...]:
+        spec, tokens = self.spec, step.batch.num_tokens
+        keys = tokens, spec.num_kv_heads
+        query = tokens, spec.num_heads, spec.head_size
+        return query, (*keys, spec.head_size), (*keys, spec.v_head_size)

@@ -54,8 +54,9 @@ def traced(
     held = values = None
     if isinstance(cache, StateCache):
         held = cache.data
-    elif cache is not None:  # of a latent, whose value is a view of its key, one tensor
-        held, values = cache.key, None if layer.spec.kind.is_latent else cache.value
+    elif cache is not None:  # where a value is a view of its key, one tensor
+        one = layer.group.cache_format.value_in_key
+        held, values = cache.key, None if one else cache.value
     torch.ops.polyattn.layer(list(inputs), held, values, out, lse, plan.handle, layer._handle)
     return out if lse is None else (out, lse)
 
