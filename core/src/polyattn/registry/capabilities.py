@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import nearest, shown
@@ -494,6 +494,10 @@ def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]]) -> boo
     return False
 
 
+Need = Callable[..., None]
+"""`check`'s inner function, as its helpers take it."""
+
+
 def check(
     caps: Capabilities, spec: LayerSpec, device: Device, phase: str = "prefill"
 ) -> tuple[Rejection, ...]:
@@ -530,7 +534,7 @@ def check(
     return tuple(rejections)
 
 
-def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
+def _check_sizes(caps: Capabilities, spec: LayerSpec, need: Need) -> None:
     need(spec.head_size in caps.head_sizes, "head_size", spec.head_size, caps.head_sizes)
     if spec.v_head_size != spec.head_size:
         wide = spec.v_head_size in caps.v_head_sizes
@@ -544,7 +548,7 @@ def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
         )
 
 
-def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: Need) -> None:
     """A layer's indexer alone: its queries' and keys' size, and what it chooses by."""
     indexer = spec.indexer
     assert indexer is not None
@@ -558,7 +562,7 @@ def _check_indexer(caps: Capabilities, spec: LayerSpec, device: Device, need: _N
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
-def _check_computation(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+def _check_computation(caps: Capabilities, spec: LayerSpec, device: Device, need: Need) -> None:
     need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     if spec.recurrent is None:
         words = {True: "over a cache", False: "given keys and values"}
@@ -593,7 +597,7 @@ def _check_computation(caps: Capabilities, spec: LayerSpec, device: Device, need
 
 
 def _check_excludes(
-    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: Need
 ) -> None:
     asked = spec.features
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, spec.kind.value}
@@ -632,7 +636,7 @@ LEVELS = frozenset({"batch_invariant", "step_invariant", "call_invariant"})
 """The features that an indexer must claim, too: what it chooses decides what a token attends to."""
 
 
-def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> None:
+def _check_features(caps: Capabilities, asked: frozenset[str], need: Need) -> None:
     for name in sorted(asked - caps.features):
         remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
         need(False, name, FEATURES[name], sorted(caps.features), remedy)
@@ -652,7 +656,7 @@ _FEATURE_REMEDIES = {
 }
 
 
-def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
+def _check_device(caps: Capabilities, device: Device, need: Need) -> None:
     everywhere = ANY_PLATFORM in caps.platforms
     here = everywhere or device.platform in caps.platforms
     need(here, "platform", device.platform, list(caps.platforms))
@@ -663,7 +667,7 @@ def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
     need(not missing, "cpu_features", _words(missing), _words(device.features) or "none here")
 
 
-def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: Need) -> None:
     cached = spec.kv_cache_dtype
     remedy = caps.remedies.get(cached, "")
     need(takes(caps, cached), "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
@@ -691,14 +695,6 @@ def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Nee
             f"{caps.block_sizes}, or a multiple of one of them",
             "leave block_size out and the selector chooses one",
         )
-
-
-class _Need(Protocol):
-    """The shape of `check`'s inner function, for the helpers' signatures."""
-
-    def __call__(
-        self, ok: bool, field: str, wanted: object, supported: object, remedy: str = ""
-    ) -> None: ...
 
 
 def _words(value: object) -> str:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from polyattn.device import Device, arch_matches
-from polyattn.errors import PluginError, nearest, shown
+from polyattn.errors import PluginError, SpecError, describe, nearest, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.validate import (
@@ -454,3 +454,15 @@ def load_object(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except SystemExit as error:
         raise PluginError(f"the import of {path} exits, with {shown(error.code)}") from error
+
+
+def function_at(owner: str, name: str, source: Any) -> Any:
+    """Return a function of an owner's that may be given by its path. Raises `SpecError`."""
+    if not isinstance(source, str):
+        return source
+    try:
+        return load_object(source)
+    except Exception as error:
+        raise SpecError(
+            f"{owner}: {name}={shown(source)} can't be loaded: {describe(error)}"
+        ) from error

@@ -189,10 +189,10 @@ class ChoosingLayer(Layer):
             raise BatchError(f"choice was given: {spec} attends to every token; leave it out")
         if (key is None) != (value is None):
             raise BatchError(f"{' and '.join(self.brings)} come together, or both are None")
-        given = zip(("query", *self.brings), (query, key, value), self._shapes(step), strict=True)
+        tensors = zip(("query", *self.brings), (query, key, value), self._shapes(step), strict=True)
         expected: dict[str, Expected] = {
             name: (tensor, shape, self._dtype)
-            for name, tensor, shape in given
+            for name, tensor, shape in tensors
             if tensor is not None
         }
         expected["out"] = out, self.output_shape(tokens), self._dtype

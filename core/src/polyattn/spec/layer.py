@@ -365,10 +365,8 @@ class LayerSpec:
             [64, 64]
 
         """
-        specs: list[LayerSpec] = model_reader().layer_specs(
-            config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype
-        )
-        return specs
+        options = {"ignore": ignore, "strict": strict, "kv_cache_dtype": kv_cache_dtype}
+        return list(model_reader().layer_specs(config, assume=assume, **options))
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""

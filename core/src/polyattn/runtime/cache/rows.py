@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import SpecError, describe
-from polyattn.registry.info import load_object
+from polyattn.registry.info import function_at
 from polyattn.spec.row_format import LONGEST_HEAD, RowFormat
 
 EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
@@ -20,15 +20,7 @@ EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
 def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
     """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` if it can't be loaded."""
     source = getattr(format, which)
-    if not isinstance(source, str):
-        function: Callable[..., Any] = source
-        return function
-    try:
-        function = load_object(source)
-    except Exception as error:
-        raise SpecError(
-            f"row format {format.name!r}: {which}={source!r} can't be loaded: {describe(error)}"
-        ) from error
+    function: Callable[..., Any] = function_at(f"row format {format.name!r}", which, source)
     return function
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, SpecError, describe, shown
+from polyattn.errors import BatchError, SpecError, shown
 from polyattn.registry.discovery import generation
-from polyattn.registry.info import load_object
+from polyattn.registry.info import function_at
 from polyattn.registry.variants import variant_named, variant_of
 from polyattn.runtime.functions import variants as core_variants
 from polyattn.runtime.inputs import as_tensor
@@ -185,13 +185,7 @@ def function_of(variant: AttentionVariant, which: str, language: str = "") -> Fu
     function = getattr(variant, which)
     if function is None:
         return None
-    if isinstance(function, str):
-        try:
-            function = load_object(function)
-        except Exception as error:
-            raise SpecError(
-                f"variant {variant.name!r}: {which}={shown(function)} can't be loaded: {describe(error)}"
-            ) from error
+    function = function_at(f"variant {variant.name!r}", which, function)
     return Function(function, variant.names_of(which, function), which, variant.source(language))
 
 

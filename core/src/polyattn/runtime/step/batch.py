@@ -453,7 +453,13 @@ class Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
         batch = self.copy()
         batch.lens = self.seq_lens.tolist()
-        for name in ("max_seq_len", "host_lens", "_covers_queries"):
+        for name in (
+            "max_seq_len",
+            "host_lens",
+            "host_contexts",
+            "token_positions",
+            "_covers_queries",
+        ):
             batch.__dict__.pop(name, None)
         return batch
 
