@@ -33,7 +33,7 @@ from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import bundled_models, read_specs
 from polyattn.tools.cli.options import BenchOptions
-from polyattn.tools.cli.output import add_row, console, print_json, progress, table
+from polyattn.tools.cli.output import add_row, console, print_json, progress, say, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
 from polyattn.workload.clock import repeat
@@ -350,15 +350,14 @@ def _names(selection: Selection, phases: set[str]) -> set[str]:
 def _print(
     spec: LayerSpec, device: Device, limits: dict[str, Any], rows: Sequence[dict[str, Any]]
 ) -> None:
-    console.print(f"{spec}\non {device}", highlight=False, markup=False)
+    say(f"{spec}\non {device}")
     copies = ", ".join(
         f"{size / 2**20:g} MiB {rate:.1f}"
         for size, rate in sorted(limits["copies_gb_per_s"].items())
     )
-    console.print(
+    say(
         f"limits measured now: matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy or read, in GB/s, "
         f"of {copies}\n",
-        highlight=False,
     )
     made = table(
         "batch", "backend", ">ms", ">/ best", ">GB/s", ">TFLOP/s", ">of limit", ">error", ""
@@ -375,12 +374,10 @@ def _print(
     console.print(made)
     for row in rows:
         if "saved_bytes" in row:
-            console.print(
+            say(
                 f"{row['batch']}, {row['backend']}: {row['blocks_read']} blocks read, "
                 f"{row['distinct_blocks']} distinct: {row['shared_bytes'] / 2**20:.1f} MiB are the same; "
                 f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all",
-                markup=False,
-                highlight=False,
             )
         if "cannot" in row:
-            console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)
+            say(f"{row['batch']}: {row['cannot']}")

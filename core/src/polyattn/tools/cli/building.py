@@ -12,7 +12,7 @@ from polyattn.settings import current_settings
 from polyattn.spec.decompose import group_layers
 from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.options import BuildOptions
-from polyattn.tools.cli.output import console
+from polyattn.tools.cli.output import say
 
 
 def show(options: BuildOptions) -> int:
@@ -27,5 +27,5 @@ def show(options: BuildOptions) -> int:
         group = LayerGroup(select(spec, resolved, settings=settings))
         group.finish_builds()
         seconds = time.monotonic() - began
-        console.print(f"{len(layers)} layers: {spec}: built in {seconds:.1f} s", markup=False)
+        say(f"{len(layers)} layers: {spec}: built in {seconds:.1f} s")
     return 0

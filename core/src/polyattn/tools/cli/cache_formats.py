@@ -14,7 +14,7 @@ from polyattn.spec.kinds import KV_CACHE_DTYPES
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import known_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast
-from polyattn.tools.cli.output import add_row, console, table
+from polyattn.tools.cli.output import add_row, console, say, table
 
 Steps = Mapping[str, list[tuple[int, int]]]
 
@@ -69,7 +69,7 @@ def _time(selection: Selection, lengths: list[tuple[int, int]]) -> float | None:
 
 def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
     """Print the formats that a group of layers could cache in, and why it couldn't in the others."""
-    console.print("cache formats, bytes of a token in these layers:", markup=False)
+    say("cache formats, bytes of a token in these layers:")
     made = table("  kv_cache_dtype", ">bytes", "  decode", *(f">us, {step}" for step in steps))
     for row in rows:
         if "cannot" in row:
@@ -84,9 +84,7 @@ def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
         )
     console.print(made)
     if any(len(row.get("us", steps)) < len(steps) for row in rows):
-        console.print(f"  -: {UNMEASURED}", markup=False, highlight=False)
+        say(f"  -: {UNMEASURED}")
     for row in rows:
         if "cannot" in row:
-            console.print(
-                f"  {row['kv_cache_dtype']}: {row['cannot']}", markup=False, highlight=False
-            )
+            say(f"  {row['kv_cache_dtype']}: {row['cannot']}")

@@ -32,7 +32,7 @@ from polyattn.settings import (
     read_config_file,
 )
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
-from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.output import add_row, console, print_json, say, table
 
 
 def show(as_json: bool) -> int:
@@ -263,7 +263,7 @@ def _print(report: dict[str, Any]) -> None:
     console.print(variables, "")
     ignored = [note for row in report["timings"] for note in row["ignored"]]
     for note in [*report.get("notes", []), *ignored]:
-        console.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     for problem in report["problems"]:
         console.print(f"[red]problem[/]: {escape(problem)}", highlight=False)
     if not report["problems"]:

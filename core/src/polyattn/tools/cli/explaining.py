@@ -23,7 +23,7 @@ from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.options import ExplainOptions
-from polyattn.tools.cli.output import console, print_json
+from polyattn.tools.cli.output import console, print_json, say
 from polyattn.tools.cli.plots import check_plot, plot_values
 
 
@@ -69,7 +69,7 @@ def show(options: ExplainOptions) -> int:
             if cost:
                 print_formats(cost, compared)
         for note in notes:
-            console.print(f"note: {note}", markup=False)
+            say(f"note: {note}")
     if options.plot:
         _plot(selected, predicted, options.plot, str(resolved))
     return int(any(isinstance(result, SelectionError) for *_, result in selected))

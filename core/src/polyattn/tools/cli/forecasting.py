@@ -9,7 +9,7 @@ from polyattn.selection.prediction import Predictor, Price
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import CallChoice, step_choice
 from polyattn.spec.timing import TERMS
-from polyattn.tools.cli.output import add_row, console, table
+from polyattn.tools.cli.output import add_row, console, say, table
 
 UNMEASURED = "no timing table for this device covers this layer"
 
@@ -99,16 +99,14 @@ def _why(call: CallChoice, prices: Mapping[str, float]) -> str:
 
 def print_forecast(text: str, prediction: dict[str, Any]) -> None:
     """Print a step's calls, the fastest backend of each first."""
-    console.print(f"batch {text}:", markup=False, highlight=False)
+    say(f"batch {text}:")
     if prediction["why"]:
-        console.print(f"  {prediction['why']}", markup=False, highlight=False)
+        say(f"  {prediction['why']}")
     for call in prediction["calls"]:
         shape = call["shape"]
-        console.print(
+        say(
             f"  {call['kind']}, {call['rows']}: {shape['rows']} rows, {shape['queries']} query tokens, "
             f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}",
-            markup=False,
-            highlight=False,
         )
         if not call["candidates"]:
             continue

@@ -39,6 +39,11 @@ def progress(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{what} {escape(text)}")
 
 
+def say(text: str) -> None:
+    """Print text as it is: brackets in it are no markup, and its numbers have no colours."""
+    console.print(text, markup=False, highlight=False)
+
+
 def print_json(value: Any) -> None:
     """Print JSON that a program can read: no colours, no wrapping."""
     stdout.write(json.dumps(value, indent=2, default=str))

@@ -26,7 +26,7 @@ from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.options import RunOptions
-from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.output import add_row, console, print_json, say, table
 from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.cli.weights import Whole, model_of, whole_model
 from polyattn.tools.replay.arrivals import Arrivals
@@ -120,7 +120,7 @@ def _serve(
     if not options.json and not silent:
         _print_selection(_name(path), groups, options, whole)
         if pretends:
-            console.print(f"  {PRETENDED}", markup=False)
+            say(f"  {PRETENDED}")
     requests = [request.scaled(options.scale) for request in requests]
     config = model_reader().read_config(path)
     requests, clipped = fit_requests(requests, config, served, options.max_tokens)
@@ -214,20 +214,20 @@ def _print_selection(
     model: str, groups: list[SelectedLayers], options: RunOptions, whole: Whole | None
 ) -> None:
     where = f" on {groups[0].selection.device}" if groups else ""
-    console.print(f"{model}{where}", markup=False, highlight=False)
+    say(f"{model}{where}")
     if whole is not None:
-        console.print(f"  {whole.describe()}", markup=False, highlight=False)
+        say(f"  {whole.describe()}")
     for group in groups:
         running = min(options.running, len(group.layers))
-        console.print(f"  {len(group.layers)} layers ({running} run): {group.spec}", markup=False)
-        console.print(f"    => {group.selection.decision.summary()}", markup=False)
+        say(f"  {len(group.layers)} layers ({running} run): {group.spec}")
+        say(f"    => {group.selection.decision.summary()}")
         for note in group.selection.decision.notes:
-            console.print(f"    note: {note}", markup=False)
+            say(f"    note: {note}")
         line = memory_line(group)
         if line:
-            console.print(f"    {line}", markup=False)
+            say(f"    {line}")
     if any(g.spec.kind.is_recurrent for g in groups):
-        console.print(f"  {options.snapshots} snapshots of recurrent states, for shared prefixes")
+        say(f"  {options.snapshots} snapshots of recurrent states, for shared prefixes")
 
 
 def memory_line(group: SelectedLayers) -> str | None:
@@ -265,31 +265,27 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
             *(format(row[rate], form) for rate, form in rates.items()),
         )
     console.print("", phases, "")
-    console.print(
+    say(
         f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
         f"{data['shared_prefix_tokens']} shared by prefix, {data['generated_tokens']} generated, "
         f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
-        highlight=False,
     )
     for line in cache_lines(report):
-        console.print(line, markup=False, highlight=False)
+        say(line)
     times, alone = data["latency"], "" if report.whole_model else " of the layers that ran"
-    console.print(
+    say(
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
         f"ms, p99 {times['ttft_p99_ms']:.2f} ms; between tokens p50 {times['itl_p50_ms']:.2f} ms, p99 "
         f"{times['itl_p99_ms']:.2f} ms",
-        markup=False,
-        highlight=False,
     )
     for index, tokens in enumerate(report.outputs):
         ids = " ".join(map(str, tokens))
-        console.print(f"tokens of request {index}: {ids}", markup=False, highlight=False)
+        say(f"tokens of request {index}: {ids}")
     if clipped:
-        console.print(f"{clipped} prompts were clipped to the model's longest sequence")
-    console.print(
+        say(f"{clipped} prompts were clipped to the model's longest sequence")
+    say(
         f"{data['checked_tokens']} tokens checked against the float64 reference, largest relative "
         f"error {data['max_error']:.2g}",
-        highlight=False,
     )
 
 

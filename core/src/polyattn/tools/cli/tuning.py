@@ -21,7 +21,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.options import TuneOptions
-from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.output import add_row, console, print_json, say, table
 from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
@@ -182,7 +182,7 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
         )
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        say(f"note: {note}")
     nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
     end = f"written: {path}" if path else nothing
-    console.print(f"{report['points']} points on {device}; {end}", markup=False, highlight=False)
+    say(f"{report['points']} points on {device}; {end}")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from polyattn.errors import SettingsError
 from polyattn.selection.running import Process, running
 from polyattn.tools.cli import stdout
-from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.output import add_row, console, print_json, say, table
 
 COMMAND = 120
 """How much of a command the list of processes shows."""
@@ -36,7 +36,7 @@ def show(pid: int | None, as_json: bool) -> int:
     if as_json:
         print_json([asdict(process) for process in processes])
     elif not processes:
-        console.print(NOBODY, markup=False)
+        say(NOBODY)
     elif len(processes) == 1:
         _print(processes[0])
     else:
@@ -52,7 +52,7 @@ def _list(processes: Sequence[Process]) -> None:
         command = one.server or one.command
         add_row(rows, *ids, *counts, ", ".join(one.integrations), command[:COMMAND])
     console.print(rows)
-    console.print("`polyattn why PROCESS` prints a process's decisions", markup=False)
+    say("`polyattn why PROCESS` prints a process's decisions")
 
 
 def _print(process: Process) -> None:
