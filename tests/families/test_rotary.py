@@ -255,6 +255,40 @@ def test_compiled_whole() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("scaling", ["none", "dynamic"])
+def test_bounds_of_lengths_say_no_position(scaling: str) -> None:
+    """Lengths that only the device has: of given positions a step turns right, without them by none."""
+    rope = RopeSpec(rotary_size=32)
+    if scaling == "dynamic":
+        rope = RopeSpec(rotary_size=32, scaling="dynamic", factor=4.0, original_length=16)
+    spec = SPEC.replace(rope=rope)
+    query, key, value = torch.randn(1, 4, 32), torch.randn(1, 2, 32), torch.randn(1, 2, 32)
+    table, slot = torch.tensor([[0, 1, 2]]).int(), torch.tensor([19])
+    starts, ends = torch.tensor([0, 1]).int(), torch.tensor([20]).int()
+
+    def attended(spec: LayerSpec, lens: list[int], positions: Tensor | None = None) -> Tensor:
+        layer = Attention(select(spec, "cpu", backend="VANILLA"), rotate=True)
+        cache = layer.group.allocate_cache(3)
+        cache.key.fill_(0.5)
+        cache.value.copy_(torch.linspace(-1, 1, cache.value.numel()).view_as(cache.value))
+        batch = Batch.on_buffers([0, 1], lens, starts, ends, table, slot, positions)
+        out = layer(query, key, value, cache, batch)
+        assert isinstance(out, Tensor)
+        return out
+
+    expected, bounded = attended(spec, [20]), spec.replace(length_bounds=True)
+    for positions in [None] if scaling == "none" else [None, torch.tensor([19])]:
+        with pytest.raises(BatchError, match="leaves to the device the lengths"):
+            attended(bounded, [40], positions)
+    if scaling == "none":
+        assert torch.equal(attended(bounded, [40], torch.tensor([19])), expected)
+        longer = Batch.on_buffers([0, 1], [40], starts, ends, table, slot)
+        exact = Batch([0, 1], [20], table, slot)
+        rotations = [rotation_of(spec, batch) for batch in (longer, exact)]
+        assert rotations[0] is not None and rotations[1] is not None
+        assert torch.equal(rotations[0].turns, rotations[1].turns)
+
+
 def test_a_captured_plan_is_refilled_in_place() -> None:
     rope = RopeSpec(rotary_size=32, temperature=0.1, temperature_length=4)
     group = LayerGroup(select(SPEC.replace(rope=rope), "cpu"))

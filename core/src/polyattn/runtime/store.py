@@ -102,6 +102,12 @@ class Store(Op):
         """Add the bias, norm, rotate and store; the frame holds what attention takes then."""
         query, key, value, params = frame.query, frame.key, frame.value, frame.params
         rotation = self.rotation if params.rotate else None
+        if params.rotate and rotation is None:
+            raise BatchError(
+                "this layer rotates, and length_bounds=True leaves to the device the lengths that its "
+                "angles follow from; pass Batch(positions=...) and plan each step, or, of a rotation "
+                "that depends on lengths, rotate before and pass rotate=False"
+            )
         if query.dtype.itemsize == 1:
             query, key, value = self._dequantized(query, key, value, params)
         new = NewTokens(query, key, value, params.qkv_bias, self.norms(params))

@@ -14,6 +14,7 @@ from polyattn.families.attention.rope import axes, inv_freq, query_temperature
 from polyattn.runtime.rotation import Rotation
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_positions
+from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
@@ -57,17 +58,23 @@ def rotated_here(spec: LayerSpec, rotate: bool) -> bool:
 
 
 def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) -> Rotation | None:
-    """Return how a batch's tokens are rotated, None where nothing is before attention.
+    """Return how a batch's tokens are rotated, None where nothing is before attention, or isn't known.
 
     Dynamic NTK and LongRoPE go by each sequence's own length, so that no request's result depends on
-    another. `reuse`: the rotation that a captured graph reads, into whose tensors it goes.
-    Raises `BatchError`.
+    another. With `length_bounds` the host knows neither it nor positions that aren't given: a layer that
+    rotates is refused by `Store`. `reuse`: the rotation that a captured graph reads, into whose tensors
+    it goes. Raises `BatchError`.
     """
     rope = spec.rope
     if rope is None or rope.positions == "cache":
         return None
+    if spec.length_bounds and (batch.positions is None or rope.by_length):
+        return None
     check_positions(batch, 1 if rope.sections is None else len(rope.sections))
-    positions = batch.token_positions
+    if batch.lens_are_bounds and batch.positions is None:  # the device has the lengths
+        positions = token_places(batch)[1].clamp(min=0)
+    else:
+        positions = batch.token_positions
     if batch.device.type in OWN_DOUBLES:
         return _at(spec, positions, batch.query_lens, batch.text_lens, reuse)
     rotation = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens).to(batch.device)
