@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,16 @@ from polyattn import LayerSpec
 def read(cfg):
     heads = cfg.need("heads")
     spec = LayerSpec(num_heads=heads, head_size=cfg.need("width") // heads, dtype=cfg.dtype)
-    return {"text": [(spec,)] * cfg.need("depth")}
+    return LAYERS
 """
 
 
-def test_a_package_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers", ['[spec] * cfg.need("depth")', '{"text": [(spec,)] * cfg.need("depth")}']
+)
+def test_a_package_adds_a_type(
+    layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info = tmp_path / "my_models-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-models\nVersion: 1.0\n")
@@ -188,7 +194,8 @@ def test_a_package_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "[polyattn.readers]\nmy_type = my_models:read\nbroken = my_models:absent\nllama = x:y\n"
     )
     (info / "entry_points.txt").write_text(points)
-    (tmp_path / "my_models.py").write_text(PACKAGE)
+    (tmp_path / "my_models.py").write_text(PACKAGE.replace("LAYERS", layers))
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     values = {"model_type": "my_type", "heads": 4, "width": 64, "depth": 3, "vocab_size": 100}
     assert [spec.head_size for spec in layer_specs(values)] == [16] * 3
