@@ -13,7 +13,8 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import _on, rotation_of
 from polyattn.families.mla.workload import latent_weights
-from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.rope import RopeSpec
@@ -287,6 +288,21 @@ def test_bounds_of_lengths_say_no_position(scaling: str) -> None:
         rotations = [rotation_of(spec, batch) for batch in (longer, exact)]
         assert rotations[0] is not None and rotations[1] is not None
         assert torch.equal(rotations[0].turns, rotations[1].turns)
+
+
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_captured_positions_follow_the_device_s_lengths(prompts: int) -> None:
+    """A step whose host lengths are bounds: the graph's rows are turned by what the device has."""
+    table, starts = torch.arange(16).int().view(2, 8), torch.tensor([0, 1, 2]).int()
+    step = Batch.on_buffers(
+        [0, 1, 2], [40, 50], starts, torch.tensor([20, 31]).int(), table, torch.tensor([19, 158])
+    )
+    buffers = StepBuffers(2, 1, 64, 16, "cpu", axes=1)
+    if prompts:
+        buffers = MixedBuffers(StepSize(2, prompts=1, prompt_tokens=4), 64, 16, "cpu", axes=1)
+    buffers.fill(step)
+    assert buffers.positions is not None
+    assert [p for p in buffers.positions.tolist() if p] == [19, 30]
 
 
 def test_a_captured_plan_is_refilled_in_place() -> None:

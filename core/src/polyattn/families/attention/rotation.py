@@ -14,7 +14,7 @@ from polyattn.families.attention.rope import axes, inv_freq, query_temperature
 from polyattn.runtime.rotation import Rotation
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_positions
-from polyattn.runtime.step.chosen_pages import token_places
+from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
@@ -71,10 +71,7 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
     if spec.length_bounds and (batch.positions is None or rope.by_length):
         return None
     check_positions(batch, 1 if rope.sections is None else len(rope.sections))
-    if batch.lens_are_bounds and batch.positions is None:  # the device has the lengths
-        positions = token_places(batch)[1].clamp(min=0)
-    else:
-        positions = batch.token_positions
+    positions = positions_of(batch)
     if batch.device.type in OWN_DOUBLES:
         return _at(spec, positions, batch.query_lens, batch.text_lens, reuse)
     rotation = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens).to(batch.device)

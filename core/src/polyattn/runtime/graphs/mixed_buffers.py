@@ -17,6 +17,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import positions_of
 
 
 class MixedBuffers(StepBuffers):
@@ -130,7 +131,7 @@ class MixedBuffers(StepBuffers):
         self._fill_states(batch, len(prompts), len(decodes))
         if self.positions is not None:
             self.positions.zero_()
-            self.positions.index_copy_(-1, places, batch.token_positions)
+            self.positions.index_copy_(-1, places, positions_of(batch))
         return self._over(filled, lens)
 
     def _kinds(self, batch: Batch) -> tuple[list[int], list[int]]:

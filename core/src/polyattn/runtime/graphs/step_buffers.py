@@ -12,6 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch, upload
+from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -189,7 +190,7 @@ class StepBuffers:
             self.block_table[count:] = 0
         if self.positions is not None:
             self.positions.zero_()
-            pairs.append((self.positions[..., :tokens], batch.token_positions))
+            pairs.append((self.positions[..., :tokens], positions_of(batch)))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
             pairs.append((self.slot_mapping[:tokens], batch.slot_mapping))
         if batch.state_slots is not None:

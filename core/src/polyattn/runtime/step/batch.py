@@ -491,7 +491,8 @@ class Batch:
             check_own_tokens(self.shared_prefix, self.lens, self.host_contexts, block_size)
             return self.shared_prefix
         table = self.host_block_table
-        if table is None or not may_share(table):
+        # Bounds of lengths reach into entries of the table that say nothing.
+        if table is None or self.lens_are_bounds or not may_share(table):
             return ()
         return shared_prefixes(table, np.maximum(self.host_contexts, 0), block_size)
 

@@ -49,6 +49,27 @@ def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
 
 
+def positions_of(batch: Batch) -> Tensor:
+    """Return the positions that a step's tokens are rotated by: given, or as their lengths have it.
+
+    Where the host has only bounds of the lengths, those on the device count.
+
+    Args:
+        batch: the step.
+
+    Returns:
+        int64 (num_tokens,), or (axes, num_tokens).
+
+    Examples:
+        >>> positions_of(Batch.from_lens([2, 1], [5, 9])).tolist()
+        [3, 4, 8]
+
+    """
+    if batch.lens_are_bounds and batch.positions is None:
+        return token_places(batch)[1].clamp(min=0)
+    return batch.token_positions
+
+
 NONE = torch.iinfo(torch.int32).max
 """Stands for an id that names nothing, so that it comes last."""
 
