@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import polyattn_torch
 import pytest
 import torch
@@ -341,3 +342,19 @@ def test_what_cuda_would_be_given() -> None:
     given = dict(zip(names, results, strict=True))
     assert (given["max_q"], given["max_k"]) == (7, 9)
     assert given["rng_state"].dtype == torch.uint64
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_a_mask_that_numpy_writes_is_read_again(dtype: torch.dtype) -> None:
+    """Torch counts no change of memory that it shares."""
+    query, key, value = torch.randn(3, 1, 2, 8, 32, dtype=torch.float32)
+    words = np.zeros((8, 8), np.uint8 if dtype is torch.bool else np.uint16)
+    mask = torch.from_numpy(words).view(dtype).expand(1, 1, 8, 8)
+    seen = 1 if dtype is torch.bool else 0
+    hidden = 0 if dtype is torch.bool else 0xFF7F  # bfloat16's least number
+    for shape in (np.tril, np.triu):
+        words[:] = np.where(shape(np.ones((8, 8))), seen, hidden)
+        out = polyattn_torch.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        exact = mask if dtype is torch.bool else mask.float()
+        expected = sdpa(query, key, value, attn_mask=exact)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

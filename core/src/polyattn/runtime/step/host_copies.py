@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
@@ -21,7 +22,8 @@ def stored(
 
     `values`: it is made of the tensor's numbers, and anew where they may have changed. A tensor of
     `torch.inference_mode` counts no changes, and none counts what NumPy writes to the same memory: so the
-    numbers themselves tell for lengths and block tables on the host. `make(*args)` makes it.
+    numbers themselves tell for lengths and block tables on the host, and their hash for larger tensors
+    that share memory. `make(*args)` makes it.
     """
     version: object = None
     if values:
@@ -31,6 +33,8 @@ def stored(
             return make(*args)
         elif tensor.is_cpu and tensor.dim() == 2:
             version = tensor.numpy().tobytes()
+        elif tensor.is_cpu and tensor.dim() and not tensor.untyped_storage().resizable():
+            version = hash(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         else:
             version = tensor._version
     known: tuple[object, object, T] | None = getattr(tensor, name, None)
