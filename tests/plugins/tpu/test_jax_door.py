@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import drawn
 from polyattn import Batch, LayerSpec, SparseSpec
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
@@ -18,7 +19,7 @@ from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.kv_cache import KVCache, quantize
 from polyattn.runtime.program import LayerParams
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrence import form_of, shape_of
@@ -87,34 +88,14 @@ FAST = ("plain", "uneven", "window and sinks", "int8")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else [sweep]) for n in FEATURES]
 )
-def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
+def test_stores_and_attends(name: str) -> None:
     """A mixed step: the new tokens stored by the plan's slots, then every row against float64."""
     layer = FEATURES[name]
-    queries, lens = [q for q, _ in ROWS], [n for _, n in ROWS]
-    block, blocks = 8, 16
-    rows = table(lens, block, blocks)
-    old = Batch.from_lens(lens, lens, rows, block)
-    step = Batch.from_lens(queries, lens, rows, block)
-    dtype = STORAGE_DTYPES[layer.dtype]
-    kept = STORAGE_DTYPES[layer.stored_dtype]
-    sizes = (layer.head_size, layer.v_head_size)
-    scale = 0.04 if kept == torch.int8 else 0.5 if kept.itemsize == 1 else 1.0
-    mine = pt.Cache.zeros(layer, blocks, block)
-    theirs = KVCache(*(torch.zeros(blocks, block, 2, size, dtype=kept) for size in sizes))
-    whole = [torch.randn(sum(lens), 2, size, generator=generator).to(dtype) for size in sizes]
-    assert old.slot_mapping is not None and step.slot_mapping is not None
-    for stored, values in zip((theirs.key, theirs.value), whole, strict=True):
-        flat = stored.view(torch.uint8) if kept.itemsize == 1 else stored
-        packed = quantize(values, kept, scale)
-        packed = packed.view(torch.uint8) if kept.itemsize == 1 else packed
-        flat[old.slot_mapping // block, old.slot_mapping % block] = packed
-    query = torch.randn(sum(queries), 4, layer.head_size, generator=generator).to(dtype)
-    params = LayerParams(
-        torch.randn(4, generator=generator) if layer.learned_sinks else None,
-        torch.rand(4, generator=generator) if layer.alibi else None,
-        *(scale, scale),
-    )
-    scales = pt.Scales(scale, scale)
+    work = drawn(layer, ROWS, 8)
+    lens, rows, params = work.batch.lens, work.batch.block_table, work.layer.params
+    old, step = Batch.from_lens(lens, lens, rows, 8), work.batch
+    assert old.slot_mapping is not None and work.held is not None
+    mine, scales = pt.Cache.zeros(layer, work.held.num_blocks, 8), pt.Scales(*work.scales)
 
     @jax.jit
     def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any) -> Any:
@@ -127,18 +108,17 @@ def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
 
     first = pt.plan(old, layer, buckets=pt.Buckets(tokens=64, seqs=4, pages=64))
     plan = pt.plan(step, layer, buckets=SMALL)
-    given = [pt.pad(first, to_jax(t)) for t in whole]
-    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(query)), mine)
-    for ours, right in zip(cache, (theirs.key, theirs.value), strict=True):
-        size = right.shape[3]
-        same = to_torch(ours)[..., :size].transpose(1, 2)
-        assert torch.equal(same, right.float()), "what is stored differs"
-        assert not to_torch(ours)[..., size:].any()
-    expected, logs = reference.forward(layer, query, None, None, theirs, step, params)
-    limit = 1.5e-2 if dtype == torch.bfloat16 else 2e-5
-    count = len(query)
-    assert output_error(to_torch(out)[:count], expected) < limit
-    assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if dtype == torch.bfloat16 else 1e-4)
+    given = [pt.pad(first, to_jax(t)) for t in (work.keys, work.values)]
+    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(work.query)), mine)
+    for ours, right in zip(cache, (work.held.key, work.held.value), strict=True):
+        same = to_torch(ours)[..., : right.shape[3]].transpose(1, 2).flatten(0, 1)
+        stored = right.flatten(0, 1)[old.slot_mapping].float()
+        assert torch.equal(same[old.slot_mapping], stored), "what is stored differs"
+        assert not to_torch(ours)[..., right.shape[3] :].any()
+    expected, logs = work.expected
+    low, count = layer.dtype == "bfloat16", len(work.query)
+    assert output_error(to_torch(out)[:count], expected) < (1.5e-2 if low else 2e-5)
+    assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if low else 1e-4)
 
 
 @sweep
