@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 from adapters import drawn
-from polyattn import Batch, LayerSpec, SparseSpec
+from polyattn import Batch, LayerGroup, LayerSpec, SparseSpec, select
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
-from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.cache.kv_cache import KVCache, quantize
 from polyattn.runtime.program import LayerParams
 from polyattn.spec.latent import LatentSpec
-from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.spec.recurrent import RecurrentSpec
+from polyattn.workload.base import workload
 from polyattn.workload.compare import lse_error, output_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds
@@ -219,33 +217,23 @@ KINDS = [
 
 @pytest.mark.parametrize("decode", [False, True], ids=["mixed", "decode"])
 @pytest.mark.parametrize("layer", KINDS, ids=lambda s: s.kind.value)
-def test_recurrences(layer: LayerSpec, decode: bool, generator: torch.Generator) -> None:
+def test_recurrences(layer: LayerSpec, decode: bool) -> None:
     rows = [(1, 9), (1, 1), (1, 0), (1, 30)]
     if not decode:
         rows += [(0, 7), (5, 5), (70, 70), (129, 140), (3, 80)]
-    queries, lens = [q for q, _ in rows], [n for _, n in rows]
-    order = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
-    slots = [-1 if row == (1, 0) else slot for row, slot in zip(rows, order, strict=True)]
-    before = torch.full((len(rows) + 2, *shape_of(layer, form_of(layer).state)), torch.nan)
-    for (query, length), slot in zip(rows, slots, strict=True):
-        if length > query:
-            before[slot] = torch.randn(before.shape[1:], generator=generator) * 0.5
-    step = Batch.from_lens(queries, lens, state_slots=torch.tensor(slots))
-    inputs = dict(
-        zip(form_of(layer).inputs, recurrent_inputs(layer, sum(queries), generator), strict=True)
-    )
-    params = recurrent_params(layer, generator)
-    right, after = reference_recurrent.forward(layer, inputs, params, before, step)
-    plan = pt.plan(step, layer, buckets=pt.Buckets(tokens=256, seqs=16, pages=1))
+    group = LayerGroup(select(layer, "cpu", backend="VANILLA_SCAN"))
+    work = workload(group, rows).remembered()
+    before, (right, after) = work.held, work.expected
+    plan = pt.plan(work.batch, layer, buckets=pt.Buckets(tokens=256, seqs=16, pages=1))
     run = jax.jit(lambda p, i, w, s: pt.recur(p, layer, i, w, s), donate_argnums=3)
-    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in inputs.items()}
+    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in work.tensors().items()}
     states = to_jax(before.clone())
-    out, now = run(plan, given, {k: to_jax(v) for k, v in params.items()}, states)
+    params = {name: to_jax(tensor) for name, tensor in work.layer.params.items()}
+    out, now = run(plan, given, params, states)
     assert states.is_deleted(), "the states were donated, and copied all the same"
-    real = torch.repeat_interleave(torch.tensor(slots) >= 0, torch.tensor(queries))
-    found = to_torch(out)[: sum(queries)]
+    real, used = work.real_rows(), work.used
+    found = to_torch(out)[: len(real)]
     assert output_error(found[real].flatten(1), right[real].flatten(1)) < 2e-5
-    used = [s for s, q in zip(slots, queries, strict=True) if s >= 0 and q]
     assert output_error(to_torch(now)[used].flatten(1), after[used].flatten(1)) < 2e-5
     kept = [s for s in range(len(before)) if s not in used]
     assert torch.equal(to_torch(now)[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
