@@ -238,7 +238,7 @@ class Visit:
             calls: Calls = {"index": work.call, "limit": limit, "mm": multiply}
             best = least(calls, self.seconds, time.thread_time)
             entries = seqs * ((1 << 17) // spec.tokens_per_entry)
-            keys = entries * work.keys.shape[2] * work.keys.itemsize
+            keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
             products = 2 * entries * spec.num_heads * spec.head_size
             done = keys if what == "read" else products
             share = done / best["index"] / (amount / best["limit"])

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from index_step import IndexStep
-from polyattn import Batch, LayerGroup, LayerSpec, select
+from polyattn import Batch, Indexer, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.families.recurrent import reference as recurrent_reference
 from polyattn.families.recurrent.workload import RecurrentWorkload
+from polyattn.families.sparse.index_workload import IndexWorkload
 from polyattn.kernel import Frame, NewTokens
 from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
 from polyattn.workload.base import Workload, workload
@@ -27,6 +27,8 @@ from polyattn.workload.tolerance import tolerance_of
 from table import Other, Row
 from torch.nn.functional import rms_norm
 
+INDEX_PAGE = 64
+"""Entries of a page of index keys."""
 DRAWN = 256
 """Tokens of a recurrence's sequence that are drawn, on the host, and compared; the rest repeats them."""
 Call = Callable[[], object]
@@ -42,7 +44,7 @@ def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Any:
     group.finish_builds()
     dice = Dice(0, group.torch_device, fast=True)
     if indexes:
-        return IndexStep(group, lengths, dice)
+        return IndexWorkload(Indexer(group), lengths, dice, block=INDEX_PAGE, full=True)
     if spec.recurrent is not None:
         return _recurrent(group, lengths, dice)
     if spec.latent is not None and not spec.chooses:
@@ -103,7 +105,7 @@ def error_of(work: Any, call: Call) -> float:
     index = min(range(len(work.lengths)), key=lambda i: work.batch.lens[i])
     if isinstance(work, RecurrentWorkload):
         return _recurrent_error(work, call, index)
-    if isinstance(work, IndexStep):
+    if isinstance(work, IndexWorkload):
         call()
         return work.error(work.batch.starts[1] - 1)
     work.out.fill_(torch.nan)
@@ -177,7 +179,7 @@ def captured(call: Call) -> Call:
 
 def narrow(work: Any) -> Call:
     """An indexer's call whose queries have 8 bits."""
-    work.query = work.query.to(torch.float8_e4m3fn)
+    work.frame.query = work.frame.query.to(torch.float8_e4m3fn)
     return work.call  # type: ignore[no-any-return]
 
 

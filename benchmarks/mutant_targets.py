@@ -150,7 +150,7 @@ TARGETS = {
         (TRITON + "functions/rows.py", CPU_PLUGIN + "native/rows.py"),
         (
             tests(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
-            slow(CPU + "test_native_rows.py", TESTS + "test_rows.py"),
+            slow(CPU + "test_native_rows.py", TESTS + "test_rows.py"), EDGES,
         ),
     ),
     "native stores": Target(

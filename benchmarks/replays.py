@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from index_step import IndexStep
 from measuring import build, captured
 from pages import about, suite
 from polyattn.errors import PolyattnError, SelectionError
+from polyattn.families.sparse.index_workload import IndexWorkload
 from polyattn.families.sparse.workload import whole_choice
 from table import Row
 
 
 def changed(work: Any, round: int) -> None:
     """Write other queries, choices and lengths where the graph reads them; nothing waits."""
-    work.query.normal_()
+    (work.frame if isinstance(work, IndexWorkload) else work).query.normal_()
     # Some sequences lose their newest tokens, others get them back.
     lens, few = work.batch.seq_lens, torch.arange(work.batch.num_seqs, device=work.device)
     lens.copy_(work.longest - (few + round) % 3 * 7)
-    if not isinstance(work, IndexStep):
+    if not isinstance(work, IndexWorkload):
         part = work.spec.sparse
         drawn = whole_choice(part, work.choice.shape[1], work.batch)
         drawn[:, :, part.budget // (1 + round % 2) :] = -1
@@ -43,18 +43,24 @@ def replays(row: Row, device: torch.device, count: int, shrink: int) -> dict[str
     on_gpu, work = device.type == "cuda", first_of(row, device, shrink)
     work.longest = work.batch.seq_lens.clone()
     replay = captured(work.call)
-    out = work.out  # the graph's, where a call makes a new one
+    out = out_of(work)  # the graph's, where a call makes a new one
     tally = {"different": 0, "allocations": 0, "waits": 0}
     for round in range(count):
         changed(work, round)
         before = allocations() if on_gpu else 0
         replay()
         tally["allocations"] += allocations() - before if on_gpu else 0
-        given = (out if on_gpu else work.out).clone()
+        given = (out if on_gpu else out_of(work)).clone()
         waited = waits(work.call, on_gpu)
         tally["waits"] += waited
-        tally["different"] += waited or not torch.equal(given, work.out)
+        tally["different"] += waited or not torch.equal(given, out_of(work))
     return tally
+
+
+def out_of(work: Any) -> torch.Tensor:
+    """Return what the last call gave."""
+    held = work.frame if isinstance(work, IndexWorkload) else work
+    return held.out  # type: ignore[no-any-return]
 
 
 def waits(call: Callable[[], object], on_gpu: bool) -> bool:

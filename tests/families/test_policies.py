@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import runpy
 from pathlib import Path
+from typing import Any
 
 import polyattn
 import pytest
 import torch
 from interpreting import interpreted
 from polyattn import Batch, LayerSpec, SparseAttention, SparseSpec
+from polyattn.workload.base import workload
 from torch import Tensor
 
 POLICIES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/sparse_policies.py"))
@@ -32,32 +34,16 @@ class Step:
     """A step whose cache holds everything; `keys[s]`, `values[s]` (tokens, kv_heads, size)."""
 
     def __init__(self, lengths: list[tuple[int, int]], made: SparseAttention):
-        generator = torch.Generator().manual_seed(len(lengths) + lengths[0][0])
-        counts = [-(-n // BLOCK) for _, n in lengths]
-        ids = torch.randperm(sum(counts) + 3, generator=generator).int()
-        table = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
-        self.cache = made.group.allocate_cache(sum(counts) + 3)
-        self.cache.key.fill_(torch.nan)
-        self.cache.value.fill_(torch.nan)
-        self.keys, self.values, at = [], [], 0
-        for row, (count, (_, length)) in enumerate(zip(counts, lengths, strict=True)):
-            table[row, :count] = ids[at : at + count]
-            at += count
-            key, value = torch.randn(2, length, KV_HEADS, SIZE, generator=generator)
-            for place in range(length):
-                where = int(table[row, place // BLOCK]), place % BLOCK
-                self.cache.key[where], self.cache.value[where] = key[place], value[place]
-            self.keys.append(key)
-            self.values.append(value)
-        self.batch = Batch.from_lens(*map(list, zip(*lengths, strict=True)), table, BLOCK)
-        self.query = torch.randn(sum(q for q, _ in lengths), HEADS, SIZE, generator=generator)
+        work: Any = workload(made, lengths)
+        self.query, self.key, self.value = work.query, work.key, work.value
+        self.cache, self.batch = work.held, work.batch
+        lens = [length for _, length in lengths]
+        self.keys, self.values = work.keys.split(lens), work.values.split(lens)
         self.tokens = [
             (row, length - queries + new)
             for row, (queries, length) in enumerate(lengths)
             for new in range(queries)
         ]
-        self.key = torch.stack([self.keys[row][at] for row, at in self.tokens])
-        self.value = torch.stack([self.values[row][at] for row, at in self.tokens])
 
     def attended(self, token: int, head: int, seen: list[int]) -> Tensor:
         """Attention of one token and head to some places, in float64."""

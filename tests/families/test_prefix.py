@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import pytest
@@ -26,39 +25,35 @@ from polyattn import (
     unregister,
 )
 from polyattn.errors import BatchError
-from polyattn.families.attention import reference, sharing
+from polyattn.families.attention import sharing
 from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
 from polyattn.families.attention.sharing import Sharing, why_not
 from polyattn.kernel import AttentionBackend, Levels, Plan
 from polyattn.registry.hooks import hookimpl
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.rope import RopeSpec
-from polyattn.workload.compare import lse_error, output_error
-from polyattn.workload.pages import put
-from polyattn.workload.tolerance import tolerance_of
+from polyattn.workload.base import workload
 from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16)
 LENS = [100, 70, 68, 90, 33]
-SHARED = {(0, 1, 2, 3): (0, 2), (0, 3): (2, 2)}
-"""Rows, and which of their blocks are the first one's: two levels; the last row has its own alone."""
+GIVEN: Levels = (
+    (SharedRun((0, 1, 2, 3), 0, 2),),
+    (SharedRun((0, 3), 2, 2),),
+)
+"""Two levels of blocks that rows have in common; the last row has its own alone."""
+
+
+def work_of(group: LayerGroup, queries: list[int] | None = None) -> Any:
+    """The decode of each sequence's last token, or so many tokens of each."""
+    lengths = list(zip(queries or [1] * len(LENS), LENS, strict=True))
+    return workload(group, lengths, step={"shared": GIVEN}).remembered()
 
 
 def step(group: LayerGroup) -> tuple[Any, Batch]:
-    """A cache that holds every sequence, and the decode of each one's last token."""
-    generator = torch.Generator().manual_seed(3)
-    width = -(-max(LENS) // 16)
-    table = torch.randperm(64, generator=generator)[: len(LENS) * width].view(-1, width).int()
-    for rows, (first, count) in SHARED.items():
-        table[list(rows), first : first + count] = table[rows[0], first : first + count]
-    cache = group.allocate_cache(64)
-    cache.key.zero_(), cache.value.zero_()
-    slots = Batch.from_lens(LENS, LENS, table, 16).slot_mapping
-    assert slots is not None
-    shape = (len(slots), 2, group.spec.head_size)
-    key, value = (torch.randn(shape, generator=generator) for _ in range(2))
-    put(cache, key, value, slots, (0.05, 0.05))
-    return cache, Batch(list(range(len(LENS) + 1)), LENS, table)
+    """A cache that holds every sequence, and the decode without new keys."""
+    work = work_of(group)
+    return work.held, Batch(work.batch.starts, LENS, work.batch.block_table)
 
 
 INCLUDED = [
@@ -80,22 +75,15 @@ def compare(backend: str, changes: dict[str, Any], way: str = "calls") -> None:
     """Two levels of shared blocks and a row of its own, read once, against the whole."""
     spec = SPEC.replace(needs_lse=True, **changes)
     group = LayerGroup(select(spec, "cpu", backend=backend))
-    scale = 0.05 if "kv_cache_dtype" in changes else 1.0
-    sinks = torch.randn(4) if spec.learned_sinks else None
-    layer = Attention(group, sinks=sinks, k_scale=scale, v_scale=scale)
-    cache, batch = step(group)
+    work = work_of(group)
     if way == "calls":
         group.planner.sharing = Sharing(group, None, PrefixDecode.of(group))  # type: ignore[attr-defined]
-    plan = group.plan(batch)
+    plan = group.plan(work.batch)
     (call,) = plan.calls
     assert call.saved_bytes == (3 * 2 + 2) * 16 * group.cache_format.bytes_per_token
     assert isinstance(call.plan, PrefixPlan) == (way == "calls")
     assert call.plan.batch.shared_prefix is not None or way == "calls"
-    query = torch.randn(len(LENS), 4, spec.head_size)
-    out, lse = layer(query, None, None, cache, plan)
-    expected, expected_lse = reference.forward(spec, query, None, None, cache, batch, layer.params)
-    assert output_error(out, expected) <= tolerance_of(spec).output
-    assert lse_error(lse, expected_lse) <= tolerance_of(spec).lse
+    work.check(plan=plan)
 
 
 @pytest.mark.slow
@@ -171,15 +159,9 @@ def test_what_is_refused_by_name_is_served_whole(
     spec = SPEC.replace(**REFUSED[name])
     reason = why_not(spec)
     assert reason is not None and (name in reason or spec.rope is not None)
-    group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
-    layer = Attention(group, rotate=True if spec.rope else None)
-    cache, batch = step(group)
-    plan = group.plan(batch)
-    assert not any(isinstance(call.plan, PrefixPlan) for call in plan.calls)
-    query = torch.randn(len(LENS), 4, 16)
-    out = layer(query, None, None, cache, plan)
-    expected, _ = reference.forward(spec, query, None, None, cache, batch, layer.params)
-    assert output_error(out, expected) <= tolerance_of(spec).output
+    work = work_of(LayerGroup(select(spec, "cpu", backend="TORCH_SDPA")))
+    assert not any(isinstance(call.plan, PrefixPlan) for call in work.plan.calls)
+    work.check()
 
 
 def test_other_layers_are_refused_by_name() -> None:
@@ -208,12 +190,6 @@ def test_prefixes_and_rests_are_one_object() -> None:
     assert runner is not None and runner.shared is runner.own
 
 
-GIVEN: Levels = (
-    (SharedRun((0, 1, 2, 3), 0, 2),),
-    (SharedRun((0, 3), 2, 2),),
-)
-
-
 def given(batch: Batch, levels: Levels | None) -> Batch:
     """The same step as an engine gives it that has no table on the host."""
     told = Batch(batch.starts, batch.lens, batch.block_table, shared_prefix=levels)
@@ -239,16 +215,11 @@ def test_a_step_of_both_phases_shares_among_its_decodes(monkeypatch: pytest.Monk
     """The rows of one token, wherever they stand, share what is left of the runs that were given."""
     monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
-    layer, (cache, batch) = Attention(group), step(group)
-    starts = [0, 1, 6, 7, 8, 9]  # row 1 brings five tokens
-    both = Batch(starts, LENS, batch.block_table, shared_prefix=GIVEN)
-    plan = group.plan(both)
-    decode = next(call for call in plan.calls if call.phase == "decode")
+    work = work_of(group, [1, 5, 1, 1, 1])
+    work.batch = work.batch.with_shared_prefix(GIVEN)
+    decode = next(call for call in work.plan.calls if call.phase == "decode")
     assert decode.saved_bytes == (2 * 2 + 2) * 16 * group.cache_format.bytes_per_token
-    query = torch.randn(9, 4, 16)
-    out = layer(query, None, None, cache, plan)
-    expected, _ = reference.forward(SPEC, query, None, None, cache, both, layer.params)
-    assert output_error(out, expected) <= tolerance_of(SPEC).output
+    work.check()
 
 
 def test_a_run_may_not_hold_a_rows_last_token() -> None:
@@ -314,13 +285,6 @@ def test_a_backend_is_told_only_where_it_shall_read_once(
             assert once.told.pop() == told, (changes, launch_us)
 
 
-def appended(group: LayerGroup, queries: list[int]) -> tuple[Any, Batch]:
-    """The step with so many new tokens of each row."""
-    cache, batch = step(group)
-    starts = [0, *accumulate(queries)]
-    return cache, Batch(starts, LENS, batch.block_table)
-
-
 def sharing_of(spec: LayerSpec, matmul: float = 0.0) -> Sharing:
     """Sharing by a backend's own launch, on a device of so many TFLOP/s."""
     group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
@@ -334,7 +298,7 @@ def test_rows_of_several_tokens_share_what_lies_before_all_of_them() -> None:
     sharing = sharing_of(SPEC)
     form = sharing.group.cache_format
     assert form is not None
-    _, batch = appended(sharing.group, [1, 39, 4, 7, 1])
+    batch = work_of(sharing.group, [1, 39, 4, 7, 1]).batch
     call = sharing.call(batch, None)
     assert call is not None
     levels = (
@@ -357,7 +321,7 @@ def test_rows_of_several_tokens_share_only_where_bytes_take_longer_than_products
     matmul: float, shares: bool
 ) -> None:
     sharing = sharing_of(SPEC, matmul)
-    _, batch = appended(sharing.group, [4, 4, 4, 4, 4])
+    batch = work_of(sharing.group, [4, 4, 4, 4, 4]).batch
     assert (sharing.call(batch, None) is not None) is shares
 
 

@@ -27,9 +27,9 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases.index import INDEXERS, layer_for
 from polyattn.conformance.checks.sparse import sparse_plans
 from polyattn.conformance.harness.base import Harness
-from polyattn.conformance.harness.index import IndexHarness
 from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.sparse import planning, reference, torch_index
+from polyattn.families.sparse.index_workload import WHOLE, IndexWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.step import chosen_pages
 from polyattn.runtime.step.chosen_pages import choice_of
@@ -38,6 +38,7 @@ from polyattn.settings import current_settings
 from polyattn.tools.cli.entry import run as cli
 from polyattn.workload.base import workload
 from polyattn.workload.compare import output_error
+from polyattn.workload.dice import Dice
 from polyattn.workload.pages import bits
 from polyattn.workload.verify import verify_decision
 
@@ -325,9 +326,9 @@ def test_there_are_twenty_lies() -> None:
 def index_step(name: str) -> tuple[Indexer, Batch, Any]:
     """Return an indexer, a step and its tensors, drawn as the kit draws them."""
     spec = layer_for(INDEXERS[name], "float32")
-    harness = IndexHarness("TORCH_INDEX", polyattn.resolve_device("cpu"), 3)
-    batch, frame = harness.step(spec, "mixed")
-    return Indexer(harness.group(spec)), batch, frame
+    indexer = Indexer(select(spec, "cpu", backend="index=TORCH_INDEX"))
+    work = IndexWorkload(spec, [(1, 160), (7, 140), (5, 33), (1, 0)], Dice(3), numbers=WHOLE)
+    return indexer, work.batch, work.frame
 
 
 @pytest.mark.parametrize("name", ["tokens", "blocks", "groups", "level 2", "scaled"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
+from adapters import FAKES, check_given, check_paged
 from kits import OVER_FAKES, conforms
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
@@ -22,15 +21,6 @@ SMALL = LayerSpec(num_heads=6, num_kv_heads=2, head_size=128)
 BACKENDS = {"ascend-910b": "ASCEND_ATTN", "xpu-b580": "XPU_FLASH_ATTN", "trn2": "NKI_ATTN"}
 TIGHT = 2e-2
 """Of bfloat16, whose rounding of an output near 1 is 4e-3."""
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The libraries' fakes; what a row without keys gets is nobody's promise here."""
-    use_fakes(monkeypatch, torch.nan)
-    yield
-    for name in [n for n in sys.modules if n.split(".")[0] in LIBRARIES]:
-        del sys.modules[name]
 
 
 @pytest.mark.slow

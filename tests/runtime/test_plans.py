@@ -23,12 +23,11 @@ from polyattn import (
     unregister,
 )
 from polyattn.errors import BatchError
-from polyattn.families.attention import reference
 from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.spec.latent import LatentSpec
-from polyattn.workload.compare import output_error
+from polyattn.workload.base import Workload, workload
 from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -66,61 +65,44 @@ def group() -> Iterator[LayerGroup]:
     unregister("counting")
 
 
-class Step:
-    """A batch over a cache that is full of numbers, and its inputs."""
+def drawn(group: LayerGroup, lengths: list[tuple[int, int]]) -> Workload:
+    """A step, and what it must give."""
+    return workload(group, lengths).remembered()
 
-    def __init__(self, group: LayerGroup, lengths: list[tuple[int, int]]):
-        queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
-        size = 16
-        blocks = [-(-n // size) for n in lens]
-        table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
-        order = torch.randperm(sum(blocks)).int().split(blocks)
-        for row, found in zip(table, order, strict=True):
-            row[: len(found)] = found
-        self.batch = Batch.from_lens(queries, lens, table, size)
-        tokens = sum(queries)
-        self.query = torch.randn(tokens, 4, 32)
-        self.key, self.value = torch.randn(tokens, 2, 32), torch.randn(tokens, 2, 32)
-        self.cache = group.allocate_cache(sum(blocks))
-        self.cache.key.normal_()
-        self.cache.value.normal_()
 
-    def check(self, layer: Attention, plan: Any) -> None:
-        out = layer(self.query, self.key, self.value, self.cache, plan)
-        assert isinstance(out, torch.Tensor)
-        expected, _ = reference.forward(SPEC, self.query, None, None, self.cache, self.batch)
-        assert output_error(out, expected) < 2e-5
+def check(work: Workload, layer: Attention, plan: Any) -> None:
+    work.compare(layer(*work.inputs, plan), None)
 
 
 def test_two_batches_in_turn_over_four_layers_cost_two_plans(group: LayerGroup) -> None:
     layers = [Attention(group) for _ in range(4)]
-    steps = [Step(group, [(1, 20), (1, 33)]), Step(group, [(1, 5), (1, 50), (1, 17)])]
+    steps = [drawn(group, [(1, 20), (1, 33)]), drawn(group, [(1, 5), (1, 50), (1, 17)])]
     for layer in layers:
         for step in steps:
-            step.check(layer, step.batch)  # the batch keeps its plan
+            check(step, layer, step.batch)  # the batch keeps its plan
     assert Counting.plans == 2
 
 
 def test_a_plan_runs_as_often_as_one_likes(group: LayerGroup) -> None:
     layers = [Attention(group) for _ in range(4)]
-    steps = [Step(group, [(1, 20), (1, 33)]), Step(group, [(3, 20), (5, 5)])]
+    steps = [drawn(group, [(1, 20), (1, 33)]), drawn(group, [(3, 20), (5, 5)])]
     plans = [group.plan(step.batch) for step in steps]
     made = Counting.plans
     for _ in range(3):
         for layer in layers:
             for step, plan in zip(steps, plans, strict=True):
-                step.check(layer, plan)
+                check(step, layer, plan)
     assert Counting.plans == made == 2
 
 
 def test_one_token_rows_reach_decode_wherever_they_stand(group: LayerGroup) -> None:
     layer = Attention(group)
-    step = Step(group, [(5, 9), (1, 30), (7, 7), (0, 4), (1, 2), (1, 17)])
+    step = drawn(group, [(5, 9), (1, 30), (7, 7), (0, 4), (1, 2), (1, 17)])
     plan = group.plan(step.batch)
     calls = {call.phase: call.plan.batch for call in plan.calls}
     assert calls["decode"].all_decode and calls["decode"].lens == [30, 2, 17]
     assert calls["prefill"].query_lens == [5, 7]
-    step.check(layer, plan)
+    check(step, layer, plan)
     assert sorted(Counting.ran) == [[1, 1, 1], [5, 7]]
 
 

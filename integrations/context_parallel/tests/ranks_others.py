@@ -19,18 +19,31 @@ from polyattn import (
     PolyattnError,
 )
 from polyattn.families.attention import reference
+from polyattn.families.attention.workload import widths
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
+from polyattn.kernel import STORAGE_DTYPES
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
-from ranks_worker import Case, attention_inputs, mesh_of, run_cases
+from ranks_worker import Case, mesh_of, run_cases
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 SPEC = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, dtype="float64", block_size=16, needs_lse=True
 )
+
+
+def attention_inputs(
+    spec: LayerSpec, tokens: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normal (query, key, value) of `tokens` tokens."""
+    query, key, value = (
+        torch.randn(tokens, *width, generator=generator).to(STORAGE_DTYPES[spec.dtype])
+        for width in widths(spec)
+    )
+    return query, key, value
 
 
 def worst(spec: LayerSpec, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:

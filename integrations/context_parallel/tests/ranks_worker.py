@@ -15,38 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from polyattn import (
-    Attention,
-    Batch,
-    KVCache,
-    LatentAttention,
-    LayerGroup,
-    LayerSpec,
-)
-from polyattn.families.attention import reference
-from polyattn.families.attention.workload import widths
-from polyattn.families.mla import reference as reference_latent
-from polyattn.families.mla.workload import latent_weights
-from polyattn.kernel import STORAGE_DTYPES
-from polyattn.runtime.program import LayerParams
+from polyattn import Attention, LatentAttention, LayerGroup, LayerSpec
+from polyattn.workload.base import workload
 from polyattn.workload.compare import lse_error, output_error
-from polyattn.workload.pages import fill
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
 from polyattn_context_parallel.heads import heads_of_rank, own_heads
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-
-def attention_inputs(
-    spec: LayerSpec, tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normal (query, key, value) of `tokens` tokens."""
-    query, key, value = (
-        torch.randn(tokens, *width, generator=generator).to(STORAGE_DTYPES[spec.dtype])
-        for width in widths(spec)
-    )
-    return query, key, value
 
 
 @dataclass(frozen=True)
@@ -136,97 +112,35 @@ class Made:
 
     def __init__(self, case: Case, spec: LayerSpec, context: ContextParallel):
         self.case, self.spec, self.context = case, spec, context
-        self.generator = torch.Generator().manual_seed(case.seed)
-        group = LayerGroup(spec)
-        form = group.cache_format
+        form = LayerGroup(spec).cache_format
         assert form is not None
         self.size = form.block_size
         self.engine_block = self.size * context.size
-        widths = [-(-n // self.engine_block) for n in case.seq_lens]
-        total = sum(widths) + 2
-        numbers = torch.randperm(total, generator=self.generator).to(torch.int32)
-        table = torch.zeros(len(widths), max(widths), dtype=torch.int32)
-        at = 0
-        for row, width in enumerate(widths):
-            table[row, :width] = numbers[at : at + width]
-            at += width
-        self.table, self.num_blocks = table, total
-        self.whole = KVCache.allocate(form.in_blocks_of(self.engine_block), total)
-        fill(self.whole, self.generator)
-        self.batch = Batch.from_lens(
-            list(case.query_lens), list(case.seq_lens), table, self.engine_block
-        )
-        if spec.dtype == spec.stored_dtype:
-            self._unwritten()
-        tokens = self.batch.num_tokens
-        if spec.latent is not None:
-            self.weights = latent_weights(spec, self.generator)
-            query, key, value = (
-                torch.randn(tokens, *shape, generator=self.generator).to(self.dtype)
-                for shape in (
-                    (spec.num_heads, spec.head_size), (spec.latent.rank,),
-                    (spec.latent.rope_head_size,),
-                )
-            )  # fmt: skip
-            self.given = query, key, value
-        else:
-            self.given = attention_inputs(spec, tokens, self.generator)
-        self.sinks = (
-            torch.randn(spec.num_heads, generator=self.generator) if spec.learned_sinks else None
-        )
-        self.scale = 0.05 if spec.kv_cache_dtype == "int8" else 1.0
+        lengths = list(zip(case.query_lens, case.seq_lens, strict=True))
+        group = LayerGroup(spec.replace(block_size=self.engine_block))
+        self.work: Any = workload(group, lengths, case.seed).remembered()
+        self.given = [getattr(self.work, name) for name in self.work.names[:3]]
+        self.batch, self.whole = self.work.batch, self.work.cache
 
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        return dtype
-
-    def _unwritten(self) -> None:
-        """What no token of the context was stored to holds NaN."""
-        used = torch.zeros(self.num_blocks * self.engine_block, dtype=torch.bool)
-        for row, (length, query) in enumerate(
-            zip(self.case.seq_lens, self.case.query_lens, strict=True)
-        ):
-            place = torch.arange(max(length - query, 0))
-            block = self.table[row][place // self.engine_block].long()
-            used[block * self.engine_block + place % self.engine_block] = True
-        empty = ~used.view(self.num_blocks, self.engine_block)
-        for stored in (self.whole.key, self.whole.value):
-            stored.masked_fill_(empty[:, :, None, None], torch.nan)
-
-    def layer(self, group: LayerGroup, heads: slice | None = None) -> Attention | LatentAttention:
-        heads = heads or slice(None)
+    def layer(self, group: LayerGroup, heads: slice = slice(None)) -> Attention | LatentAttention:
+        made = self.work.layer
+        scale = made.params.k_scale
         if self.spec.latent is not None:
-            return LatentAttention(group, *(w[heads].contiguous() for w in self.weights))
-        slopes = None
-        if self.spec.alibi:
-            slopes = Attention(self.spec, sinks=self.sinks).params.alibi_slopes
-            assert slopes is not None
-            slopes = slopes[heads].contiguous()
+            weights = (each[heads].contiguous() for each in made.weights)
+            return LatentAttention(group, *weights, k_scale=scale)
+        sinks, slopes = (
+            None if each is None else each[heads].contiguous()
+            for each in (made.params.sinks, made.params.alibi_slopes)
+        )
         return Attention(
-            group, sinks=None if self.sinks is None else self.sinks[heads].contiguous(),
-            alibi_slopes=slopes, k_scale=self.scale, v_scale=self.scale,
-        )  # fmt: skip
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """Store the step into the whole cache and attend in float64."""
-        query, key, value = self.given
-        single = LayerGroup(self.spec.replace(block_size=self.engine_block))
-        layer = self.layer(single)
-        assert self.batch.slot_mapping is not None
-        layer.store(key, value, self.whole, self.batch.slot_mapping)
-        if self.spec.latent is not None:
-            return reference_latent.forward(
-                self.spec, query, self.whole, self.batch, self.weights, layer.params
-            )
-        params = LayerParams(layer.params.sinks, layer.params.alibi_slopes, self.scale, self.scale)
-        return reference.forward(self.spec, query, None, None, self.whole, self.batch, params)
+            group, sinks=sinks, alibi_slopes=slopes, k_scale=scale, v_scale=made.params.v_scale
+        )
 
     def by_blocks(self) -> dict[str, Any]:
         case, context = self.case, self.context
         group = LayerGroup(self.spec)
         shared = ContextGroup(group, context, **case.group)
-        cache = shared.allocate_cache(self.num_blocks)
+        cache = shared.allocate_cache(self.whole.num_blocks)
         mine = slice(context.rank * self.size, (context.rank + 1) * self.size)
         for part, whole in ((cache.key, self.whole.key), (cache.value, self.whole.value)):
             part.copy_(whole[:, mine])
@@ -238,14 +152,15 @@ class Made:
         query, key, value = (t[rows] for t in self.given)
         out, lse = layer(query, key, value, cache, plan)
         again = layer(query, key, value, cache, plan)
-        expected, expected_lse = self.expected()
+        expected, expected_lse = self.work.expected
         heads = slice(None)
         if case.group.get("merge") == "all_to_all" and case.queries == "all":
             heads = own_heads(self.spec.num_heads, context.rank, context.size)
         found = self._compared(out, lse, expected[rows][:, heads], expected_lse[rows][:, heads])
+        held = self.work.held
         found["stored"] = all(
             same(part, whole[:, mine])
-            for part, whole in ((cache.key, self.whole.key), (cache.value, self.whole.value))
+            for part, whole in ((cache.key, held.key), (cache.value, held.value))
         )
         found["again"] = torch.equal(out, again[0])
         found["explained"] = plan.explain()
@@ -258,7 +173,7 @@ class Made:
         )
         shared = ContextGroup(group, context, **case.group)
         kv = own_heads(self.whole.key.shape[2], context.rank, context.size)
-        cache = shared.allocate_cache(self.num_blocks)
+        cache = shared.allocate_cache(self.whole.num_blocks)
         if self.spec.latent is not None:
             cache.key.copy_(self.whole.key)
         else:
@@ -269,7 +184,7 @@ class Made:
         plan = shared.plan(self.batch, queries=case.queries)
         rows: Any = shared.tokens(self.batch) if case.queries == "own" else slice(None)
         out, lse = layer(*(t[rows] for t in self.given), cache, plan)
-        expected, expected_lse = self.expected()
+        expected, expected_lse = self.work.expected
         return self._compared(out, lse, expected[rows], expected_lse[rows])
 
     def _compared(

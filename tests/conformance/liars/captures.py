@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from liars.plain import GraphPlan, HonestGraph, Plain
 from liars.recurrences import Scan
+from liars.told import lies
 from polyattn.kernel import AttentionKind, Batch, Frame, Plan, RecurrentFrame
 from polyattn_cpu.mla import TorchMLA
 from torch import Tensor
-
-Tensors = Mapping[str, Tensor]
 
 
 class MixedPlan(GraphPlan):
@@ -204,59 +202,43 @@ class DraftsBeginAnew(HonestDrafts):
         )
 
 
-class IgnoresTheGate(Scan):
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        inputs = frame.inputs
-        kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
-        super().run(plan, frame.but(inputs=kept))
+def ungated(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
+    return frame.but(inputs={n: t for n, t in frame.inputs.items() if n != "z"})
 
 
 class GateIsASigmoid(Scan):
     """y sigmoid(z) leaves, where it shall be y silu(z)."""
 
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        inputs = frame.inputs
-        kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
-        super().run(plan, frame.but(inputs=kept))
-        if "z" in inputs:
-            frame.out.mul_(inputs["z"].sigmoid())
+        super().run(plan, ungated(self, plan, frame))
+        if "z" in frame.inputs:
+            frame.out.mul_(frame.inputs["z"].sigmoid())
 
 
-class FirstChannelGroup(Scan):
+def first_channels(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
     """All of Mamba-1's channels have the first group's B and C."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        inputs = frame.inputs
-        mamba1 = self.spec.kind is AttentionKind.MAMBA1
-        given = {
-            name: t[:, :1].expand_as(t).contiguous()
-            if name in "BC" and t.dim() == 3 and mamba1
-            else t
-            for name, t in inputs.items()
-        }
-        super().run(plan, frame.but(inputs=given))
+    names = "BC" if self.spec.kind is AttentionKind.MAMBA1 else ""
+    some = {n: t for n, t in frame.inputs.items() if n in names and t.dim() == 3}
+    some = {n: t[:, :1].expand_as(t).contiguous() for n, t in some.items()}
+    return frame.but(inputs={**frame.inputs, **some})
 
 
-class ReadsWideAsNarrow(Scan):
+def wide_as_narrow(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
     """B and C in float32 are read as if two of them were one in the layer's dtype."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        form = self.spec.recurrent
-        assert form is not None
-        given = dict(frame.inputs)
-        for name in "BC" if form.bc_in_float32 else "":
-            wide = frame.inputs[name]
-            given[name] = wide.view(torch.bfloat16)[..., : wide.shape[-1]].contiguous()
-        super().run(plan, frame.but(inputs=given))
+    inputs = dict(frame.inputs)
+    for name in "BC" if self.spec.recurrent.bc_in_float32 else "":
+        wide = inputs[name]
+        inputs[name] = wide.view(torch.bfloat16)[..., : wide.shape[-1]].contiguous()
+    return frame.but(inputs=inputs)
 
 
-class NarrowStatesStay(Scan):
+def narrow_copies(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
     """States in 16 bits are computed in a wider copy, which nobody writes back."""
+    narrow = self.spec.recurrent.state_dtype != "auto"
+    return frame.but(states=frame.states.clone()) if narrow else frame
 
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        form = self.spec.recurrent
-        narrow = form is not None and form.state_dtype != "auto"
-        super().run(
-            plan,
-            frame.but(states=frame.states.clone() if narrow else frame.states),
-        )
+
+globals().update(lies(__name__, (Scan, "before", {
+    "IgnoresTheGate": ungated, "FirstChannelGroup": first_channels, "ReadsWideAsNarrow": wide_as_narrow,
+    "NarrowStatesStay": narrow_copies,
+})))  # fmt: skip

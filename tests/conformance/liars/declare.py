@@ -108,10 +108,10 @@ MODULES: tuple[ModuleType, ...] = (
     prefixes, captures, sizes, lasting, variances, unseen, indexers,
 )  # fmt: skip
 BASES = {
-    plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
-    recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
-    functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
-    lasting.Meddler, variances.Same, indexers.Index, indexers.OtherIndexer, *unseen.BASES,
+    plain.Plain, plain.HonestBounds, masks.Numeric, recurrences.Scan, recurrences.OtherForm,
+    services.Store, services.Rounding, services.Merge, services.Weighing, rotations.Rotating,
+    functions.Functions, prefixes.Forest, sizes.When, lasting.Late, lasting.Meddler, variances.Same,
+    indexers.Index, indexers.OtherIndexer, *unseen.BASES,
 }  # fmt: skip
 
 

@@ -6,14 +6,38 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from liars.told import Hooks, lies
 from polyattn.families.sparse.torch_index import TorchIndex
 from polyattn.kernel import IndexFrame, Plan
 from polyattn.spec.sparse import IndexerSpec
 from torch import Tensor
 
 
-class Index(TorchIndex):
+class Index(Hooks, TorchIndex):
+    """Right choices, but for what a table says in place of one step."""
+
     by: ClassVar[tuple[str, ...]] = ("index",)
+
+    def weighed(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def rows(self, table: Tensor) -> Tensor:
+        return table
+
+    def scored(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def ranked(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> tuple[Any, ...]:
+        return scores, visible, within, count
+
+    def _scores(
+        self, query: Tensor, keys: Tensor, table: Tensor, entries: int, weights: Any
+    ) -> Any:
+        some = None if weights is None else self.weighed(weights)
+        return self.scored(super()._scores(query, keys, self.rows(table), entries, some))
+
+    def _best(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> Tensor:
+        return super()._best(*self.ranked(scores, visible, within, count))
 
 
 class HonestIndex(Index):
@@ -32,92 +56,46 @@ class OtherIndexer(Index):
         return replace(spec, **self.lie) if not self.of or getattr(spec, self.of) else spec
 
 
-class NoActivation(OtherIndexer):
-    lie: ClassVar[dict[str, Any]] = {"activation": "none"}
-
-
-class EveryActivation(OtherIndexer):
-    lie: ClassVar[dict[str, Any]] = {"activation": "relu"}
-
-
-class NothingFirst(OtherIndexer):
-    lie: ClassVar[dict[str, Any]] = {"forced_first": 0}
-
-
-class NothingLast(OtherIndexer):
-    lie: ClassVar[dict[str, Any]] = {"forced_last": 0}
-
-
-class OwnAlways(OtherIndexer):
-    """The token's own entry is added for safety."""
-
-    lie: ClassVar[dict[str, Any]] = {"forced_last": 1}
-
-
-class AllBlocks(OtherIndexer):
-    lie: ClassVar[dict[str, Any]] = {"within": 10**6}
-    of = "within"
-
-
-class PlainSum(Index):
-    """Weights are left out."""
-
-    def _scores(
-        self, query: Tensor, keys: Tensor, table: Tensor, entries: int, weights: Any
-    ) -> Any:
-        ones = None if weights is None else torch.ones_like(weights)
-        return super()._scores(query, keys, table, entries, ones)
-
-
-class PositiveWeights(Index):
-    def _scores(
-        self, query: Tensor, keys: Tensor, table: Tensor, entries: int, weights: Any
-    ) -> Any:
-        some = None if weights is None else weights.abs()
-        return super()._scores(query, keys, table, entries, some)
-
-
-class LargerId(Index):
-    """Of equal scores the larger id wins."""
-
-    def _best(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> Tensor:
-        lifted = scores + 1e-5 * torch.arange(scores.shape[2])
-        return super()._best(lifted, visible, within, count)
-
-
-class Future(Index):
-    """One entry more than a token sees."""
-
-    def _best(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> Tensor:
-        return super()._best(scores, visible + 1, within, count)
-
-
-class Past(Index):
-    """The token that closes a group doesn't see its entry."""
-
-    def _best(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> Tensor:
-        return super()._best(scores, (visible - 1).clamp(min=0), within, count)
-
-
-class OneFewer(Index):
-    def _best(self, scores: Tensor, visible: Tensor, within: Any, count: int) -> Tensor:
-        return super()._best(scores, visible, within, count - 1)
-
-
-class FirstChoice(Index):
-    """One choice for all index heads."""
-
-    def run(self, plan: Plan, frame: IndexFrame) -> None:
-        super().run(plan, frame)
-        frame.out.copy_(frame.out[:, :1].clone().expand_as(frame.out))
-
-
-class BestFirst(Index):
-    """Ids descend."""
-
-    def run(self, plan: Plan, frame: IndexFrame) -> None:
-        super().run(plan, frame)
-        frame.out.copy_(frame.out.flip(2))
+OTHER: dict[str, dict[str, Any]] = {
+    "NoActivation": {"lie": {"activation": "none"}},
+    "EveryActivation": {"lie": {"activation": "relu"}},
+    "NothingFirst": {"lie": {"forced_first": 0}},
+    "NothingLast": {"lie": {"forced_last": 0}},
+    "OwnAlways": {"lie": {"forced_last": 1}},  # the token's own entry is added for safety
+    "AllBlocks": {"lie": {"within": 10**6}, "of": "within"},
+}
+for _name, _fields in OTHER.items():
+    globals()[_name] = type(_name, (OtherIndexer,), {"__module__": __name__, **_fields})
+WEIGHED = {
+    "PlainSum": lambda self, weights: torch.ones_like(weights),
+    "PositiveWeights": lambda self, weights: weights.abs(),
+}
+RANKED = {
+    # Of equal scores the larger id wins.
+    "LargerId": lambda self, scores, *rest: (
+        scores + 1e-5 * torch.arange(scores.shape[2]), *rest),
+    # One entry more than a token sees.
+    "Future": lambda self, scores, visible, *rest: (scores, visible + 1, *rest),
+    # The token that closes a group doesn't see its entry.
+    "Past": lambda self, scores, visible, *rest: (scores, (visible - 1).clamp(min=0), *rest),
+    "OneFewer": lambda self, scores, visible, within, count: (scores, visible, within, count - 1),
+}  # fmt: skip
+AFTER = {
+    # One choice for all index heads.
+    "FirstChoice": lambda self, plan, frame: frame.out.copy_(
+        frame.out[:, :1].clone().expand_as(frame.out)),
+    # Ids descend.
+    "BestFirst": lambda self, plan, frame: frame.out.copy_(frame.out.flip(2)),
+}  # fmt: skip
+# All decodes read the first sequence's blocks.
+ROWS = {"FirstRowsTable": lambda self, table: table[:1].expand_as(table)}
+# Scores in half precision.
+SCORED = {"Roughly": lambda self, scores: scores.bfloat16().float()}
+globals().update(lies(
+    __name__,
+    (Index, "weighed", WEIGHED), (Index, "ranked", RANKED), (Index, "after", AFTER),
+    (Index, "rows", ROWS), (Index, "scored", SCORED, "index_ranked"),
+))  # fmt: skip
 
 
 class LeavesWhatWasThere(Index):
@@ -139,26 +117,6 @@ class LatestIndexPlan(Index):
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         same = plan.batch.num_tokens == self.last.batch.num_tokens
         super().run(self.last if same else plan, frame)
-
-
-class FirstRowsTable(Index):
-    """All decodes read the first sequence's blocks."""
-
-    def _scores(
-        self, query: Tensor, keys: Tensor, table: Tensor, entries: int, weights: Any
-    ) -> Any:
-        return super()._scores(query, keys, table[:1].expand_as(table), entries, weights)
-
-
-class Roughly(Index):
-    """Scores in half precision."""
-
-    by = ("index_ranked",)
-
-    def _scores(
-        self, query: Tensor, keys: Tensor, table: Tensor, entries: int, weights: Any
-    ) -> Any:
-        return super()._scores(query, keys, table, entries, weights).bfloat16().float()
 
 
 class HostsLengths(Index):

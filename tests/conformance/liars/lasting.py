@@ -12,12 +12,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from liars.plain import Plain
-from liars.sizes import Call, lies
+from liars.sizes import Call, When
+from liars.told import Told, lies
 from polyattn.kernel import Batch, Frame, LayerParams, Plan
 from torch import Tensor
 
@@ -40,8 +42,7 @@ STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
         "TableOf64Columns": lambda c: c.table is not None and c.table.shape[1] == 64,
     },
 }  # fmt: skip
-for _by, _lies in STRIDED.items():
-    globals().update(lies(_by, _lies, __name__))
+globals().update(lies(__name__, *((When, "wrong", told, by) for by, told in STRIDED.items())))
 
 
 class OffsetsIn32Bits(Plain):
@@ -69,75 +70,95 @@ class WritesBesideItsHeads(Plain):
         super().run(plan, frame)
 
 
-class Counting(Plain):
-    """Wrong from some call on."""
-
-    by = ("many_calls",)
-    first = 0
+class Late(Told):
+    """Wrong from some call on. `met`: every length so far; `most`: the most sequences of a step."""
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self.calls = self.plans = 0
+        self.calls = self.plans = self.most = 0
+        self.met: set[int] = set()
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         self.plans += 1
         return super().plan(batch, reuse)
 
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
+    def late(self, batch: Batch) -> bool:
+        raise NotImplementedError
+
+    def after(self, plan: Plan, frame: Frame) -> None:
         self.calls += 1
-        if self.late():
-            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
-
-    def late(self) -> bool:
-        return self.calls >= self.first
-
-
-class WrongAfter100Calls(Counting):
-    first = 100
-
-
-class WrongAfter1000Calls(Counting):
-    first = 1000
-
-
-class WrongAfter3000Calls(Counting):
-    first = 3000
-
-
-class WrongAfter100Plans(Counting):
-    def late(self) -> bool:
-        return self.plans >= 100
-
-
-class OnceIn2048Calls(Counting):
-    def late(self) -> bool:
-        return self.calls % 2048 == 0
-
-
-class AfterManyLengths(Plain):
-    """Results of a length are another's once more than 24 were met."""
-
-    by = ("many_lengths",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        met = self.__dict__.setdefault("met", set())
-        met |= {*plan.batch.lens}
-        if len(met) > 24:
+        self.met |= {*plan.batch.lens}
+        self.most = max(self.most, plan.batch.num_seqs)
+        if self.late(plan.batch):
             frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
 
 
-class AfterManyRows(Plain):
-    """A workspace that grew for many rows is read wrong by few."""
+CALLS = {
+    "WrongAfter100Calls": lambda self, batch: self.calls >= 100,
+    "WrongAfter1000Calls": lambda self, batch: self.calls >= 1000,
+    "WrongAfter3000Calls": lambda self, batch: self.calls >= 3000,
+    "WrongAfter100Plans": lambda self, batch: self.plans >= 100,
+    "OnceIn2048Calls": lambda self, batch: self.calls % 2048 == 0,
+}
+LENGTHS = {
+    # Results of a length are another's once more than 24 were met.
+    "AfterManyLengths": lambda self, batch: len(self.met) > 24,
+    # A workspace that grew for many rows is read wrong by few.
+    "AfterManyRows": lambda self, batch: self.most >= 64 > 4 * batch.num_seqs,
+    "WrongInAnotherThread": lambda self, batch: (
+        threading.current_thread() is not threading.main_thread()
+    ),
+}
+OPENED: list[int] = []
+END = threading.Event()
 
-    by = ("many_lengths",)
 
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        self.most = max(self.__dict__.get("most", 0), plan.batch.num_seqs)
-        if self.most >= 64 > 4 * plan.batch.num_seqs:
-            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
+def close_all() -> None:
+    while OPENED:
+        os.close(OPENED.pop())
+
+
+PROCESS_AFTER = {
+    "Prints": lambda self, plan, frame: print("attention"),
+    "KeepsItsOutputs": lambda self, plan, frame: self.every(frame.out.clone()),
+    # A workspace of each call is never freed.
+    "KeepsBytes": lambda self, plan, frame: self.every(bytearray(b"x" * (1 << 20))),
+    # A thread of each call waits for ever.
+    "LeavesThreads": lambda self, plan, frame: threading.Thread(
+        target=END.wait, daemon=True
+    ).start(),
+    # A file that each call opens is never closed.
+    "LeavesFilesOpen": lambda self, plan, frame: OPENED.append(os.open(os.devnull, os.O_RDONLY)),
+}
+TABLE = {
+    "WritesTheTable": lambda self, plan, frame: (
+        None if plan.batch.block_table is None else plan.batch.block_table[-1, -1].add_(1)
+    ),
+}
+
+
+def first(name: str) -> Callable[..., Frame]:
+    """A parameter is what it was at the first call."""
+
+    def before(self: Any, plan: Plan, frame: Frame) -> Frame:
+        now = getattr(frame.params, name)
+        value = self.once(name, now.clone() if isinstance(now, Tensor) else now)
+        return frame.but(params=replace(frame.params, **{name: value}))
+
+    return before
+
+
+globals().update(lies(
+    __name__,
+    (Late, "late", CALLS, "many_calls"), (Late, "late", LENGTHS, "many_lengths"),
+    (Told, "after", PROCESS_AFTER, "process"), (Told, "after", TABLE, "wide_table"),
+    (Told, "before", {n: first(f) for n, f in (
+        ("FirstKeyScale", "k_scale"), ("FirstValueScale", "v_scale"))}, "reassigned"),
+    (Told, "before", {n: first(f) for n, f in (
+        ("SinksOfTheFirstCall", "sinks"), ("SlopesOfTheFirstCall", "alibi_slopes"))}, "loaded_later"),
+))  # fmt: skip
+globals()["LeavesThreads"].undo = END.set
+globals()["LeavesFilesOpen"].undo = close_all
 
 
 class TableByAddress(Plain):
@@ -152,68 +173,6 @@ class TableByAddress(Plain):
         where = table.data_ptr(), table.shape
         found: Tensor = known.setdefault(where, (table, table.clone()))[1]
         return found[index, :count].long()
-
-
-class WrongInAnotherThread(Plain):
-    by = ("many_lengths",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if threading.current_thread() is not threading.main_thread():
-            frame.out.copy_((frame.out.float() * 1.3).to(frame.out.dtype))
-
-
-class WritesTheTable(Plain):
-    by = ("wide_table",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if plan.batch.block_table is not None:
-            plan.batch.block_table[-1, -1] += 1
-
-
-class Prints(Plain):
-    by = ("process",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        print("attention")
-
-
-class First(Plain):
-    """Parameters are what they were at the first call."""
-
-    names: ClassVar[tuple[str, ...]] = ()
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        kept, params = self.__dict__.setdefault("kept", {}), frame.params
-        place = frame.query.device, params.__class__
-        first = kept.setdefault(place, {})
-        other = LayerParams(
-            k_scale=params.k_scale, v_scale=params.v_scale, out_scale=params.out_scale,
-            q_scale=params.q_scale, sinks=params.sinks, alibi_slopes=params.alibi_slopes,
-        )  # fmt: skip
-        for name in self.names:
-            now = getattr(params, name)
-            held = first.setdefault(name, now.clone() if isinstance(now, Tensor) else now)
-            setattr(other, name, held)
-        super().run(plan, frame.but(params=other))
-
-
-class FirstKeyScale(First):
-    by, names = ("reassigned",), ("k_scale",)
-
-
-class FirstValueScale(First):
-    by, names = ("reassigned",), ("v_scale",)
-
-
-class SinksOfTheFirstCall(First):
-    by, names = ("loaded_later",), ("sinks",)
-
-
-class SlopesOfTheFirstCall(First):
-    by, names = ("loaded_later",), ("alibi_slopes",)
 
 
 class SinksByAddress(Plain):
@@ -249,55 +208,6 @@ class KeepsItsLargePlans(KeepsItsPlans):
         if batch.num_seqs <= 8:
             self.__dict__["kept"].pop()
         return plan
-
-
-class KeepsItsOutputs(Plain):
-    by = ("process",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        self.__dict__.setdefault("kept", []).append(frame.out.clone())
-
-
-class LeavesThreads(Plain):
-    """A thread of each call waits for ever."""
-
-    by = ("process",)
-    end: ClassVar[threading.Event] = threading.Event()
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        threading.Thread(target=self.end.wait, daemon=True).start()
-
-    @classmethod
-    def undo(cls) -> None:
-        cls.end.set()
-
-
-class LeavesFilesOpen(Plain):
-    """A file that each call opens is never closed."""
-
-    by = ("process",)
-    opened: ClassVar[list[int]] = []
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        self.opened.append(os.open(os.devnull, os.O_RDONLY))
-
-    @classmethod
-    def undo(cls) -> None:
-        while cls.opened:
-            os.close(cls.opened.pop())
-
-
-class KeepsBytes(Plain):
-    """A workspace of each call is never freed."""
-
-    by = ("process",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        self.__dict__.setdefault("kept", []).append(bytearray(b"x" * (1 << 20)))
 
 
 REDUCED, LIMIT, THRESHOLD = torch.backends.cuda.matmul, sys.getrecursionlimit(), gc.get_threshold()

@@ -6,43 +6,86 @@ from typing import Any
 
 import torch
 from liars.plain import Plain, window
+from liars.told import OtherSpec, Told, lies
 from polyattn.families.attention.alibi import alibi_slopes
-from polyattn.kernel import Batch, Frame, LayerParams, LayerSpec
+from polyattn.kernel import Batch, LayerParams, LayerSpec
 from torch import Tensor
 
 
-class Numeric(Plain):
+class Numeric(Told):
     by = ("numeric",)
 
 
-class OtherMask(Numeric):
-    """Sees what a layer of another spec would."""
-
-    changes: dict[str, Any] = {}
-
-    def other(self) -> dict[str, Any]:
-        return self.changes
-
-    def visible(self, queries: int, keys: int) -> Tensor:
-        return Plain(self.spec.replace(**self.other()), self.cache, self.device).visible(
-            queries, keys
-        )
+def wider(spec: LayerSpec, by: int) -> dict[str, Any]:
+    width = spec.sliding_window
+    return {} if width is None else {"sliding_window": max(1, width + by)}
 
 
-class IgnoresTheWindow(OtherMask):
-    changes = {"sliding_window": None, "sink_tokens": 0}
+OTHER = {
+    "IgnoresTheWindow": lambda spec: {"sliding_window": None, "sink_tokens": 0},
+    "WindowOneWider": lambda spec: wider(spec, 1),
+    "WindowOneNarrower": lambda spec: wider(spec, -1),
+    "IgnoresCausal": lambda spec: {"causal": False},
+    "IgnoresChunks": lambda spec: {"chunk_size": None},
+    "ForgetsSinkTokens": lambda spec: {"sink_tokens": 0},
+    "OneSinkTokenMore": lambda spec: {"sink_tokens": spec.sink_tokens and spec.sink_tokens + 1},
+    "IgnoresSoftCap": lambda spec: {"logit_soft_cap": None},
+}
+"""Whose spec is another."""
+SCALES = {
+    "IgnoresScale": lambda self: float(self.spec.head_size**-0.5),
+    "ScalesByTheValue": lambda self: float(
+        self.spec.scale / self.spec.head_size**-0.5 * self.spec.v_head_size**-0.5
+    ),
+}
 
 
-class WindowOneWider(OtherMask):
-    def other(self) -> dict[str, Any]:
-        width = self.spec.sliding_window
-        return {} if width is None else {"sliding_window": width + 1}
+def unscaled(self: Any, query: Tensor, keys: Tensor) -> Tensor:
+    return torch.einsum("qhd,khd->hqk", query.double(), self.grouped(keys.double()))
 
 
-class WindowOneNarrower(OtherMask):
-    def other(self) -> dict[str, Any]:
-        width = self.spec.sliding_window
-        return {} if width is None else {"sliding_window": max(1, width - 1)}
+LOGITS = {
+    "CapsUnscaledLogits": lambda self, query, keys, params: self.biased(
+        self.capped(unscaled(self, query, keys)) * self.scale(), params
+    ),
+    # ALiBi is added before the soft cap.
+    "CapsTheBias": lambda self, query, keys, params: self.capped(
+        self.biased(unscaled(self, query, keys) * self.scale(), params)
+    ),
+}
+BIASES = {
+    "IgnoresAlibi": lambda self, scores, params: scores,
+    # Softmax doesn't tell the difference; the LSE does.
+    "BiasByTheKeyAlone": lambda self, scores, params: (
+        scores + self.slopes(params).double()[:, None, None] * torch.arange(scores.shape[2])
+        if self.spec.alibi
+        else scores
+    ),
+}
+SLOPES = {
+    "PapersSlopesAlways": lambda self, params: alibi_slopes(self.spec.num_heads),
+    "BiasFartherIsBetter": lambda self, params: -params.alibi_slopes,
+}
+
+
+def no_maximum(self: Any, scores: Tensor, lse: Tensor) -> Tensor:
+    """Exponentials in float32 of the logits as they are."""
+    powers = torch.exp(scores.float())
+    return (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0).double()
+
+
+WEIGHTS = {
+    "NoMaximum": no_maximum,
+    # A query before the first key has a softmax over nothing.
+    "BlindRowsAreNan": lambda self, scores, lse: torch.softmax(scores, dim=-1),
+}
+globals().update(lies(
+    __name__,
+    (OtherSpec, "fields", OTHER, "numeric"), (Numeric, "scale", SCALES), (Numeric, "logits", LOGITS),
+    (Numeric, "biased", BIASES), (Numeric, "slopes", SLOPES), (Numeric, "weights", WEIGHTS),
+    # What the spec says of causality holds for every call, also for one over context alone.
+    (Plain, "spec_of", {"MaskOverContext": lambda self, batch: self.spec}, "context"),
+))  # fmt: skip
 
 
 class WindowOneSided(Numeric):
@@ -63,26 +106,9 @@ class CausalFromTheTop(Numeric):
         return torch.arange(keys) <= torch.arange(queries)[:, None]
 
 
-class IgnoresCausal(OtherMask):
-    changes = {"causal": False}
-
-
-class MaskOverContext(Plain):
-    """What the spec says of causality holds for every call, also for one over context alone."""
-
-    by = ("context",)
-
-    def spec_of(self, batch: Batch) -> LayerSpec:
-        return self.spec
-
-
 class AlwaysCausal(Numeric):
     def visible(self, queries: int, keys: int) -> Tensor:
         return super().visible(queries, keys) & (self.distance(queries, keys) <= 0)
-
-
-class IgnoresChunks(OtherMask):
-    changes = {"chunk_size": None}
 
 
 class ChunksFromTheQuery(Numeric):
@@ -97,138 +123,47 @@ class ChunksFromTheQuery(Numeric):
         return (self.distance(queries, keys) <= 0) & (torch.arange(keys) >= first - size)
 
 
-class ForgetsSinkTokens(OtherMask):
-    changes = {"sink_tokens": 0}
-
-
-class OneSinkTokenMore(OtherMask):
-    def other(self) -> dict[str, Any]:
-        return {"sink_tokens": self.spec.sink_tokens + 1} if self.spec.sink_tokens else {}
-
-
-class IgnoresScale(Numeric):
-    def scale(self) -> float:
-        return float(self.spec.head_size**-0.5)
-
-
-class ScalesByTheValue(Numeric):
-    def scale(self) -> float:
-        plain = self.spec.head_size**-0.5
-        return float(self.spec.scale / plain * self.spec.v_head_size**-0.5)
-
-
-class IgnoresSoftCap(Numeric):
-    def capped(self, scores: Tensor) -> Tensor:
-        return scores
-
-
-class CapsUnscaledLogits(Numeric):
-    def logits(self, query: Tensor, keys: Tensor, params: LayerParams) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", query.double(), self.grouped(keys.double()))
-        return self.biased(self.capped(scores) * self.scale(), params)
-
-
-class CapsTheBias(Numeric):
-    """ALiBi is added before the soft cap."""
-
-    def logits(self, query: Tensor, keys: Tensor, params: LayerParams) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", query.double(), self.grouped(keys.double()))
-        return self.capped(self.biased(scores * self.scale(), params))
-
-
-class IgnoresAlibi(Numeric):
-    def biased(self, scores: Tensor, params: LayerParams) -> Tensor:
-        return scores
-
-
-class PapersSlopesAlways(Numeric):
-    """The layer's own slopes are ignored."""
-
-    def slopes(self, params: LayerParams) -> Tensor:
-        return alibi_slopes(self.spec.num_heads)
-
-
-class BiasByTheKeyAlone(Numeric):
-    """Softmax doesn't tell the difference; the LSE does."""
-
-    def biased(self, scores: Tensor, params: LayerParams) -> Tensor:
-        if not self.spec.alibi:
-            return scores
-        return scores + self.slopes(params).double()[:, None, None] * torch.arange(scores.shape[2])
-
-
-class BiasFartherIsBetter(Numeric):
-    def slopes(self, params: LayerParams) -> Tensor:
-        return -super().slopes(params)
+def without_sinks(params: LayerParams) -> LayerParams:
+    return LayerParams(None, params.alibi_slopes, params.k_scale, params.v_scale)
 
 
 class IgnoresSinks(Numeric):
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        bare = LayerParams(None, params.alibi_slopes, params.k_scale, params.v_scale)
-        return super().attend(query, keys, values, bare)
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Any:
+        return super().attend(query, keys, values, without_sinks(params))
 
 
 class SinksOutsideTheLse(Numeric):
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        bare = LayerParams(None, params.alibi_slopes, params.k_scale, params.v_scale)
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Any:
         out, _ = super().attend(query, keys, values, params)
-        return out, super().attend(query, keys, values, bare)[1]
+        return out, super().attend(query, keys, values, without_sinks(params))[1]
 
 
-class NoMaximum(Numeric):
-    """Exponentials in float32 of the logits as they are."""
-
-    def weights(self, scores: Tensor, lse: Tensor) -> Tensor:
-        powers = torch.exp(scores.float())
-        return (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0).double()
-
-
-class LseInBits(Numeric):
-    def stored_lse(self, lse: Tensor) -> Tensor:
-        return lse / torch.log(torch.tensor(2.0))
+NOTHING = {
+    "LseOfZeroForNothing": lambda self, out, lse: (Plain.nothing(self, out, lse), lse_is(lse, 0.0)),
+    "LseWithoutSign": lambda self, out, lse: (
+        Plain.nothing(self, out, lse),
+        lse_is(lse, torch.inf),
+    ),
+    # Rows without a key are left as they were.
+    "NothingIsNothingWritten": lambda self, out, lse: None,
+}
 
 
-class LseOfZeroForNothing(Numeric):
-    def nothing(self, out: Tensor, lse: Tensor | None) -> None:
-        super().nothing(out, lse)
-        if lse is not None:
-            lse.zero_()
+def lse_is(lse: Tensor | None, number: float) -> None:
+    if lse is not None:
+        lse.fill_(number)
 
 
-class LseWithoutSign(Numeric):
-    def nothing(self, out: Tensor, lse: Tensor | None) -> None:
-        super().nothing(out, lse)
-        if lse is not None:
-            lse.fill_(torch.inf)
-
-
-class LseNeverWritten(Numeric):
-    def run(self, plan: Any, frame: Frame) -> None:
-        spare = None if frame.lse is None else torch.empty_like(frame.lse)
-        super().run(plan, frame.but(lse=spare))
-
-
-class NothingIsNothingWritten(Numeric):
-    """Rows without a key are left as they were."""
-
-    def nothing(self, out: Tensor, lse: Tensor | None) -> None:
-        pass
-
-
-class PaddingOfOneQuery(Numeric):
+def longer_padding(self: Plain, batch: Batch, index: int) -> int:
     """Padding rows have one query; those of more see the first keys of whatever their table names."""
-
-    def length(self, batch: Batch, index: int) -> int:
-        count = batch.query_lens[index]
-        return batch.lens[index] or (count if count > 1 else 0)
+    count = batch.query_lens[index]
+    return batch.lens[index] or (count if count > 1 else 0)
 
 
-class BlindRowsAreNan(Numeric):
-    """A query before the first key has a softmax over nothing."""
-
-    def weights(self, scores: Tensor, lse: Tensor) -> Tensor:
-        return torch.softmax(scores, dim=-1)
+globals().update(lies(
+    __name__,
+    (Numeric, "nothing", NOTHING), (Numeric, "length", {"PaddingOfOneQuery": longer_padding}),
+    (Numeric, "stored_lse", {"LseInBits": lambda self, lse: lse / torch.log(torch.tensor(2.0))}),
+    (Numeric, "before", {"LseNeverWritten": lambda self, plan, frame: frame.but(
+        lse=None if frame.lse is None else torch.empty_like(frame.lse))}),
+))  # fmt: skip

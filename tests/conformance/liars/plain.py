@@ -32,7 +32,8 @@ class Plain(AttentionBackend):
                 continue
             if cache is None:
                 assert key is not None and value is not None
-                keys, values = self.given(batch, key, value, index)
+                own = self.own(batch, index)
+                keys, values = key[own], value[own]
             else:
                 keys, values = self.read(plan, cache, index, params)
             if not len(keys):
@@ -43,10 +44,10 @@ class Plain(AttentionBackend):
             if lse is not None:
                 lse[rows] = self.stored_lse(found[1]).to(lse.dtype)
 
-    def given(self, batch: Batch, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def own(self, batch: Batch, index: int) -> slice:
+        """Return which of the keys that are given whole are a sequence's."""
         first = batch.key_starts[index]
-        own = slice(first, first + batch.lens[index])
-        return key[own], value[own]
+        return slice(first, first + batch.lens[index])
 
     def length(self, batch: Batch, index: int) -> int:
         return batch.lens[index]

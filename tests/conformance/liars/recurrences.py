@@ -2,142 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from liars.told import Hooks, lies
 from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentFrame
 from polyattn_cpu.hooks import TORCH_SCAN
 from polyattn_cpu.recurrent import TorchScan
-from torch import Tensor
-
-Tensors = Mapping[str, Tensor]
 
 
-class Scan(TorchScan):
+class Scan(Hooks, TorchScan):
     by: ClassVar[tuple[str, ...]] = ("recurrence",)
+
+    def replanned(self, plan: Any, batch: Batch) -> None:
+        """Change what was planned."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        plan = super().plan(batch, reuse)
+        self.replanned(plan, batch)
+        return plan
 
 
 class HonestScan(Scan):
     by = ()
-
-
-class AlwaysContinues(Scan):
-    """What a slot held before is where a fresh sequence starts."""
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
-        plan.before = [count or 1 for count in plan.before]
-        return plan
-
-
-class AlwaysFresh(Scan):
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
-        plan.before = [0] * len(plan.before)
-        return plan
-
-
-class WritesThePadding(Scan):
-    """Slot -1 is the last one."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        if -1 in plan.slots:
-            frame.states[-1] = 0.0
-
-
-class PaddingOfOneToken(Scan):
-    """Padding rows of several tokens are sequences of the first slot."""
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
-        rows = zip(plan.slots, batch.query_lens, strict=True)
-        plan.slots = [0 if slot < 0 and count > 1 else slot for slot, count in rows]
-        return plan
-
-
-class KeepsRejectedDrafts(Scan):
-    """A convolution goes on where its last step ended, whatever of it was rejected."""
-
-    by = ("rejected_drafts",)
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
-        ends = self.__dict__.setdefault("ends", {})
-        for index, slot in enumerate(plan.slots):
-            if plan.before[index]:
-                plan.before[index] = ends.get(slot, plan.before[index])
-            ends[slot] = plan.before[index] + batch.query_lens[index]
-        return plan
-
-
-class ClearsOtherSlots(Scan):
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        frame.states.nan_to_num_(0.0)
-
-
-class ForgetsTheState(Scan):
-    """A decode gives its output and leaves the state as it was."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        kept = frame.states.clone() if plan.batch.all_decode else frame.states
-        super().run(plan, frame.but(states=kept))
-
-
-class ClampedGrowth(Scan):
-    """Exponents are never positive."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        def clamped(tensors: Tensors) -> dict[str, Tensor]:
-            return {
-                n: t.clamp(max=0.0) if n in ("A", "decay", "g") else t for n, t in tensors.items()
-            }
-
-        super().run(
-            plan,
-            frame.but(inputs=clamped(frame.inputs), params=clamped(frame.params)),
-        )
-
-
-class NeverForgets(Scan):
-    """Exponents are never below -20, and never more than -20 in a chunk."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        def clamped(tensors: Tensors) -> dict[str, Tensor]:
-            return {
-                n: t.clamp(min=-0.2) if n in ("A", "decay", "g") else t for n, t in tensors.items()
-            }
-
-        super().run(
-            plan,
-            frame.but(inputs=clamped(frame.inputs), params=clamped(frame.params)),
-        )
-
-
-class Without(Scan):
-    """One parameter isn't read."""
-
-    name_of: ClassVar[str] = ""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        params = frame.params
-        kept = {n: t for n, t in params.items() if n != self.name_of}
-        super().run(plan, frame.but(params=kept))
-
-
-class IgnoresTheSkip(Without):
-    name_of = "D"
-
-
-class IgnoresTheStepBias(Without):
-    name_of = "dt_bias"
-
-
-class IgnoresTheConvBias(Without):
-    name_of = "bias"
 
 
 class OtherForm(Scan):
@@ -149,23 +37,125 @@ class OtherForm(Scan):
     def other(self, spec: Any) -> Any:
         return spec
 
-    def form(self, spec: Any, **changes: Any) -> Any:
-        return spec.replace(recurrent=replace(spec.recurrent, **changes))
+
+def form(spec: Any, **changes: Any) -> Any:
+    return spec.replace(recurrent=replace(spec.recurrent, **changes))
 
 
-class AlwaysSoftplus(OtherForm):
-    def other(self, spec: Any) -> Any:
-        return self.form(spec, dt_softplus=True)
+OTHER = {
+    "AlwaysSoftplus": lambda self, spec: form(spec, dt_softplus=True),
+    "NeverActivates": lambda self, spec: form(spec, activation=None),
+    "NeverNormalises": lambda self, spec: form(spec, qk_norm=False),
+    "UnscaledQueries": lambda self, spec: (
+        spec.replace(scale=1.0) if spec.kind in (AttentionKind.LINEAR, AttentionKind.GDN) else spec
+    ),
+}
+REPLANNED = {
+    # What a slot held before is where a fresh sequence starts.
+    "AlwaysContinues": lambda self, plan, batch: setattr(
+        plan, "before", [count or 1 for count in plan.before]
+    ),
+    "AlwaysFresh": lambda self, plan, batch: setattr(plan, "before", [0] * len(plan.before)),
+    # Padding rows of several tokens are sequences of the first slot.
+    "PaddingOfOneToken": lambda self, plan, batch: setattr(plan, "slots", [
+        0 if slot < 0 and count > 1 else slot
+        for slot, count in zip(plan.slots, batch.query_lens, strict=True)
+    ]),
+}  # fmt: skip
 
 
-class NeverActivates(OtherForm):
-    def other(self, spec: Any) -> Any:
-        return self.form(spec, activation=None)
+def clamped(frame: RecurrentFrame, **bounds: float) -> RecurrentFrame:
+    """Bound the exponents of a step."""
+    parts = {
+        name: {n: t.clamp(**bounds) if n in ("A", "decay", "g") else t for n, t in part.items()}
+        for name, part in (("inputs", frame.inputs), ("params", frame.params))
+    }
+    return frame.but(**parts)
 
 
-class NeverNormalises(OtherForm):
-    def other(self, spec: Any) -> Any:
-        return self.form(spec, qk_norm=False)
+def without(name: str) -> Any:
+    """One parameter isn't read."""
+    return lambda self, plan, frame: frame.but(
+        params={n: t for n, t in frame.params.items() if n != name}
+    )
+
+
+def first_group(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
+    """Every head has the first group's B and C, or keys."""
+    grouped = {"B", "C", "q", "k"} if self.spec.kind is not AttentionKind.MAMBA1 else set()
+    inputs = frame.inputs.items()
+    return frame.but(
+        inputs={n: t[:, :1].expand_as(t).contiguous() if n in grouped else t for n, t in inputs}
+    )
+
+
+BEFORE = {
+    # A decode gives its output and leaves the state as it was.
+    "ForgetsTheState": lambda self, plan, frame: frame.but(
+        states=frame.states.clone() if plan.batch.all_decode else frame.states
+    ),
+    # Exponents are never positive.
+    "ClampedGrowth": lambda self, plan, frame: clamped(frame, max=0.0),
+    # Exponents are never below -20, and never more than -20 in a chunk.
+    "NeverForgets": lambda self, plan, frame: clamped(frame, min=-0.2),
+    "IgnoresTheSkip": without("D"),
+    "IgnoresTheStepBias": without("dt_bias"),
+    "IgnoresTheConvBias": without("bias"),
+    "FirstGroup": first_group,
+}
+
+
+def padding_written(self: Any, plan: Any, frame: RecurrentFrame) -> None:
+    """Slot -1 is the last one."""
+    if -1 in plan.slots:
+        frame.states[-1] = 0.0
+
+
+def states_together(self: Any, plan: Any, frame: RecurrentFrame) -> None:
+    """States of the batch are one matrix: NaN in one of them is in all."""
+    live = [s for s in plan.slots if s >= 0]
+    if live:
+        frame.out.add_((0.0 * frame.states[live].sum()).to(frame.out.dtype))
+
+
+AFTER = {
+    "WritesThePadding": padding_written,
+    "ClearsOtherSlots": lambda self, plan, frame: frame.states.nan_to_num_(0.0),
+    "SpoilsItsInputs": lambda self, plan, frame: next(iter(frame.inputs.values())).mul_(0.5),
+    # Sequences behind the 32nd are not computed.
+    "ThirtyTwoSlots": lambda self, plan, frame: frame.out[
+        plan.batch.starts[min(32, plan.batch.num_seqs)] :
+    ].zero_(),
+}
+HALF = {
+    # States are rounded to the layer's dtype after each step.
+    "HalfStates": lambda self, plan, frame: frame.states.copy_(frame.states.bfloat16())
+}
+FIRST = {
+    "FirstWeights": lambda self, plan, frame: (
+        frame.but(params=self.once("params", dict(frame.params))) if frame.params else frame
+    )
+}
+globals().update(lies(
+    __name__,
+    (OtherForm, "other", OTHER), (Scan, "replanned", REPLANNED), (Scan, "before", BEFORE),
+    (Scan, "after", AFTER), (Scan, "after", HALF, "recurrence", "pieces"),
+    (Scan, "before", FIRST, "recurrent_plans"),
+    (Scan, "after", {"StatesTogether": states_together}, "state_isolation"),
+))  # fmt: skip
+
+
+class KeepsRejectedDrafts(Scan):
+    """A convolution goes on where its last step ended, whatever of it was rejected."""
+
+    by = ("rejected_drafts",)
+
+    def replanned(self, plan: Any, batch: Batch) -> None:
+        ends = self.__dict__.setdefault("ends", {})
+        for index, slot in enumerate(plan.slots):
+            if plan.before[index]:
+                plan.before[index] = ends.get(slot, plan.before[index])
+            ends[slot] = plan.before[index] + batch.query_lens[index]
 
 
 class AlwaysElu(OtherForm):
@@ -182,82 +172,15 @@ class AlwaysElu(OtherForm):
         return spec.replace(variant=None, recurrent=form)
 
 
-class UnscaledQueries(OtherForm):
-    def other(self, spec: Any) -> Any:
-        scaled = spec.kind in (AttentionKind.LINEAR, AttentionKind.GDN)
-        return spec.replace(scale=1.0) if scaled else spec
-
-
-class FirstGroup(Scan):
-    """Every head has the first group's B and C, or keys."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        inputs = frame.inputs
-        grouped = {"B", "C", "q", "k"} if self.spec.kind is not AttentionKind.MAMBA1 else set()
-        given = {
-            n: t[:, :1].expand_as(t).contiguous() if n in grouped else t for n, t in inputs.items()
-        }
-        super().run(plan, frame.but(inputs=given))
-
-
-class HalfStates(Scan):
-    """States are rounded to the layer's dtype after each step."""
-
-    by = ("recurrence", "pieces")
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        states = frame.states
-        super().run(plan, frame)
-        states.copy_(states.bfloat16())
-
-
-class FirstWeights(Scan):
-    by = ("recurrent_plans",)
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        params = frame.params
-        first = self.__dict__.setdefault("first", dict(params)) if params else params
-        super().run(plan, frame.but(params=first))
-
-
 class LatestSlots(Scan):
     by = ("recurrent_plans",)
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
+    def replanned(self, plan: Any, batch: Batch) -> None:
         self.__dict__.setdefault("kept", {})[len(plan.slots)] = plan.slots
-        return plan
 
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
         plan.slots = self.__dict__["kept"][len(plan.slots)]
         super().run(plan, frame)
-
-
-class SpoilsItsInputs(Scan):
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        next(iter(frame.inputs.values())).mul_(0.5)
-
-
-class StatesTogether(Scan):
-    """States of the batch are one matrix: NaN in one of them is in all."""
-
-    by = ("state_isolation",)
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        out = frame.out
-        super().run(plan, frame)
-        live = [s for s in plan.slots if s >= 0]
-        if live:
-            out.add_((0.0 * frame.states[live].sum()).to(out.dtype))
-
-
-class ThirtyTwoSlots(Scan):
-    """Sequences behind the 32nd are not computed."""
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        frame.out[plan.batch.starts[min(32, plan.batch.num_seqs)] :] = 0.0
 
 
 class StartsAnewEachChunk(Scan):

@@ -2,114 +2,115 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from liars.told import lies
 from polyattn.kernel import KVCache, LayerParams, StorePlan
 from polyattn.runtime.merge import TorchMerge
 from polyattn.runtime.store import TorchStore
 from torch import Tensor
 
 
+class Stored(NamedTuple):
+    """What a store is called with."""
+
+    plan: StorePlan
+    key: Tensor
+    value: Tensor
+    cache: KVCache
+    params: LayerParams
+
+
 class Store(TorchStore):
     by: ClassVar[tuple[str, ...]] = ("store",)
+
+    def instead(self, call: Stored) -> Stored:
+        """Return what is stored instead."""
+        return call
+
+    def run(self, *call: Any) -> None:
+        super().run(*self.instead(Stored(*call)))
 
 
 class HonestStore(Store):
     by = ()
 
 
-class StoresTheSkipped(Store):
-    """-1 is the last slot, as an index would have it."""
-
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        last = cache.num_blocks * cache.block_size - 1
-        slots = torch.where(plan.slots < 0, last, plan.slots)
-        super().run(StorePlan(slots), key, value, cache, params)
-
-
-class SkipsTheFirst(Store):
+def without_the_first(self: Any, call: Stored) -> Stored:
     """Slot 0 is taken for none."""
-
-    by = ("store", "store_plans")
-
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        kept = plan.slots.masked_fill(plan.slots < cache.block_size, -1)
-        super().run(StorePlan(kept), key, value, cache, params)
+    slots = call.plan.slots
+    return call._replace(plan=StorePlan(slots.masked_fill(slots < call.cache.block_size, -1)))
 
 
-class StoresAThousand(Store):
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        super().run(StorePlan(plan.slots[:1024]), key[:1024], value[:1024], cache, params)
+def into_the_last(self: Any, call: Stored) -> Stored:
+    """-1 is the last slot, as an index would have it."""
+    last = call.cache.num_blocks * call.cache.block_size - 1
+    return call._replace(plan=StorePlan(torch.where(call.plan.slots < 0, last, call.plan.slots)))
 
 
-class StoresWithKeysScale(Store):
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        same = LayerParams(k_scale=params.k_scale, v_scale=params.k_scale)
-        super().run(plan, key, value, cache, same)
-
-
-class MultipliesByTheScale(Store):
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        other = LayerParams(k_scale=1 / params.k_scale, v_scale=1 / params.v_scale)
-        super().run(plan, key, value, cache, other)
-
-
-class WrapsAround(Store):
-    """int8 overflows instead of saturating."""
-
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        if cache.key.dtype != torch.int8:
-            return super().run(plan, key, value, cache, params)
-        wrapped = [
-            (t.float() / s).round().long().to(torch.int8)
-            for t, s in ((key, params.k_scale), (value, params.v_scale))
-        ]
-        return super().run(plan, *wrapped, cache, params)
-
-
-class RoundsToZero(Store):
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        if cache.key.dtype != torch.int8:
-            return super().run(plan, key, value, cache, params)
-        cut = [
-            (t.float() / s).clamp(-127, 127).trunc().to(torch.int8)
-            for t, s in ((key, params.k_scale), (value, params.v_scale))
-        ]
-        return super().run(plan, *cut, cache, params)
-
-
-class RoundsHalvesUp(Store):
-    by = ("store_ties",)
-
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        if cache.key.dtype != torch.int8:
-            return super().run(plan, key, value, cache, params)
-        up = [
-            (t.float() / s + 0.5).floor().clamp(-127, 127).to(torch.int8)
-            for t, s in ((key, params.k_scale), (value, params.v_scale))
-        ]
-        return super().run(plan, *up, cache, params)
-
-
-class DenseRows(Store):
+def dense_rows(self: Any, call: Stored) -> Stored:
     """Keys are read as if they were contiguous."""
-
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        if len(key) > 1 and not key.is_contiguous():
-            dense = torch.empty(key.shape, dtype=key.dtype)
-            key = key.as_strided(dense.shape, dense.stride())
-        super().run(plan, key, value, cache, params)
+    key = call.key
+    if len(key) > 1 and not key.is_contiguous():
+        key = key.as_strided(key.shape, torch.empty(key.shape, dtype=key.dtype).stride())
+    return call._replace(key=key)
 
 
-class ClearsTheBlock(Store):
+def cleared_block(self: Any, call: Stored) -> Stored:
     """The rest of a block that is begun is cleared."""
+    slots, cache = call.plan.slots[call.plan.slots >= 0], call.cache
+    if not cache.value_in_key and cache.key.dtype.itemsize > 1:
+        cache.value[slots // cache.block_size] = 0.0
+    return call
 
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        kept = plan.slots[plan.slots >= 0]
-        if not cache.value_in_key and cache.key.dtype.itemsize > 1:
-            cache.value[kept // cache.block_size] = 0.0
-        super().run(plan, key, value, cache, params)
+
+def scaled(call: Stored, key: Any, value: Any) -> Stored:
+    return call._replace(params=LayerParams(k_scale=key, v_scale=value))
+
+
+INSTEAD = {
+    "StoresTheSkipped": into_the_last,
+    "StoresAThousand": lambda self, call: call._replace(
+        plan=StorePlan(call.plan.slots[:1024]), key=call.key[:1024], value=call.value[:1024]
+    ),
+    "StoresWithKeysScale": lambda self, call: scaled(
+        call, call.params.k_scale, call.params.k_scale
+    ),
+    "MultipliesByTheScale": lambda self, call: scaled(
+        call, 1 / call.params.k_scale, 1 / call.params.v_scale
+    ),
+    "DenseRows": dense_rows,
+    "ClearsTheBlock": cleared_block,
+}
+
+
+class Rounding(Store):
+    """Rounds what is stored in int8 another way."""
+
+    def rounded(self, numbers: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def instead(self, call: Stored) -> Stored:
+        if call.cache.key.dtype != torch.int8:
+            return call
+        key = self.rounded(call.key.float() / call.params.k_scale).to(torch.int8)
+        value = self.rounded(call.value.float() / call.params.v_scale).to(torch.int8)
+        return call._replace(key=key, value=value)
+
+
+ROUNDED = {
+    # int8 overflows instead of saturating.
+    "WrapsAround": lambda self, numbers: numbers.round().long(),
+    "RoundsToZero": lambda self, numbers: numbers.clamp(-127, 127).trunc(),
+}
+TIES = {"RoundsHalvesUp": lambda self, numbers: (numbers + 0.5).floor().clamp(-127, 127)}
+globals().update(lies(
+    __name__,
+    (Store, "instead", INSTEAD),
+    (Store, "instead", {"SkipsTheFirst": without_the_first}, "store", "store_plans"),
+    (Rounding, "rounded", ROUNDED), (Rounding, "rounded", TIES, "store_ties"),
+))  # fmt: skip
 
 
 class LatestStorePlan(Store):
@@ -119,23 +120,22 @@ class LatestStorePlan(Store):
         self.last = super().plan(slots)
         return self.last
 
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        same = len(key) == len(self.last.slots)
-        super().run(self.last if same else plan, key, value, cache, params)
+    def instead(self, call: Stored) -> Stored:
+        same = len(call.key) == len(self.last.slots)
+        return call._replace(plan=self.last) if same else call
 
 
 class FirstStoreScale(Store):
     by = ("store_plans",)
 
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        first = self.__dict__.setdefault("first", params)
-        super().run(plan, key, value, cache, first)
+    def instead(self, call: Stored) -> Stored:
+        return call._replace(params=self.__dict__.setdefault("first", call.params))
 
 
 class TakesTheKeyAway(Store):
-    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
-        super().run(plan, key, value, cache, params)
-        key.zero_()
+    def run(self, *call: Any) -> None:
+        super().run(*call)
+        Stored(*call).key.zero_()
 
 
 class Merge(TorchMerge):
@@ -146,25 +146,27 @@ class HonestMerge(Merge):
     by = ()
 
 
-class LargestLse(Merge):
-    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        largest = torch.maximum(total_lse, part_lse)
-        super().run(total, total_lse, part, part_lse)
-        total_lse.copy_(largest)
+class Weighing(Merge):
+    """Gives a part another weight."""
 
+    def weight(self, total_lse: Tensor, part_lse: Tensor) -> Tensor:
+        raise NotImplementedError
 
-class MergesInBits(Merge):
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        weight = torch.sigmoid((part_lse - total_lse) * 0.6931).nan_to_num(0.0)
-        total.lerp_(part.to(total.dtype), weight[..., None])
+        total.lerp_(part.to(total.dtype), self.weight(total_lse, part_lse)[..., None])
         torch.logaddexp(total_lse, part_lse, out=total_lse)
 
 
-class NothingAndNothingIsNan(Merge):
-    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        weight = torch.sigmoid(part_lse - total_lse)
-        total.lerp_(part.to(total.dtype), weight[..., None])
-        torch.logaddexp(total_lse, part_lse, out=total_lse)
+WEIGHTS = {
+    "MergesInBits": lambda self, total, part: torch.sigmoid((part - total) * 0.6931).nan_to_num(
+        0.0
+    ),
+    "NothingAndNothingIsNan": lambda self, total, part: torch.sigmoid(part - total),
+    "EqualWeights": lambda self, total, part: torch.full_like(total, 0.5),
+    # One LSE a token, the first head's.
+    "FirstHeadsLse": lambda self, total, part: torch.sigmoid(part[:, :1] - total).nan_to_num(0.0),
+}
+globals().update(lies(__name__, (Weighing, "weight", WEIGHTS)))
 
 
 class PlainExponentials(Merge):
@@ -177,6 +179,13 @@ class PlainExponentials(Merge):
         total_lse.copy_((one + two).log())
 
 
+class LargestLse(Merge):
+    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        largest = torch.maximum(total_lse, part_lse)
+        super().run(total, total_lse, part, part_lse)
+        total_lse.copy_(largest)
+
+
 class RoundsTheTotal(Merge):
     """The total is rounded to bfloat16 after each part."""
 
@@ -185,23 +194,7 @@ class RoundsTheTotal(Merge):
         total.copy_(total.bfloat16())
 
 
-class EqualWeights(Merge):
-    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        total.lerp_(part.to(total.dtype), 0.5)
-        torch.logaddexp(total_lse, part_lse, out=total_lse)
-
-
 class SpoilsThePart(Merge):
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         super().run(total, total_lse, part, part_lse)
         part.zero_()
-
-
-class FirstHeadsLse(Merge):
-    """One LSE a token, the first head's."""
-
-    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        one = part_lse[:, :1].expand_as(part_lse)
-        weight = torch.sigmoid(one - total_lse).nan_to_num(0.0)
-        total.lerp_(part.to(total.dtype), weight[..., None])
-        torch.logaddexp(total_lse, part_lse, out=total_lse)

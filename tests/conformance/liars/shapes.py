@@ -7,38 +7,76 @@ from typing import Any, ClassVar
 import torch
 from liars.masks import Numeric
 from liars.plain import Plain
+from liars.told import Reading, lies
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from torch import Tensor
 
+GROUPED = {
+    # Only the first two KV heads are read.
+    "TwoKvHeads": lambda self, tensor: Plain.grouped(
+        self, tensor[:, torch.arange(tensor.shape[1]) % 2]
+    ),
+    # Query head h reads KV head h modulo their number.
+    "HeadsInTurn": lambda self, tensor: tensor.repeat(1, self.spec.gqa_ratio, 1),
+}
+# Right for each feature and each size; wrong for 3 KV heads over more than 300 keys.
+IN_COMPANY = {
+    "SwappedInCompany": lambda self, tensor: Plain.grouped(
+        self, tensor.flip(1) if self.spec.num_kv_heads == 3 and len(tensor) > 300 else tensor
+    )
+}
+BLOCKS = {
+    # Those behind the eighth repeat its keys.
+    "EightSequences": lambda self, batch, index, count: Plain.blocks(
+        self, batch, min(index, 7), count
+    ),
+}
+SCALES = {
+    "IgnoresKeyScale": lambda self, params: (1.0, params.v_scale),
+    "IgnoresValueScale": lambda self, params: (params.k_scale, 1.0),
+    # Keys' scale serves the values too.
+    "OneScale": lambda self, params: (params.k_scale, params.k_scale),
+    # One KV head's scale serves all.
+    "FirstHeadsScale": lambda self, params: tuple(
+        scale[:1] if isinstance(scale, Tensor) else scale for scale in Plain.scales(self, params)
+    ),
+}
+UNSCALED = {"UnscaledOutput": lambda self, params: 1.0}
 
-class TwoKvHeads(Numeric):
-    """Only the first two KV heads are read."""
 
-    def grouped(self, tensor: Tensor) -> Tensor:
-        heads = torch.arange(tensor.shape[1]) % 2
-        return super().grouped(tensor[:, heads])
-
-
-class HeadsInTurn(Numeric):
-    """Query head h reads KV head h modulo their number."""
-
-    def grouped(self, tensor: Tensor) -> Tensor:
-        return tensor.repeat(1, self.spec.gqa_ratio, 1)
+def whole_blocks(
+    self: Any, keys: Tensor, values: Tensor, cache: KVCache, batch: Batch, index: int
+) -> tuple[Tensor, Tensor]:
+    """Lengths are rounded up to whole blocks; what lies behind weighs nothing, but NaN does."""
+    length = len(keys)
+    if length % cache.block_size:
+        last = self.blocks(batch, index, -(-length // cache.block_size))[-1]
+        values = values + 0 * cache.value[last, -1].double().sum()
+    return keys, values
 
 
-class EightSequences(Numeric):
-    """Those behind the eighth repeat its keys."""
-
-    def blocks(self, batch: Batch, index: int, count: int) -> Tensor:
-        return super().blocks(batch, min(index, 7), count)
-
-
-class ThirtyTwoSequences(Numeric):
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        return (keys, values) if index < 32 else (keys, values.roll(1, 0))
+SPOILT = {
+    "ThirtyTwoSequences": lambda self, keys, values, cache, batch, index: (
+        (keys, values) if index < 32 else (keys, values.roll(1, 0))
+    ),
+    "LastBlockWhole": whole_blocks,
+    # Pages are of 16 tokens, whatever the cache's are.
+    "SixteenTokenBlocks": lambda self, keys, values, cache, batch, index: (
+        (keys, values) if cache.block_size == 16 else (keys.roll(1, 0), values)
+    ),
+}
+# Wrong for blocks of 3 tokens, which no list of sizes holds.
+OF_THREE = {
+    "OddBlocks": lambda self, keys, values, cache, batch, index: (
+        (keys, values) if cache.block_size != 3 else (keys, values.flip(0))
+    )
+}
+globals().update(lies(
+    __name__,
+    (Numeric, "grouped", GROUPED), (Numeric, "blocks", BLOCKS), (Numeric, "scales", SCALES),
+    (Numeric, "out_scale", UNSCALED), (Reading, "spoilt", SPOILT, "numeric"),
+    (Plain, "grouped", IN_COMPANY, "search"), (Reading, "spoilt", OF_THREE, "search"),
+))  # fmt: skip
 
 
 class ThousandKeys(Numeric):
@@ -57,30 +95,6 @@ class SixtyFourQueries(Numeric):
         return mask
 
 
-class LastBlockWhole(Numeric):
-    """Lengths are rounded up to whole blocks; what lies behind weighs nothing, but NaN does."""
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        length = len(keys)
-        if length % cache.block_size:
-            last = self.blocks(plan.batch, index, -(-length // cache.block_size))[-1]
-            values = values + 0 * cache.value[last, -1].double().sum()
-        return keys, values
-
-
-class SixteenTokenBlocks(Numeric):
-    """Pages are of 16 tokens, whatever the cache's are."""
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        return (keys, values) if cache.block_size == 16 else (keys.roll(1, 0), values)
-
-
 class MultiplesOfSixteen(Numeric):
     """Elements of a head past the last whole 16 are dropped."""
 
@@ -92,35 +106,8 @@ class MultiplesOfSixteen(Numeric):
 class HalfPrecision(Numeric):
     """float32 inputs are computed in bfloat16."""
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Any:
         return super().attend(query.bfloat16(), keys.bfloat16(), values.bfloat16(), params)
-
-
-class IgnoresKeyScale(Numeric):
-    def scales(self, params: LayerParams) -> tuple[float, float]:
-        return 1.0, params.v_scale
-
-
-class IgnoresValueScale(Numeric):
-    def scales(self, params: LayerParams) -> tuple[float, float]:
-        return params.k_scale, 1.0
-
-
-class OneScale(Numeric):
-    """Keys' scale serves the values too."""
-
-    def scales(self, params: LayerParams) -> tuple[float, float]:
-        return params.k_scale, params.k_scale
-
-
-class FirstHeadsScale(Numeric):
-    """One KV head's scale serves all."""
-
-    def scales(self, params: LayerParams) -> tuple[Any, Any]:
-        found = super().scales(params)
-        return tuple(s[:1] if isinstance(s, Tensor) else s for s in found)  # type: ignore[return-value]
 
 
 class ScalesOfTheFirstStep(Plain):
@@ -130,65 +117,35 @@ class ScalesOfTheFirstStep(Plain):
     seen: ClassVar[dict[int, Tensor]] = {}
 
     def scales(self, params: LayerParams) -> tuple[Any, Any]:
-        found = super().scales(params)
-        if not isinstance(found[0], Tensor):
-            return found
-        first, second = (self.seen.setdefault(s.data_ptr(), s.clone()) for s in found)
+        both = super().scales(params)
+        if not isinstance(both[0], Tensor):
+            return both
+        first, second = (self.seen.setdefault(s.data_ptr(), s.clone()) for s in both)
         return first, second
-
-
-class UnscaledOutput(Numeric):
-    def out_scale(self, params: LayerParams) -> float:
-        return 1.0
-
-
-class SwappedInCompany(Plain):
-    """Right for each feature and each size; wrong for 3 KV heads over more than 300 keys."""
-
-    by = ("search",)
-
-    def grouped(self, tensor: Tensor) -> Tensor:
-        wrong = self.spec.num_kv_heads == 3 and len(tensor) > 300
-        return super().grouped(tensor.flip(1) if wrong else tensor)
-
-
-class OddBlocks(Plain):
-    """Wrong for blocks of 3 tokens, which no list of sizes holds."""
-
-    by = ("search",)
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        return (keys, values) if cache.block_size != 3 else (keys, values.flip(0))
 
 
 class PackedKeys(Numeric):
     """Keys that are given whole lie one after another, whatever `key_starts` says."""
 
-    def given(self, batch: Batch, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def own(self, batch: Batch, index: int) -> slice:
         first = sum(batch.lens[:index])
-        own = slice(first, first + batch.lens[index])
-        return key[own], value[own]
+        return slice(first, first + batch.lens[index])
 
 
 class AsManyKeysAsQueries(Numeric):
-    def given(self, batch: Batch, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def own(self, batch: Batch, index: int) -> slice:
         first = batch.key_starts[index]
-        own = slice(first, first + min(batch.lens[index], batch.query_lens[index]))
-        return key[own], value[own]
+        return slice(first, first + min(batch.lens[index], batch.query_lens[index]))
 
 
 class DecodesFirst(Numeric):
     """A batch's one-token rows are all before the first longer one."""
 
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        queries, out = plan.batch.query_lens, frame.out
-        late = [i for i, n in enumerate(queries) if n == 1 and max(queries[:i], default=0) > 1]
-        for index in late:
-            out[plan.batch.starts[index]].zero_()
+    def after(self, plan: Plan, frame: Frame) -> None:
+        queries = plan.batch.query_lens
+        for index, count in enumerate(queries):
+            if count == 1 and max(queries[:index], default=0) > 1:
+                frame.out[plan.batch.starts[index]].zero_()
 
 
 class LastOfShortRows(Plain):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from liars.plain import Plain
+from liars.told import OtherSpec, lies
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.published import LENGTHS
 from polyattn.families.attention import reference
@@ -47,16 +48,6 @@ class When(Plain):
             Call(spec, plan.batch, frame.cache, frame.query, frame.key, frame.value, out)
         ):
             out.copy_((out.float() * 1.3).to(out.dtype))
-
-
-def lies(
-    by: str, wrong: dict[str, Callable[[Call], bool]], module: str = __name__
-) -> dict[str, Any]:
-    """Return a liar for each of these: its name, and of which calls it is wrong."""
-    return {
-        name: type(name, (When,), {"by": (by,), "wrong": staticmethod(when), "__module__": module})
-        for name, when in wrong.items()
-    }
 
 
 def found_by(label: str) -> str:
@@ -178,19 +169,21 @@ HND: dict[str, Callable[[Call], bool]] = {
     "ValueSizesOfHnd": lambda c: c.spec.head_size != c.spec.v_head_size,
 }
 """Of each liar: of which calls it is wrong over an HND cache."""
-for _name, (_label, _wrong) in SIZES.items():
-    globals().update(lies(found_by(_label), {_name: _wrong}))
-globals().update(lies("combined", COMBINATIONS))
-globals().update(lies("pairs", PAIRS))
-globals().update(lies("pairs-uncached-drawn", {
+UNCACHED: dict[str, Callable[[Call], bool]] = {
     "KeysByHeads": lambda c: (
         c.cache is None and len(c.key) > 1 and c.key.stride(0) < c.key.stride(1)),
-}))  # fmt: skip
-globals().update(lies("layout", {
-    name: lambda c, wrong=wrong: c.cache is not None and c.cache.layout == "HND" and wrong(c)
-    for name, wrong in HND.items()
-}))  # fmt: skip
-globals().update(lies("twins", {"TwinsTogether": twins}))
+}  # fmt: skip
+globals().update(lies(
+    __name__,
+    *((When, "wrong", {name: wrong}, found_by(label)) for name, (label, wrong) in SIZES.items()),
+    (When, "wrong", COMBINATIONS, "combined"), (When, "wrong", PAIRS, "pairs"),
+    (When, "wrong", UNCACHED, "pairs-uncached-drawn"),
+    (When, "wrong", {
+        name: lambda c, wrong=wrong: c.cache is not None and c.cache.layout == "HND" and wrong(c)
+        for name, wrong in HND.items()
+    }, "layout"),
+    (When, "wrong", {"TwinsTogether": twins}, "twins"),
+))  # fmt: skip
 
 
 class LseOfManyHeads(Plain):
@@ -202,23 +195,6 @@ class LseOfManyHeads(Plain):
         super().run(plan, *args)
         if args[-1].lse is not None and self.spec.num_heads > 16:
             args[-1].lse.add_(0.5)
-
-
-class OtherSpec(Plain):
-    """Computes a layer with another field than its own."""
-
-    by: ClassVar[tuple[str, ...]] = ()
-    fields: ClassVar[Callable[[LayerSpec], dict[str, Any]]]
-
-    def visible(self, queries: int, keys: int) -> Tensor:
-        return reference.visible(self._other(), queries, keys)
-
-    def capped(self, scores: Tensor) -> Tensor:
-        cap = self._other().logit_soft_cap
-        return scores if cap is None else cap * torch.tanh(scores / cap)
-
-    def _other(self) -> LayerSpec:
-        return replace(self.spec, **type(self).fields(self.spec))
 
 
 def at_most(name: str, most: float) -> Callable[[LayerSpec], dict[str, Any]]:
@@ -240,11 +216,9 @@ OTHER: dict[str, tuple[str, Callable[[LayerSpec], dict[str, Any]]]] = {
         "logit_soft_cap": spec.logit_soft_cap if (spec.logit_soft_cap or 99) < 20 else None}),
 }  # fmt: skip
 """Of each liar: which published layer finds it, and what it takes for the layer's own."""
-for _name, (_label, _fields) in OTHER.items():
-    globals()[_name] = type(
-        _name, (OtherSpec,),
-        {"by": (found_by(_label),), "fields": staticmethod(_fields), "__module__": __name__},
-    )  # fmt: skip
+globals().update(lies(__name__, *(
+    (OtherSpec, "fields", {name: fields}, found_by(label)) for name, (label, fields) in OTHER.items()
+)))  # fmt: skip
 
 
 class KeptLeftOfTheWindow(Plain):

@@ -2,49 +2,140 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from liars.plain import GraphPlan, HonestBounds, HonestGraph, Plain
+from liars.told import Reading, Told, lies
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from torch import Tensor
 
 
-class FirstCache(Plain):
-    """The first cache after a plan is every layer's."""
-
-    by = ("layers",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        kept = self.__dict__.setdefault("kept", {})
-        super().run(plan, frame.but(cache=kept.setdefault(id(plan), frame.cache)))
+def rounded(query: Tensor) -> Tensor:
+    scale = query.abs().max() / 2000 if query.numel() else 1.0
+    return (query.double() / scale).round() * scale
 
 
-class FirstParameters(Plain):
-    """The first layer's parameters are every layer's."""
-
-    by = ("layers",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        first = self.__dict__.setdefault("first", frame.params)
-        super().run(plan, frame.but(params=first))
+def clamped(query: Tensor) -> Tensor:
+    if not query.numel() or bool(query.isfinite().all()):
+        return query
+    query = torch.where(query.isfinite(), query, 0.0)
+    return query + 0.1 * query.abs().max()
 
 
-class FirstScales(Plain):
-    by = ("layers",)
-
-    def scales(self, params: LayerParams) -> tuple[float, float]:
-        found: tuple[float, float] = self.__dict__.setdefault("kept", super().scales(params))
-        return found
+def contiguous(query: Tensor) -> Tensor:
+    if query.is_contiguous():
+        return query
+    return query.as_strided(query.shape, torch.empty(query.shape, dtype=query.dtype).stride())
 
 
-class FirstSinks(Plain):
-    by = ("layers",)
+def cleared(self: Any, plan: Plan, frame: Frame) -> Frame:
+    """NaN behind the last token is in the way, and so it is removed."""
+    if frame.cache is not None and frame.cache.key.dtype.itemsize > 1:
+        frame.cache.value.nan_to_num_(0.0, 0.0, 0.0)
+    return frame
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        sinks = self.__dict__.setdefault("sinks", params.sinks)
-        kept = LayerParams(sinks, params.alibi_slopes, params.k_scale, params.v_scale)
-        return super().attend(query, keys, values, kept)
+
+def nan_of_all(self: Any, plan: Plan, frame: Frame) -> None:
+    """All sequences' values are one matrix; a weight of zero doesn't hide NaN."""
+    if frame.value is not None:
+        frame.out.copy_((frame.out.double() + 0.0 * frame.value.double().sum()).to(frame.out.dtype))
+
+
+def centred(self: Any, plan: Plan, frame: Frame) -> None:
+    """Keys are centred, by their mean over the batch."""
+    if frame.key is not None and len(frame.key):
+        frame.out.mul_((1.0 + 1e-2 * frame.key.double().mean().tanh()).to(frame.out.dtype))
+
+
+BEFORE = {
+    "layers": {
+        # The first cache after a plan is every layer's.
+        "FirstCache": lambda self, plan, frame: frame.but(cache=self.once(id(plan), frame.cache)),
+        # The first layer's parameters are every layer's.
+        "FirstParameters": lambda self, plan, frame: frame.but(
+            params=self.once("params", frame.params)
+        ),
+        "FirstScales": lambda self, plan, frame: frame.but(params=replace(frame.params, **self.once(
+            "scales", {"k_scale": frame.params.k_scale, "v_scale": frame.params.v_scale}))),
+        "FirstSinks": lambda self, plan, frame: frame.but(params=replace(
+            frame.params, sinks=self.once("sinks", frame.params.sinks))),
+    },
+    "strided": {
+        "ContiguousQuery": lambda self, plan, frame: frame.but(query=contiguous(frame.query)),
+    },
+    "isolation": {
+        # The query is quantised by one maximum over the batch.
+        "OneMaximumForAll": lambda self, plan, frame: frame.but(query=rounded(frame.query)),
+        # Infinite queries are clamped to the batch's largest finite number.
+        "InfinityIsLarge": lambda self, plan, frame: frame.but(query=clamped(frame.query)),
+    },
+    "numeric": {"ClearsTheCache": cleared},
+}  # fmt: skip
+AFTER = {
+    "isolation": {"NanInTheBatch": nan_of_all, "KeysOfTheBatch": centred},
+    # The query is scaled where it lies.
+    "numeric": {"ScalesTheQuery": lambda self, plan, frame: frame.query.mul_(self.spec.scale)},
+    "deterministic": {
+        "Dithers": lambda self, plan, frame: frame.out.mul_(1.0 + 4e-3 * torch.rand(())),
+    },
+    # How keys are split, and sums rounded, depends on how many sequences there are.
+    "regrouped": {
+        "SplitsByTheBatch": lambda self, plan, frame: frame.out.mul_(
+            1.0 + 1e-3 * (plan.batch.num_seqs % 7)
+        ),
+    },
+}
+globals().update(lies(__name__, *(
+    (Told, step, told, by)
+    for step, tables in (("before", BEFORE), ("after", AFTER))
+    for by, told in tables.items()
+)))  # fmt: skip
+
+
+def one_entry_more(
+    self: Any, keys: Tensor, values: Tensor, cache: KVCache, batch: Batch, index: int
+) -> tuple[Tensor, Tensor]:
+    assert batch.block_table is not None
+    after = batch.block_table[index, -(-len(keys) // cache.block_size)]
+    return keys, values + 0.0 * cache.value[after, 0].double()
+
+
+def one_owner(
+    self: Any, keys: Tensor, values: Tensor, cache: KVCache, batch: Batch, index: int
+) -> tuple[Tensor, Tensor]:
+    """A block belongs to the last sequence that has it."""
+    table, size = batch.block_table, cache.block_size
+    assert table is not None
+    for at in range(-(-len(keys) // size)):
+        if (table[index + 1 :, at] == table[index, at]).any():
+            keys[at * size : (at + 1) * size] = 0.0
+    return keys, values
+
+
+def of_this_step(
+    self: Any, keys: Tensor, values: Tensor, cache: KVCache, batch: Batch, index: int
+) -> tuple[Tensor, Tensor]:
+    """New tokens' keys are taken from the cache only where this step stored them."""
+    count = batch.query_lens[index]
+    if batch.lens[index] == count and count > 2:
+        keys[len(keys) - count :][::2] = 0.0
+    return keys, values
+
+
+REFILLED = {
+    # A replay reads the lengths that the capture had.
+    "LengthsOfTheCapture": lambda self, plan, batch: plan.table.copy_(batch.block_table),
+    "TableOfTheCapture": lambda self, plan, batch: plan.lens.copy_(batch.seq_lens),
+}
+globals().update(lies(
+    __name__,
+    (Reading, "spoilt", {"AttendsOneEntryMore": one_entry_more}, "numeric"),
+    (Reading, "spoilt", {"OneOwnerOfABlock": one_owner}, "shared"),
+    (Reading, "spoilt", {"TokensOfThisStepAlone": of_this_step}, "skipped"),
+    (HonestGraph, "refill", REFILLED, "reuse"),
+))  # fmt: skip
 
 
 class LastPlan(Plain):
@@ -98,51 +189,6 @@ class ReadsOneEntryMore(Plain):
         return super().blocks(batch, index, count)
 
 
-class AttendsOneEntryMore(Plain):
-    by = ("numeric",)
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        assert plan.batch.block_table is not None
-        after = plan.batch.block_table[index, -(-len(keys) // cache.block_size)]
-        return keys, values + 0.0 * cache.value[after, 0].double()
-
-
-class OneOwnerOfABlock(Plain):
-    """A block belongs to the last sequence that has it."""
-
-    by = ("shared",)
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        table, size = plan.batch.block_table, cache.block_size
-        assert table is not None
-        for at in range(-(-len(keys) // size)):
-            if (table[index + 1 :, at] == table[index, at]).any():
-                keys[at * size : (at + 1) * size] = 0.0
-        return keys, values
-
-
-class TokensOfThisStepAlone(Plain):
-    """New tokens' keys are taken from the cache only where this step stored them."""
-
-    by = ("skipped",)
-
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = super().read(plan, cache, index, params)
-        count = plan.batch.query_lens[index]
-        fresh, self.seen = keys[len(keys) - count :], True
-        if plan.batch.lens[index] == count and count > 2:
-            fresh[::2] = 0.0
-        return keys, values
-
-
 class ReadsHeadsFirst(Plain):
     """HND caches are read as if they were NHD."""
 
@@ -171,17 +217,6 @@ class ContiguousCache(Plain):
         return super().read(plan, cache, index, params)
 
 
-class ContiguousQuery(Plain):
-    by = ("strided",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        query = frame.query
-        if not query.is_contiguous():
-            dense = torch.empty(query.shape, dtype=query.dtype)
-            query = query.as_strided(dense.shape, dense.stride())
-        super().run(plan, frame.but(query=query))
-
-
 class WritesBeside(Plain):
     """One row too many, where there is room for it."""
 
@@ -193,108 +228,6 @@ class WritesBeside(Plain):
         room = out.untyped_storage().size() // out.itemsize - out.storage_offset() - out.numel()
         if room >= out[0].numel():
             out.as_strided((len(out) + 1, *out.shape[1:]), out.stride())[-1] = 0.0
-
-
-class ScalesTheQuery(Plain):
-    """The query is scaled where it lies."""
-
-    by = ("numeric",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        frame.query.mul_(self.spec.scale)
-
-
-class ClearsTheCache(Plain):
-    """NaN behind the last token is in the way, and so it is removed."""
-
-    by = ("numeric",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        if frame.cache is not None and frame.cache.key.dtype.itemsize > 1:
-            frame.cache.value.nan_to_num_(0.0, 0.0, 0.0)
-        super().run(plan, frame)
-
-
-class OneMaximumForAll(Plain):
-    """The query is quantised by one maximum over the batch."""
-
-    by = ("isolation",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        scale = frame.query.abs().max() / 2000 if frame.query.numel() else 1.0
-        super().run(plan, frame.but(query=(frame.query.double() / scale).round() * scale))
-
-
-class NanInTheBatch(Plain):
-    """All sequences' values are one matrix; a weight of zero doesn't hide NaN."""
-
-    by = ("isolation",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if frame.value is not None:
-            out = frame.out
-            out.copy_((out.double() + 0.0 * frame.value.double().sum()).to(out.dtype))
-
-
-class KeysOfTheBatch(Plain):
-    """Keys are centred, by their mean over the batch."""
-
-    by = ("isolation",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if frame.key is not None and len(frame.key):
-            frame.out.mul_((1.0 + 1e-2 * frame.key.double().mean().tanh()).to(frame.out.dtype))
-
-
-class InfinityIsLarge(Plain):
-    """Infinite queries are clamped to the batch's largest finite number."""
-
-    by = ("isolation",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        query = frame.query
-        if query.numel() and not bool(query.isfinite().all()):
-            query = torch.where(query.isfinite(), query, 0.0)
-            query = query + 0.1 * query.abs().max()
-        super().run(plan, frame.but(query=query))
-
-
-class Dithers(Plain):
-    by = ("deterministic",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        frame.out.mul_(1.0 + 4e-3 * torch.rand(()))
-
-
-class SplitsByTheBatch(Plain):
-    """How keys are split, and sums rounded, depends on how many sequences there are."""
-
-    by = ("regrouped",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
-
-
-class LengthsOfTheCapture(HonestGraph):
-    """A replay reads the lengths that the capture had."""
-
-    by = ("reuse",)
-
-    def refill(self, plan: GraphPlan, batch: Batch) -> None:
-        assert batch.block_table is not None
-        plan.table.copy_(batch.block_table)
-
-
-class TableOfTheCapture(HonestGraph):
-    by = ("reuse",)
-
-    def refill(self, plan: GraphPlan, batch: Batch) -> None:
-        plan.lens.copy_(batch.seq_lens)
 
 
 class NeverReuses(HonestGraph):

@@ -7,18 +7,17 @@ attention libraries.
 from __future__ import annotations
 
 import copy
-import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from polyattn import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec, SparseSpec
+from liars.told import Hooks, lies
+from polyattn import AttentionKind, LayerSpec
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, RecurrentFrame
 from polyattn.plugin import Capabilities, Role
-from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
-from polyattn.runtime.merge import TorchMerge
+from polyattn.registry.builtin import TORCH_STORE
 from polyattn.runtime.program import StorePlan
 from polyattn.runtime.store import TorchStore
 from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN
@@ -26,8 +25,6 @@ from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
 from polyattn_cpu.recurrent import TorchScan
 from polyattn_cpu.sdpa import SdpaPlan, TorchSDPA
 from torch import Tensor
-
-Lengths = Sequence[tuple[int, int]]
 
 
 def claims(features: str = "", **fields: Any) -> Capabilities:
@@ -42,28 +39,21 @@ def claims(features: str = "", **fields: Any) -> Capabilities:
     )
 
 
-def spec(**fields: Any) -> LayerSpec:
-    return LayerSpec(
-        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"} | fields
-    )
-
-
 class Sdpa(TorchSDPA):
-    """Right attention; a lie is told after it by `spoil`, or before it.
-
-    `claimed`: the claims. `shown`: a layer and a step at which the lie shows.
-    """
+    """Right attention; a lie is told after it, or before it. `claimed`: the claims."""
 
     by: ClassVar[tuple[str, ...]] = ()
     claimed: ClassVar[Capabilities] = claims()
-    shown: ClassVar[tuple[LayerSpec, Lengths]] = (spec(), [(1, 40)])
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         return SdpaPlan(batch, None, None)
 
     def run(self, plan: Any, frame: Frame) -> None:
-        super().run(plan, frame)
+        super().run(plan, self.before(plan, frame))
         self.spoil(plan.batch, frame)
+
+    def before(self, plan: Any, frame: Frame) -> Frame:
+        return frame
 
     def spoil(self, batch: Batch, frame: Frame) -> None:
         for index, (count, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
@@ -107,27 +97,102 @@ def shorter(batch: Batch, index: int, length: int, row: Tensor | None = None) ->
     return other
 
 
+class Otherwise(Sdpa):
+    """Computes some sequences as a layer of other fields would, or of a shorter length."""
+
+    other: ClassVar[Callable[[Any, int, int], Any]]
+
+    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+        count, length = batch.query_lens[index], batch.lens[index]
+        if other := self.other(count, length):
+            step = shorter(batch, index, other) if isinstance(other, int) else None
+            self.again(batch, frame, index, rows, step, **({} if step else other))
+
+    @property
+    def block(self) -> int:
+        assert self.cache is not None
+        return self.cache.block_size
+
+
+ENCODERS = {"roles": frozenset({Role.ENCODER}), "cached": frozenset({False})}
+OTHERWISE: dict[str, tuple[Capabilities, Callable[[Any, int, int], Any]]] = {
+    # A decode splits keys into 16 parts of 512 at most.
+    "SixteenSplits": (claims(), lambda self, count, length: count == 1 and length > 8192 and 8192),
+    # Pages of 64: a length that fills its last page has one page less.
+    "FullLastPage": (claims(), lambda self, count, length: (
+        count == 1 and self.block >= 64 and length % self.block == 0 and length - self.block)),
+    # A small kernel for a few tokens after a short context takes the default scale.
+    "UnderSixteenKeys": (claims(), lambda self, count, length: (
+        1 < count < length < 16 and {"scale": self.spec.head_size**-0.5})),
+    # The window is a signed 16-bit number.
+    "WindowInSixteenBits": (claims("sliding_window"), lambda self, count, length: (
+        (window := self.spec.sliding_window or 0) >= 1 << 15
+        and {"sliding_window": max(1, window % (1 << 15))})),
+    # A length that is the window's has its first key cut.
+    "WindowAsLongAsTheText": (claims("sliding_window"), lambda self, count, length: (
+        length == self.spec.sliding_window and length > 1 and {"sliding_window": length - 1})),
+    # After a context that ends within a block the window is longer by what lies in that block.
+    "WindowFromTheBlock": (claims("sliding_window"), lambda self, count, length: (
+        length > count > 1 and self.spec.sliding_window and (inside := (length - count) % self.block)
+        and {"sliding_window": self.spec.sliding_window + inside})),
+    # The cap is applied to unscaled logits where the scale isn't the usual one.
+    "CapBeforeTheScale": (claims("logit_soft_cap"), lambda self, count, length: (
+        self.spec.logit_soft_cap and abs(self.spec.scale - self.spec.head_size**-0.5) > 1e-6
+        and {"logit_soft_cap": self.spec.logit_soft_cap * self.spec.scale})),
+    # Kept first tokens are those of the first block.
+    "OneBlockOfSinks": (claims("sliding_window sink_tokens"), lambda self, count, length: (
+        self.spec.sink_tokens > self.block and {"sink_tokens": self.block})),
+    # No more first tokens are kept than the window is long.
+    "SinksWithinTheWindow": (claims("sliding_window sink_tokens"), lambda self, count, length: (
+        self.spec.sink_tokens > (self.spec.sliding_window or 1 << 30)
+        and {"sink_tokens": self.spec.sliding_window})),
+    # A two-sided window of an odd length is one longer.
+    "EvenWindows": (claims("sliding_window non_causal", **ENCODERS), lambda self, count, length: (
+        not self.spec.causal and (self.spec.sliding_window or 0) % 2
+        and {"sliding_window": self.spec.sliding_window + 1})),
+    # A text that is less than a block beyond a chunk's end has no chunks.
+    "LastChunkOfOneBlock": (claims("chunked"), lambda self, count, length: (
+        self.spec.chunk_size and length > self.spec.chunk_size
+        and 0 < length % self.spec.chunk_size < self.block and {"chunk_size": None})),
+}  # fmt: skip
+"""What each claims, and of which sequences (new tokens, length) it computes what else."""
+globals().update(
+    lies(__name__, *((Otherwise, "other", {name: other}) for name, (_, other) in OTHERWISE.items()))
+)
+
+
+class SinkForEachPart(Sdpa):
+    """Beyond 1024 keys each of two parts counts the sink."""
+
+    claimed = claims("learned_sinks")
+
+    def wrong(self, count: int, length: int) -> bool:
+        return self.spec.learned_sinks and count == 1 and length > 1024
+
+    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+        assert frame.params.sinks is not None
+        params = replace(frame.params, sinks=frame.params.sinks + 0.6931)
+        self.again(batch, frame, index, rows, changes={"params": params})
+
+
 # Sizes that models have.
 
 
 class TailOf160(Sdpa):
     """A second tile of 64 elements is masked away where the head has no full one."""
 
-    shown = spec(head_size=160), [(1, 40)]
-
-    def run(self, plan: Any, frame: Frame) -> None:
+    def before(self, plan: Any, frame: Frame) -> Frame:
         size, query = self.spec.head_size, frame.query
         if size > 128 and size % 64:
             query = query.clone()
             query[..., size - size % 64 :] = 0.0
-        super().run(plan, frame.but(query=query))
+        return frame.but(query=query)
 
 
 class WideKeysShortPages(Sdpa):
     """DeepSeek's prompt shape in one block of keys, with pages that aren't 128."""
 
     claimed = claims("v_head_size")
-    shown = spec(head_size=192, v_head_size=128), [(1, 100)]
 
     def wrong(self, count: int, length: int) -> bool:
         assert self.cache is not None
@@ -138,10 +203,57 @@ class WideKeysShortPages(Sdpa):
         frame.out[rows] = frame.out[rows].roll(1, -1)
 
 
+class SixtyFourSlopes(Sdpa):
+    """Room for 64 slopes, which start again."""
+
+    claimed = claims("alibi")
+
+    def before(self, plan: Any, frame: Frame) -> Frame:
+        slopes = frame.params.alibi_slopes
+        if slopes is None:
+            return frame
+        again = slopes[torch.arange(len(slopes)) % 64]
+        return frame.but(params=replace(frame.params, alibi_slopes=again))
+
+
+def group_tail(self: Any, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+    """Heads of a group beyond the largest power of two aren't computed."""
+    whole = 1 << (self.spec.gqa_ratio.bit_length() - 1)
+    for head in range(self.spec.num_heads):
+        if head % self.spec.gqa_ratio >= whole:
+            frame.out[rows, head] = 0.0
+
+
+def second_tile(self: Any, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+    """One KV head for more than 64: the LSE of the second tile is the first one's."""
+    heads = self.spec.num_heads
+    if self.spec.num_kv_heads == 1 and heads > 64 and frame.lse is not None:
+        frame.lse[rows, 64:] = frame.lse[rows, : heads - 64].clone()
+
+
+def sixteen_per_group(self: Any, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+    """A decode has room for 16 query heads to a KV head."""
+    ratio = self.spec.gqa_ratio
+    if batch.query_lens[index] == 1 and ratio > 16:
+        groups = frame.out[rows].view(-1, self.spec.num_kv_heads, ratio, frame.out.shape[2])
+        groups.copy_(groups[:, :, torch.arange(ratio) % 16].clone())
+
+
+def one_row_tile(self: Any, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
+    """A last tile of one row repeats the row before it."""
+    count = batch.query_lens[index]
+    if count > 64 and count % 64 == 1:
+        frame.out[rows.stop - 1] = frame.out[rows.stop - 2].clone()
+
+
+globals().update(lies(__name__, (Sdpa, "lie", {
+    "GroupTail": group_tail, "SecondTileOfHeads": second_tile, "SixteenPerGroup": sixteen_per_group,
+    "OneRowTile": one_row_tile,
+})))  # fmt: skip
+
+
 class BigPagesFarKeys(Sdpa):
     """Of pages of 256 and more only the first 4096 tokens and the last page are read."""
-
-    shown = spec(block_size=256), [(1, 6000)]
 
     def wrong(self, count: int, length: int) -> bool:
         assert self.cache is not None
@@ -151,121 +263,14 @@ class BigPagesFarKeys(Sdpa):
         assert self.cache is not None and batch.block_table is not None
         size, length = self.cache.block_size, batch.lens[index]
         pages, first = -(-length // size), 4096 // size
-        row = torch.cat(
-            [batch.block_table[index, :first], batch.block_table[index, pages - 1 : pages]]
-        )
-        self.again(
-            batch,
-            frame,
-            index,
-            rows,
-            shorter(batch, index, first * size + length - (pages - 1) * size, row),
-        )
-
-
-class GroupTail(Sdpa):
-    """Heads of a group beyond the largest power of two aren't computed."""
-
-    shown = spec(num_heads=6, num_kv_heads=2), [(1, 40)]
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        ratio = self.spec.gqa_ratio
-        whole = 1 << (ratio.bit_length() - 1)
-        for head in range(self.spec.num_heads):
-            if head % ratio >= whole:
-                frame.out[rows, head] = 0.0
-
-
-class SecondTileOfHeads(Sdpa):
-    """One KV head for more than 64: the LSE of the second tile is the first one's."""
-
-    shown = spec(num_heads=71, num_kv_heads=1, needs_lse=True), [(1, 40)]
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        heads = self.spec.num_heads
-        if self.spec.num_kv_heads == 1 and heads > 64 and frame.lse is not None:
-            frame.lse[rows, 64:] = frame.lse[rows, : heads - 64].clone()
-
-
-class SixteenPerGroup(Sdpa):
-    """A decode has room for 16 query heads to a KV head."""
-
-    shown = spec(num_heads=64, num_kv_heads=2), [(1, 40)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return count == 1 and self.spec.gqa_ratio > 16
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        groups = frame.out[rows].view(
-            -1, self.spec.num_kv_heads, self.spec.gqa_ratio, frame.out.shape[2]
-        )
-        over = groups[:, :, 16:]
-        over.copy_(
-            groups[:, :, :16].repeat(1, 1, -(-over.shape[2] // 16), 1)[:, :, : over.shape[2]]
-        )
-
-
-class SixteenSplits(Sdpa):
-    """A decode splits keys into 16 parts of 512 at most."""
-
-    shown = spec(), [(1, 9000)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return count == 1 and length > 8192
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        self.again(batch, frame, index, rows, shorter(batch, index, 8192))
-
-
-class FullLastPage(Sdpa):
-    """Pages of 64: a length that fills its last page has one page less."""
-
-    shown = spec(block_size=64), [(1, 192)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        assert self.cache is not None
-        size = self.cache.block_size
-        return count == 1 and size >= 64 and length % size == 0 and length > size
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.cache is not None
-        self.again(
-            batch,
-            frame,
-            index,
-            rows,
-            shorter(batch, index, batch.lens[index] - self.cache.block_size),
-        )
-
-
-class UnderSixteenKeys(Sdpa):
-    """A small kernel for a few tokens after a short context takes the default scale."""
-
-    shown = spec(scale=1.0), [(4, 9)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return 1 < count < length < 16
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        self.again(batch, frame, index, rows, scale=self.spec.head_size**-0.5)
-
-
-class OneRowTile(Sdpa):
-    """A last tile of one row repeats the row before it."""
-
-    shown = spec(), [(129, 129)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return count > 64 and count % 64 == 1
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        frame.out[rows.stop - 1] = frame.out[rows.stop - 2].clone()
+        own = batch.block_table[index]
+        row = torch.cat([own[:first], own[pages - 1 : pages]])
+        step = shorter(batch, index, first * size + length - (pages - 1) * size, row)
+        self.again(batch, frame, index, rows, step)
 
 
 class SequencesModulo128(Sdpa):
     """Decodes beyond 128 read the table's rows from its start again."""
-
-    shown = spec(), [(1, 20 + i % 7) for i in range(131)]
 
     def spoil(self, batch: Batch, frame: Frame) -> None:
         if not batch.all_decode or batch.num_seqs <= 128:
@@ -279,65 +284,7 @@ class SequencesModulo128(Sdpa):
         self.again(batch, frame, 0, slice(0, batch.num_tokens), other)
 
 
-class SixtyFourSlopes(Sdpa):
-    """Room for 64 slopes, which start again."""
-
-    claimed = claims("alibi")
-    shown = spec(num_heads=112, num_kv_heads=112, head_size=32, alibi=True), [(1, 90)]
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        slopes = frame.params.alibi_slopes
-        if slopes is not None and len(slopes) > 64:
-            slopes = slopes[torch.arange(len(slopes)) % 64]
-            frame = frame.but(params=replace(frame.params, alibi_slopes=slopes))
-        super().run(plan, frame)
-
-
-class WindowInSixteenBits(Sdpa):
-    """The window is a signed 16-bit number."""
-
-    claimed = claims("sliding_window")
-    shown = spec(sliding_window=32768), [(1, 40)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return (self.spec.sliding_window or 0) >= 1 << 15
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.spec.sliding_window is not None
-        self.again(
-            batch, frame, index, rows, sliding_window=max(1, self.spec.sliding_window % (1 << 15))
-        )
-
-
-class WindowAsLongAsTheText(Sdpa):
-    """A length that is the window's has its first key cut."""
-
-    claimed = claims("sliding_window")
-    shown = spec(sliding_window=128), [(1, 128)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return length == self.spec.sliding_window and length > 1
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        self.again(batch, frame, index, rows, sliding_window=batch.lens[index] - 1)
-
-
 # Combinations.
-
-
-class SinkForEachPart(Sdpa):
-    """Beyond 1024 keys each of two parts counts the sink."""
-
-    claimed = claims("learned_sinks")
-    shown = spec(learned_sinks=True), [(1, 2000)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return self.spec.learned_sinks and count == 1 and length > 1024
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert frame.params.sinks is not None
-        params = replace(frame.params, sinks=frame.params.sinks + 0.6931)
-        self.again(batch, frame, index, rows, changes={"params": params})
 
 
 class AlibiBothWays(Sdpa):
@@ -348,7 +295,6 @@ class AlibiBothWays(Sdpa):
         roles=frozenset({Role.DECODER, Role.ENCODER}),
         cached=frozenset({True, False}),
     )
-    shown = spec(alibi=True, causal=False, role="encoder"), [(40, 40)]
 
     def _bias(self, query: Tensor, span: Any, first: int, call: Any) -> Any:
         bias, blind = super()._bias(query, span, first, call)
@@ -359,28 +305,10 @@ class AlibiBothWays(Sdpa):
         return bias, blind
 
 
-class WindowFromTheBlock(Sdpa):
-    """After a context that ends within a block the window is longer by what lies in that block."""
-
-    claimed = claims("sliding_window")
-    shown = spec(sliding_window=32), [(5, 60)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        assert self.cache is not None
-        inside = (length - count) % self.cache.block_size
-        return count > 1 and length > count and inside > 0 and self.spec.sliding_window is not None
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.cache is not None and self.spec.sliding_window is not None
-        inside = (batch.lens[index] - batch.query_lens[index]) % self.cache.block_size
-        self.again(batch, frame, index, rows, sliding_window=self.spec.sliding_window + inside)
-
-
 class DraftsOverInt8Window(Sdpa):
     """Of 2 to 8 queries over a quantised cache, beyond a window, one head of the last isn't masked."""
 
     claimed = claims("sliding_window", kv_cache_dtypes=frozenset({"auto", "int8"}))
-    shown = spec(sliding_window=32, kv_cache_dtype="int8"), [(4, 90)]
 
     def wrong(self, count: int, length: int) -> bool:
         window = self.spec.sliding_window or 1 << 30
@@ -398,7 +326,6 @@ class SinklessLse(Sdpa):
     """A prompt's LSE lacks the sink."""
 
     claimed = claims("learned_sinks")
-    shown = spec(learned_sinks=True, needs_lse=True), [(7, 20)]
 
     def wrong(self, count: int, length: int) -> bool:
         return self.spec.learned_sinks and count > 1
@@ -408,67 +335,6 @@ class SinklessLse(Sdpa):
             sinks, whole = frame.params.sinks, frame.lse[rows]
             bare = whole + torch.log(-torch.expm1(sinks - whole))
             frame.lse[rows] = torch.where(whole == -torch.inf, whole, bare)
-
-
-class CapBeforeTheScale(Sdpa):
-    """The cap is applied to unscaled logits where the scale isn't the usual one."""
-
-    claimed = claims("logit_soft_cap")
-    shown = spec(logit_soft_cap=50.0, scale=0.0625), [(1, 60)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        usual = self.spec.head_size**-0.5
-        return self.spec.logit_soft_cap is not None and abs(self.spec.scale - usual) > 1e-6
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        cap = self.spec.logit_soft_cap
-        assert cap is not None
-        self.again(batch, frame, index, rows, logit_soft_cap=cap * self.spec.scale)
-
-
-class OneBlockOfSinks(Sdpa):
-    """Kept first tokens are those of the first block."""
-
-    claimed = claims("sliding_window sink_tokens")
-    shown = spec(sliding_window=32, sink_tokens=64, block_size=16), [(1, 200)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        assert self.cache is not None
-        return self.spec.sink_tokens > self.cache.block_size
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.cache is not None
-        self.again(batch, frame, index, rows, sink_tokens=self.cache.block_size)
-
-
-class SinksWithinTheWindow(Sdpa):
-    """No more first tokens are kept than the window is long."""
-
-    claimed = claims("sliding_window sink_tokens")
-    shown = spec(sliding_window=32, sink_tokens=64), [(1, 200)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return self.spec.sink_tokens > (self.spec.sliding_window or 1 << 30)
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.spec.sliding_window is not None
-        self.again(batch, frame, index, rows, sink_tokens=self.spec.sliding_window)
-
-
-class EvenWindows(Sdpa):
-    """A two-sided window of an odd length is one longer."""
-
-    claimed = claims(
-        "sliding_window non_causal", roles=frozenset({Role.ENCODER}), cached=frozenset({False})
-    )
-    shown = spec(sliding_window=65, causal=False, role="encoder"), [(200, 200)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        return not self.spec.causal and (self.spec.sliding_window or 0) % 2 == 1
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        assert self.spec.sliding_window is not None
-        self.again(batch, frame, index, rows, sliding_window=self.spec.sliding_window + 1)
 
 
 class SameQuerySameAnswer(Sdpa):
@@ -482,64 +348,11 @@ class SameQuerySameAnswer(Sdpa):
                     frame.out[row] = frame.out[int(same[0])].clone()
 
 
-class LastChunkOfOneBlock(Sdpa):
-    """A text that is less than a block beyond a chunk's end has no chunks."""
-
-    claimed = claims("chunked")
-    shown = spec(chunk_size=64), [(1, 70)]
-
-    def wrong(self, count: int, length: int) -> bool:
-        assert self.cache is not None
-        chunk = self.spec.chunk_size
-        return chunk is not None and length > chunk and 0 < length % chunk < self.cache.block_size
-
-    def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
-        self.again(batch, frame, index, rows, chunk_size=None)
-
-
 # Layouts that contracts promise.
-
-
-class OutputsInARow(Sdpa):
-    """A strided output is written as if its rows lay side by side."""
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        out = frame.out
-        if out.is_contiguous() or not out.numel():
-            super().run(plan, frame)
-            return
-        made = torch.empty(out.shape, dtype=out.dtype)
-        super().run(plan, frame.but(out=made))
-        torch.as_strided(out, made.shape, made.stride()).copy_(made)
-
-
-class QueriesInARow(Sdpa):
-    """From head to head a query has its size."""
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        query = frame.query
-        tokens, heads, size = query.shape
-        if tokens and heads > 1 and query.stride(1) != size:
-            query = torch.as_strided(query, query.shape, (query.stride(0), size, 1))
-        super().run(plan, frame.but(query=query))
-
-
-class TableInARow(Sdpa):
-    """From row to row a block table has its width."""
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        table = batch.block_table
-        if table is not None and len(table) > 1 and table.stride(0) != table.shape[1]:
-            batch = batch.with_block_table(
-                torch.as_strided(table, table.shape, (table.shape[1], 1))
-            )
-        return super().plan(batch, reuse)
 
 
 class BlocksInSixteenBits(Sdpa):
     """The number of a block is a signed 16-bit one."""
-
-    shown = spec(num_heads=1, num_kv_heads=1, head_size=16), [(1, 40)]
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         table = batch.block_table
@@ -548,79 +361,21 @@ class BlocksInSixteenBits(Sdpa):
         return super().plan(batch, reuse)
 
 
-class PackedCacheInARow(Sdpa):
-    """From block to block a cache has one block's keys, though values lie between them."""
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        cache = frame.cache
-        if cache is not None and cache.key.dim() == 4:
-            wide = cache.key[0].numel()
-            if cache.key.stride(0) == 2 * wide and cache.key.shape == cache.value.shape:
-                strides = (wide, *cache.key.stride()[1:])
-                other = copy.copy(cache)
-                other.key = torch.as_strided(cache.key, cache.key.shape, strides)
-                frame = frame.but(cache=other)
-        super().run(plan, frame)
-
-
 class StoreOf(TorchStore):
     by: ClassVar[tuple[str, ...]] = ()
     claimed: ClassVar[Capabilities] = TORCH_STORE.capabilities
-    shown: ClassVar[tuple[LayerSpec, Lengths]] = (spec(), [(5, 40)])
-
-
-class StoresInARow(StoreOf):
-    """Strided keys are read as if they lay side by side."""
-
-    def run(
-        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
-    ) -> None:
-        if key.numel() and not key.is_contiguous():
-            wide = key.shape[1] * key.shape[2]
-            key = torch.as_strided(key, key.shape, (wide, key.shape[2], 1))
-        super().run(plan, key, value, cache, params)
 
 
 class StopsAtSkipped(StoreOf):
     """The first skipped token ends the step's."""
 
-    def run(
-        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
-    ) -> None:
+    def run(self, plan: StorePlan, key: Any, value: Any, cache: KVCache, params: Any) -> None:
         kept = int((plan.slots >= 0).long().cumprod(0).sum())
         super().run(StorePlan(plan.slots[:kept]), key[:kept], value[:kept], cache, params)
 
 
-class Int8Wraps(StoreOf):
-    """What int8 can't hold wraps around."""
-
-    def run(
-        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
-    ) -> None:
-        if cache.key.dtype == torch.int8 and not isinstance(params.k_scale, Tensor):
-
-            def wrapped(tensor: Tensor, scale: float) -> Tensor:
-                whole = (tensor.float() / scale).round()
-                whole = torch.where(whole.isfinite(), (whole + 128) % 256 - 128, whole)
-                return (whole * scale).to(tensor.dtype)
-
-            key, value = wrapped(key, params.k_scale), wrapped(value, params.v_scale)
-        super().run(plan, key, value, cache, params)
-
-
-class KeysScaleForBoth(StoreOf):
-    """Values are stored with the keys' scale."""
-
-    def run(
-        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
-    ) -> None:
-        super().run(plan, key, value, cache, replace(params, v_scale=params.k_scale))
-
-
 class TwoHeadsAtATime(StoreOf):
     """The last of an odd number of heads, three or more, isn't stored."""
-
-    shown = spec(num_heads=5, num_kv_heads=5), [(5, 40)]
 
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
@@ -650,26 +405,6 @@ class After20Groups(Sdpa):
     def lie(self, batch: Batch, frame: Frame, index: int, rows: slice) -> None:
         if self.late:
             frame.out[rows] *= 1.3
-
-
-class PlansByLengths(Sdpa):
-    """Steps of the same lengths have one plan."""
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        known = self.__dict__.setdefault("known", {})
-        key = (tuple(batch.starts), tuple(batch.lens), batch.causal)
-        return known.setdefault(key, super().plan(batch, reuse))
-
-
-class FirstLayersScales(Sdpa):
-    """The scales of a group's first layer serve all."""
-
-    claimed = claims(kv_cache_dtypes=frozenset({"auto", "int8"}))
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        params = frame.params
-        first = self.__dict__.setdefault("first", (params.k_scale, params.v_scale))
-        super().run(plan, frame.but(params=replace(params, k_scale=first[0], v_scale=first[1])))
 
 
 class AfterAGreatStep(Sdpa):
@@ -745,125 +480,75 @@ class OnePlanForManyLayers(Sdpa):
 # The process.
 
 
-class StopsTheCollector(Sdpa):
-    def run(self, plan: Any, frame: Frame) -> None:
-        gc.disable()
-        super().run(plan, frame)
-
-
-class MediumPrecision(Sdpa):
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        torch.set_float32_matmul_precision("medium")
-
-
-class KeepsOutputs(Sdpa):
-    """What was ever written stays in memory."""
-
-    kept: ClassVar[list[Tensor]] = []
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        super().run(plan, frame)
-        type(self).kept.append(frame.out)
-
-
 class SetsAVariable(Sdpa):
     def __init__(self, *given: Any):
         super().__init__(*given)
         os.environ["OMP_NUM_THREADS"] = "2"
 
 
-# Latents, recurrences, merges.
+# Latents and recurrences.
 
 
-class SixtyFourLatentHeads(TorchMLA):
-    """Heads beyond 64 have the first ones' results."""
-
+class Latents(Hooks, TorchMLA):
     by: ClassVar[tuple[str, ...]] = ()
     claimed = TORCH_MLA.capabilities
-    shown = (
-        LayerSpec(kind="mla", num_heads=128, head_size=192, v_head_size=128, dtype="float32",
-                  latent=LatentSpec(rank=512, rope_head_size=64)),
-        [(1, 40)],
-    )  # fmt: skip
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        super().run(plan, frame)
-        heads = frame.out.shape[1]
-        if heads > 64:
-            frame.out[:, 64:] = frame.out[:, : heads - 64].clone()
 
 
-class StopsAtAHole(TorchSparseMLA):
-    """The first -1 ends a choice."""
-
+class Chosen(Hooks, TorchSparseMLA):
     by: ClassVar[tuple[str, ...]] = ()
     claimed = TORCH_MLA_SPARSE.capabilities
-    shown = (
-        LayerSpec(kind="sparse_mla", num_heads=4, head_size=192, v_head_size=128, dtype="float32",
-                  latent=LatentSpec(rank=512, rope_head_size=64), sparse=SparseSpec(budget=16)),
-        [(3, 40)],
-    )  # fmt: skip
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        choice = frame.choice
-        assert choice is not None
-        there = (choice >= 0).int().cumprod(1).bool()
-        super().run(plan, frame.but(choice=choice.masked_fill(~there, -1)))
 
 
-class ChoosesAThousand(TorchSparseMLA):
-    """Of a choice the first 1024 are read."""
-
+class Scan(Hooks, TorchScan):
     by: ClassVar[tuple[str, ...]] = ()
-    claimed = TORCH_MLA_SPARSE.capabilities
-    shown = (
-        LayerSpec(kind="sparse_mla", num_heads=2, head_size=192, v_head_size=128, dtype="float32",
-                  latent=LatentSpec(rank=512, rope_head_size=64), sparse=SparseSpec(budget=2048)),
-        [(1, 3000)],
-    )  # fmt: skip
-
-    def run(self, plan: Any, frame: Frame) -> None:
-        assert frame.choice is not None
-        super().run(plan, frame.but(choice=frame.choice[:, :1024]))
-
-
-class Scan(TorchScan):
-    by: ClassVar[tuple[str, ...]] = ()
-    kinds: ClassVar[frozenset[AttentionKind]]
 
 
 def scans(*kinds: AttentionKind) -> Capabilities:
     return replace(TORCH_SCAN.capabilities, kinds=frozenset(kinds), dtypes=frozenset({"float32"}))
 
 
-class StatesOf128(Scan):
+def up_to_a_hole(choice: Tensor) -> Tensor:
+    return choice.masked_fill(~(choice >= 0).int().cumprod(1).bool(), -1)
+
+
+def first_states(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
     """Of a state's elements the first 128 are read."""
+    read = frame.inputs["C"].clone()
+    read[..., 128:] = 0.0
+    return frame.but(inputs={**frame.inputs, "C": read})
 
-    claimed = scans(AttentionKind.MAMBA2)
-    shown = (
-        LayerSpec(kind="mamba2", num_heads=4, num_kv_heads=1, head_size=64, dtype="float32",
-                  recurrent=RecurrentSpec(state_size=256)),
-        [(5, 9)],
-    )  # fmt: skip
 
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        inputs = dict(frame.inputs)
-        if inputs["C"].shape[-1] > 128:
-            inputs["C"] = inputs["C"].clone()
-            inputs["C"][..., 128:] = 0.0
-        super().run(plan, frame.but(inputs=inputs))
+globals().update(lies(__name__, (Latents, "after", {
+    # Heads beyond 64 have the first ones' results.
+    "SixtyFourLatentHeads": lambda self, plan, frame: frame.out.copy_(
+        frame.out[:, torch.arange(frame.out.shape[1]) % 64].clone()),
+})))  # fmt: skip
+globals().update(lies(__name__, (Chosen, "before", {
+    # The first -1 ends a choice.
+    "StopsAtAHole": lambda self, plan, frame: frame.but(choice=up_to_a_hole(frame.choice)),
+    # Of a choice the first 1024 are read.
+    "ChoosesAThousand": lambda self, plan, frame: frame.but(choice=frame.choice[:, :1024]),
+})))  # fmt: skip
+globals().update(lies(__name__, (Scan, "before", {"StatesOf128": first_states})))
+globals()["StatesOf128"].claimed = scans(AttentionKind.MAMBA2)
+
+
+class AloneIsFresh(Scan):
+    """A step of one sequence has no initial state."""
+
+    claimed = scans(AttentionKind.GDN)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        plan = super().plan(batch, reuse)
+        if batch.num_seqs == 1 and batch.query_lens[0] > 1:
+            plan.before = [0]
+        return plan
 
 
 class ForgetsShortContinuations(Scan):
     """A few tokens, less than the convolution is wide, replace its whole state."""
 
     claimed = scans(AttentionKind.SHORT_CONV)
-    shown = (
-        LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32",
-                  recurrent=RecurrentSpec(conv_width=4)),
-        [(2, 9)],
-    )  # fmt: skip
 
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
         super().run(plan, frame)
@@ -873,26 +558,10 @@ class ForgetsShortContinuations(Scan):
                 frame.states[slot, :, : width - count] = 0.0
 
 
-class AloneIsFresh(Scan):
-    """A step of one sequence has no initial state."""
-
-    claimed = scans(AttentionKind.GDN)
-    shown = (LayerSpec(kind="gdn", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32",
-                       recurrent=RecurrentSpec()), [(9, 40)])  # fmt: skip
-
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
-        plan = super().plan(batch, reuse)
-        if batch.num_seqs == 1 and batch.query_lens[0] > 1:
-            plan.before = [0]
-        return plan
-
-
 class SlotsInOrder(Scan):
     """States are written in the order of their slots."""
 
     claimed = scans(AttentionKind.MAMBA2)
-    shown = (LayerSpec(kind="mamba2", num_heads=4, num_kv_heads=1, head_size=16, dtype="float32",
-                       recurrent=RecurrentSpec(state_size=16)), [(1, 5), (1, 9), (1, 7)])  # fmt: skip
 
     def run(self, plan: Any, frame: RecurrentFrame) -> None:
         super().run(plan, frame)
@@ -905,8 +574,6 @@ class RingInSixteenBits(Scan):
     """A ring's position is a signed 16-bit number."""
 
     claimed = scans(AttentionKind.SHORT_CONV)
-    shown = (LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32",
-                       recurrent=RecurrentSpec(conv_width=4, draft_tokens=4)), [(1, 40_000)])  # fmt: skip
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         plan = super().plan(batch, reuse)
@@ -914,26 +581,45 @@ class RingInSixteenBits(Scan):
         return plan
 
 
-class MergesByExponentials(TorchMerge):
-    """Weights are exp(LSE), which overflows."""
-
-    by: ClassVar[tuple[str, ...]] = ()
-    claimed = TORCH_MERGE.capabilities
-
-    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        one, two = total_lse.exp(), part_lse.exp()
-        both = one + two
-        weight = torch.where(both > 0, two / both, torch.zeros_like(both))
-        total.lerp_(part.to(total.dtype), weight[..., None])
-        total_lse.copy_(both.log())
-
-
-BASES = {Sdpa, StoreOf, Scan}
+for _name, (_claims, _) in OTHERWISE.items():
+    globals()[_name].claimed = _claims
+BASES = {Sdpa, Otherwise, StoreOf, Latents, Chosen, Scan}
 ALL: list[Any] = [
     kind for kind in list(vars().values())
     if getattr(kind, "__module__", "") == __name__ and hasattr(kind, "claimed") and kind not in BASES
 ]  # fmt: skip
-MENDED: dict[str, str] = {
+FOUND_BY: dict[str, str] = {
+    "SixteenSplits": "published-cached_long_context-long_context",
+    "UnderSixteenKeys": "pairs-cached-drawn",
+    "WindowFromTheBlock": "numeric-decoder_feature_sliding_window-mixed",
+    "CapBeforeTheScale": "published-cached_Grok's_cap-reaching",
+    "OneBlockOfSinks": "published-cached_long_context-long_context",
+    "SinksWithinTheWindow": "published-cached_long_context-long_context",
+    "EvenWindows": "numeric-encoder_uncached_feature_sliding_window-given",
+    "LastChunkOfOneBlock": "numeric-decoder_feature_chunked-mixed",
+    "TailOf160": "numeric-decoder_head_size_160-mixed",
+    "WideKeysShortPages": "published-cached_DeepSeek's_prefill-reaching",
+    "SixtyFourSlopes": "pairs-cached-drawn",
+    "GroupTail": "numeric-decoder_gqa_3-mixed",
+    "SixteenPerGroup": "published-cached_group_17-reaching",
+    "OneRowTile": "numeric-decoder_block_size_64-mixed",
+    "SequencesModulo128": "published-cached_many_sequences-many_sequences",
+    "AlibiBothWays": "numeric-decoder_pair_alibi_non_causal-mixed",
+    "DraftsOverInt8Window": "numeric-decoder_pair_int8_sliding_window-mixed",
+    "SinklessLse": "numeric-decoder_pair_learned_sinks_lse-mixed",
+    "BlocksInSixteenBits": "far_blocks--decode",
+    "StopsAtSkipped": "store-attention-some",
+    "TwoHeadsAtATime": "store-attention_kv_heads_3-some",
+    "After20Groups": "numeric",
+    "TwoPlansAlive": "plans--mixed",
+    "CompiledWithoutTheScale": "numeric",
+    "OnePlanForManyLayers": "process--tiny",
+    "SetsAVariable": "numeric-decoder-decode",
+    "SixtyFourLatentHeads": "latent-mla_heads_128-decode",
+    "AloneIsFresh": "recurrence-gdn-continued",
+    "ForgetsShortContinuations": "recurrence-short_conv_drafts-mixed",
+    "SlotsInOrder": "recurrence-mamba2_64_x_128-mixed",
+    # These the kit didn't find at first.
     "BigPagesFarKeys": "published-cached_all_full-all_full",
     "SecondTileOfHeads": "published-cached_Falcon-reaching",
     "FullLastPage": "published-cached_all_full-all_full",
@@ -949,7 +635,6 @@ MENDED: dict[str, str] = {
     "StatesOf128": "recurrence-mamba2-continued",
     "RingInSixteenBits": "recurrence-short_conv_drafts-continued",
 }
-"""What the kit didn't find at first, by the case that finds it since. The others, the whole kit finds."""
-WHOLE_KIT = "the whole kit"
+"""The case that finds each, or the check whose cases do together, one after another."""
 for _index in range(len(ALL)):
-    ALL[_index].by = (MENDED.get(ALL[_index].__name__, WHOLE_KIT),)
+    ALL[_index].by = (FOUND_BY[ALL[_index].__name__],)

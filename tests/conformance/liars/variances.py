@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from liars.plain import HonestGraph, Plain
+from liars.told import Hooks, lies
 from polyattn.families.sparse.torch_index import TorchIndex
 from polyattn.kernel import Batch, Frame, IndexFrame, Plan, RecurrentFrame
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
@@ -38,144 +39,56 @@ class HonestSame(Same):
     by: ClassVar[tuple[str, ...]] = ()
 
 
-class PlaceInTheBatch(Same):
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return index % 2 == 1
-
-
-class LongestNeighbour(Same):
-    """Keys are split by the longest sequence."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.max_seq_len > 40
-
-
-class AloneIsAnother(Same):
-    """One sequence has a kernel of its own."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.num_seqs == 1
-
-
-class TokensOfTheStep(Same):
-    """Tiles are as high as the step has tokens."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.num_tokens > 64
-
-
-class ByItsPages(Same):
-    """Pages that lie in order are read in larger tiles."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        table = batch.block_table
-        return table is not None and int(table[index, 0]) % 2 == 1
-
-
-class FullChip(Same):
-    """Splits end where the chip is full: work that the step has in all."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return sum(batch.lens) > 150
-
-
-class MasksListedByTheStep(Same):
-    """Which key tiles a mask shows is listed where the step has several sequences."""
-
-    by = ("regrouped",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return self.spec.mask is not None and batch.num_seqs > 1
-
-
-class DecodesApart(Same):
-    """A single token has decode's tile."""
-
-    by = ("chunked", "drafted")
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.query_lens[index] == 1
-
-
-class DraftsApart(Same):
-    by = ("drafted",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return 2 <= batch.query_lens[index] <= 8
-
-
-class ContextApart(Same):
-    """Context and a chunk's own keys are merged."""
-
-    by = ("chunked",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.lens[index] > batch.query_lens[index] > 1
-
-
-class WholePrompts(Same):
-    """A prompt's own keys are read as they come, in other tiles than the cache's."""
-
-    by = ("chunked",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.query_lens[index] == batch.lens[index] > 20
-
-
-class RowOfTheTile(Same):
-    """The last rows of a tile of 16 are masked otherwise."""
-
-    by = ("chunked",)
-
-    def nudged(self, batch: Batch, index: int) -> slice:
-        return slice(15, None, 16)
-
-
-class HitsOfBlocks(Same):
-    """A chunk that begins with a block skips a mask."""
-
-    by = ("hits",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        context = batch.lens[index] - batch.query_lens[index]
-        return context > 0 and context % 16 == 0
-
-
-class LongChunks(Same):
-    """More than 512 queries, or after 512 keys, are cut."""
-
-    by = ("chunked--long",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return batch.query_lens[index] < batch.lens[index] > 512
-
-
-class GivenKeys(Same):
-    by = ("given_alike",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return not self.paged
-
-
-class PackedBehindOthers(Same):
-    """Of packed keys the first sequence's are aligned."""
-
-    by = ("given_alike",)
-
-    def nudged(self, batch: Batch, index: int) -> bool:
-        return not self.paged and batch.key_starts[index] > 0
+REGROUPED = {
+    "PlaceInTheBatch": lambda self, batch, index: index % 2 == 1,
+    # Keys are split by the longest sequence.
+    "LongestNeighbour": lambda self, batch, index: batch.max_seq_len > 40,
+    # One sequence has a kernel of its own.
+    "AloneIsAnother": lambda self, batch, index: batch.num_seqs == 1,
+    # Tiles are as high as the step has tokens.
+    "TokensOfTheStep": lambda self, batch, index: batch.num_tokens > 64,
+    # Pages that lie in order are read in larger tiles.
+    "ByItsPages": lambda self, batch, index: (
+        batch.block_table is not None and int(batch.block_table[index, 0]) % 2 == 1
+    ),
+    # Splits end where the chip is full: work that the step has in all.
+    "FullChip": lambda self, batch, index: sum(batch.lens) > 150,
+    # Which key tiles a mask shows is listed where the step has several sequences.
+    "MasksListedByTheStep": lambda self, batch, index: (
+        self.spec.mask is not None and batch.num_seqs > 1
+    ),
+}
+CHUNKED = {
+    # Context and a chunk's own keys are merged.
+    "ContextApart": lambda self, batch, index: batch.lens[index] > batch.query_lens[index] > 1,
+    # A prompt's own keys are read as they come, in other tiles than the cache's.
+    "WholePrompts": lambda self, batch, index: batch.query_lens[index] == batch.lens[index] > 20,
+    # The last rows of a tile of 16 are masked otherwise.
+    "RowOfTheTile": lambda self, batch, index: slice(15, None, 16),
+}
+HITS = {
+    # A chunk that begins with a block skips a mask.
+    "HitsOfBlocks": lambda self, batch, index: (
+        batch.lens[index] > batch.query_lens[index]
+        and (batch.lens[index] - batch.query_lens[index]) % 16 == 0
+    ),
+}
+LONG = {
+    # More than 512 queries, or after 512 keys, are cut.
+    "LongChunks": lambda self, batch, index: batch.query_lens[index] < batch.lens[index] > 512,
+}
+GIVEN = {
+    "GivenKeys": lambda self, batch, index: not self.paged,
+    # Of packed keys the first sequence's are aligned.
+    "PackedBehindOthers": lambda self, batch, index: not self.paged and batch.key_starts[index] > 0,
+}
+# A single token has decode's tile.
+DECODES = {"DecodesApart": lambda self, batch, index: batch.query_lens[index] == 1}
+DRAFTS = {"DraftsApart": lambda self, batch, index: 2 <= batch.query_lens[index] <= 8}
+globals().update(lies(__name__, *((Same, "nudged", told, *by) for told, *by in (
+    (REGROUPED, "regrouped"), (CHUNKED, "chunked"), (HITS, "hits"), (LONG, "chunked--long"),
+    (GIVEN, "given_alike"), (DECODES, "chunked", "drafted"), (DRAFTS, "drafted"),
+))))  # fmt: skip
 
 
 class PlansForGraphs(HonestGraph):
@@ -232,69 +145,63 @@ class RoundsBetweenSteps(TorchScan):
         frame.states[written] = frame.states[written].bfloat16().to(frame.states.dtype)
 
 
-class ContextsByTheBatch(TorchMLA):
-    """Rows that end a vector are merged otherwise: the last token of a step of many."""
-
-    by = ("regrouped",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if plan.batch.num_seqs > 1:
-            frame.out[-1:] *= NUDGE
+class Scans(Hooks, TorchScan):
+    """Right recurrences, whose results a liar changes in the last place."""
 
 
-class ScansByTheBatch(TorchScan):
-    by = ("regrouped",)
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+class Latents(Hooks, TorchMLA):
+    """Right attention to latents, whose results a liar changes in the last place."""
 
 
-class StatesByTheBatch(TorchScan):
-    """Outputs have the same bits, and the states that are left don't."""
-
-    by = ("regrouped",)
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        written = [slot for slot in plan.slots if slot >= 0]
-        frame.states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
+class Chosen(Hooks, TorchSparseMLA):
+    """Right attention to what is chosen, whose results a liar changes in the last place."""
 
 
-class StatesOfManyTokens(TorchScan):
-    """Of several sequences with a token each, the states that are left have other bits."""
-
-    by = ("divided",)
-
-    def run(self, plan: Any, frame: RecurrentFrame) -> None:
-        super().run(plan, frame)
-        if plan.batch.max_query_len == 1 and plan.batch.num_seqs > 1:
-            frame.states[plan.slots] *= 1.0 + 1e-6
+def nudge_states(frame: RecurrentFrame, slots: list[int], by: float) -> None:
+    written = [slot for slot in slots if slot >= 0]
+    frame.states[written] *= 1.0 + 1e-6 * by
 
 
-class RowsOfOneRequest(TorchMLA):
+def rows_of_one_request(self: Any, plan: Plan, frame: Frame) -> None:
     """Rows over the same pages are attended to together."""
-
-    by = ("chunked", "drafted")
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        table = plan.batch.block_table
-        assert table is not None
-        same = (table[1:, :1] == table[:-1, :1]).nonzero()[:, 0]
-        frame.out[same + 1] *= NUDGE
+    table = plan.batch.block_table
+    assert table is not None
+    same = (table[1:, :1] == table[:-1, :1]).nonzero()[:, 0]
+    frame.out[same + 1] *= NUDGE
 
 
-class ChoicesOfManyTokens(TorchSparseMLA):
+def by_the_batch(self: Any, plan: Plan, frame: Frame) -> None:
+    frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+
+
+def last_of_many(self: Any, plan: Plan, frame: Frame) -> None:
+    """Rows that end a vector are merged otherwise: the last token of a step of many."""
+    if plan.batch.num_seqs > 1:
+        frame.out[-1:] *= NUDGE
+
+
+def of_many_tokens(self: Any, plan: Plan, frame: Frame) -> None:
     """Chosen rows of several tokens are multiplied in one call."""
+    if len(frame.query) > 4:
+        frame.out.mul_(NUDGE)
 
-    by = ("regrouped",)
 
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        if len(frame.query) > 4:
-            frame.out.mul_(NUDGE)
+AFTER: tuple[tuple[type[Any], str, Any, tuple[str, ...]], ...] = (
+    (Latents, "ContextsByTheBatch", last_of_many, ("regrouped",)),
+    (Latents, "LatentsByTheBatch", by_the_batch, ("regrouped",)),
+    (Latents, "RowsOfOneRequest", rows_of_one_request, ("chunked", "drafted")),
+    (Chosen, "ChoicesOfManyTokens", of_many_tokens, ("regrouped",)),
+    (Scans, "ScansByTheBatch", by_the_batch, ("regrouped",)),
+    # Outputs have the same bits, and the states that are left don't.
+    (Scans, "StatesByTheBatch", lambda self, plan, frame: nudge_states(
+        frame, plan.slots, plan.batch.num_seqs % 7), ("regrouped",)),
+    # Of several sequences with a token each, the states that are left have other bits.
+    (Scans, "StatesOfManyTokens", lambda self, plan, frame: nudge_states(
+        frame, plan.slots, plan.batch.max_query_len == 1 and plan.batch.num_seqs > 1), ("divided",)),
+)  # fmt: skip
+globals().update(
+    lies(__name__, *((base, "after", {name: does}, *by) for base, name, does, by in AFTER))
+)
 
 
 class ScoresByTheBatch(TorchIndex):
@@ -307,11 +214,3 @@ class ScoresByTheBatch(TorchIndex):
             turned = frame.query.flip(-1) * (1.0 + 2.0**-22)
             frame = replace(frame, query=turned.flip(-1))
         super().run(plan, frame)
-
-
-class LatentsByTheBatch(TorchMLA):
-    by = ("regrouped",)
-
-    def run(self, plan: Plan, frame: Frame) -> None:
-        super().run(plan, frame)
-        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))

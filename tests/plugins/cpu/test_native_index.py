@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Batch, Indexer, IndexerSpec, select
+from polyattn import Indexer, IndexerSpec, select
 from polyattn.conformance.cases.index import layer_for
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.errors import BatchError
+from polyattn.families.sparse.index_workload import WHOLE, IndexWorkload
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
+from polyattn.workload.dice import Dice
+from polyattn.workload.steps import USUAL
 from polyattn_cpu.native import library
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
 )
 ISAS = library.isas() if library.why_not() is None else ("none",)
-PAGE = 16
 
 SPECS = {
     # The rows of a vector, of a panel, and of decode's products, one less and one more.
@@ -46,42 +48,16 @@ SPECS = {
 }  # fmt: skip
 
 
-class Step:
+def step(spec, queries, lens, dtype="bfloat16", numbers=WHOLE):
     """A step of whole numbers, whose scores are exact and tie, over scattered pages."""
+    lengths = list(zip(queries, lens, strict=True))
+    return IndexWorkload(layer_for(spec, dtype), lengths, Dice(0), numbers=numbers)
 
-    def __init__(self, spec, queries, lens, dtype="bfloat16", whole=True):
-        random = torch.Generator().manual_seed(0)
-        self.layer, self.spec = layer_for(spec, dtype), spec
-        pages = [-(-n // PAGE) for n in lens]
-        self.table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
-        order = torch.randperm(sum(pages), generator=random).int().split(pages)
-        for row, own in zip(self.table, order, strict=True):
-            row[: len(own)] = own
-        self.batch = Batch.from_lens(queries, lens)
-        self.batch.block_table = self.table
 
-        def drawn(*shape):
-            some = torch.randn(*shape, generator=random)
-            return some.round() if whole else some
-
-        tokens = sum(queries)
-        self.query = drawn(tokens, spec.num_heads, spec.head_size).to(getattr(torch, dtype))
-        self.weights = drawn(tokens, spec.num_heads) if spec.fold == "weighted" else None
-        self.within = None
-        if spec.within is not None:
-            self.within = torch.randint(-1, 20, (tokens, 1, 9), generator=random).int()
-        plain = self.indexer("TORCH_INDEX")
-        self.keys = plain.allocate_cache(sum(pages), PAGE)
-        keys = drawn(sum(pages) * PAGE, spec.head_size).clamp(-3, 3)
-        if spec.cache_dtype == "fp8_scaled":
-            keys[:, 0] = 7.0  # of 448 a power of two: what is stored is what was drawn
-        plain.store(keys.to(self.query.dtype), self.keys, torch.arange(len(keys)))
-
-    def indexer(self, backend):
-        return Indexer(select(self.layer, "cpu", backend=f"index={backend}"))
-
-    def chosen(self, backend="NATIVE_INDEX"):
-        return self.indexer(backend)(self.query, self.keys, self.batch, self.weights, self.within)
+def chosen(work, backend="NATIVE_INDEX"):
+    indexer = Indexer(select(work.spec, "cpu", backend=f"index={backend}"))
+    frame = work.frame
+    return indexer(frame.query, frame.keys, work.batch, frame.weights, frame.within)
 
 
 @pytest.fixture(params=ISAS)
@@ -106,8 +82,8 @@ FAST = ("5 heads of 100", "64 heads of 128", "blocks")
 def test_it_chooses_what_torch_does(isa, name):
     # A tile of keys is 128 entries, an item of queries 64 tokens.
     for queries, lens in (([1, 1, 1], [127, 128, 257]), ([66, 1, 0, 3], [129, 1, 5, 300])):
-        step = Step(SPECS[name], queries, lens)
-        assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+        work = step(SPECS[name], queries, lens)
+        assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages that nobody may touch are Linux's")
@@ -116,26 +92,25 @@ def test_nothing_is_read_behind_an_end(isa, threads, name):
     """A lane of no token, and the start of no sequence: no result tells of them."""
     threads(5)  # so that blocks of queries are counted, which decide whether sequences are cut
     for queries, lens in (([1, 1, 1], [127, 128, 257]), ([1, 3], [33, 9]), ([1], [8200])):
-        step = Step(SPECS[name], queries, lens)
-        wanted = step.chosen("TORCH_INDEX")
+        work = step(SPECS[name], queries, lens)
+        wanted, frame, batch = chosen(work, "TORCH_INDEX"), work.frame, work.batch
         for field in ("query", "weights", "keys"):
-            if getattr(step, field) is not None:
-                setattr(step, field, at_an_end(getattr(step, field)))
-        step.batch.block_table = at_an_end(step.table)
+            if getattr(frame, field) is not None:
+                setattr(frame, field, at_an_end(getattr(frame, field)))
+        batch.block_table = at_an_end(batch.block_table)
         for field in ("query_start_loc", "seq_lens"):
-            step.batch.__dict__[field] = at_an_end(getattr(step.batch, field))
-        assert torch.equal(step.chosen(), wanted)
+            batch.__dict__[field] = at_an_end(getattr(batch, field))
+        assert torch.equal(chosen(work), wanted)
 
 
 def test_each_entry_is_a_block_of_its_own(isa):
     """More blocks than a small scratch holds, of which each token names a few."""
     spec = IndexerSpec(num_heads=3, head_size=32, budget=5, scale=0.25, within=1)
-    step = Step(spec, [3, 1], [9000, 20])
-    step.within = torch.randint(
-        0, 9000, (4, 1, 9), generator=torch.Generator().manual_seed(1)
-    ).int()
-    step.within[3] %= 20
-    assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+    work = step(spec, [3, 1], [9000, 20])
+    within = torch.randint(0, 9000, (4, 1, 9), generator=torch.Generator().manual_seed(1)).int()
+    within[3] %= 20
+    work.frame.within = within
+    assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
 @pytest.mark.slow
@@ -144,16 +119,16 @@ def test_threads_and_neighbours_change_no_choice(isa, threads, name):
     """Long sequences are cut for several threads, and their parts merged."""
     lens = [8191, 8192, 20000]
     threads(1)
-    step = Step(SPECS[name], [1, 1, 1], lens, whole=False)
-    found = step.chosen()
+    work = step(SPECS[name], [1, 1, 1], lens, numbers=USUAL)
+    ids, frame = chosen(work), work.frame
     threads(5)
-    assert torch.equal(found, step.chosen())
+    assert torch.equal(ids, chosen(work))
     for at, length in enumerate(lens):
-        alone = Step(SPECS[name], [1], [length], whole=False)
-        alone.keys, alone.query = step.keys, step.query[at : at + 1]
-        alone.weights = None if step.weights is None else step.weights[at : at + 1]
-        alone.batch.block_table = step.table[at : at + 1]
-        assert torch.equal(found[at], alone.chosen()[0])
+        alone = step(SPECS[name], [1], [length], numbers=USUAL)
+        alone.frame.keys, alone.frame.query = frame.keys, frame.query[at : at + 1]
+        alone.frame.weights = None if frame.weights is None else frame.weights[at : at + 1]
+        alone.batch.block_table = work.batch.block_table[at : at + 1]
+        assert torch.equal(ids[at], chosen(alone)[0])
 
 
 @pytest.mark.slow
@@ -163,21 +138,21 @@ def test_ties_and_rising_scores_fill_the_list_many_times(isa, budget):
     spec = IndexerSpec(
         num_heads=1, head_size=32, budget=budget, fold="sum", activation="none", scale=1.0
     )
-    step = Step(spec, [1], [12000], "float32")
-    step.query.zero_()
-    step.query[:, :, 0] = 1.0
-    entry = torch.arange(12000)
-    slots = step.table[0, entry // PAGE].long() * PAGE + entry % PAGE
+    work = step(spec, [1], [12000], "float32")
+    frame, entry = work.frame, torch.arange(12000)
+    frame.query.zero_()
+    frame.query[:, :, 0] = 1.0
+    slots = work.batch.block_table[0, entry // 16].long() * 16 + entry % 16
     for score in (entry, -entry, entry % 7, entry * 0):
-        step.keys.view(-1, 32)[slots, 0] = score.float()
-        assert torch.equal(step.chosen(), step.chosen("TORCH_INDEX"))
+        frame.keys.view(-1, 32)[slots, 0] = score.float()
+        assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
 def test_a_broken_table_is_refused(isa):
-    step = Step(SPECS["3 heads of 64"], [1, 1], [40, 40])
-    step.batch.block_table[1, 2] = 10**6
-    with pytest.raises(BatchError, match="block_table points outside the index cache's 6 blocks"):
-        step.chosen()
+    work = step(SPECS["3 heads of 64"], [1, 1], [40, 40])
+    work.batch.block_table[1, 2] = 10**6
+    with pytest.raises(BatchError, match="block_table points outside the index cache's 9 blocks"):
+        chosen(work)
 
 
 @pytest.mark.slow

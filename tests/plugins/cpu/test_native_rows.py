@@ -15,7 +15,16 @@ import pytest
 import torch
 from polyattn import Batch, KVCache, LayerSpec, RowFormat, row_formats
 from polyattn.families.attention import reference
-from polyattn.kernel import Device, Frame, LayerParams, decoded, encoded, quantize, sizes_of
+from polyattn.kernel import (
+    CacheFormat,
+    Device,
+    Frame,
+    LayerParams,
+    decoded,
+    encoded,
+    quantize,
+    sizes_of,
+)
 from polyattn.runtime.cache.bits import codebook, half, single_at, written
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
@@ -100,6 +109,21 @@ def formats() -> Iterator[None]:
         known._registered.pop("every")
 
 
+def every_isa(spec: LayerSpec, form: CacheFormat) -> Iterator[tuple[str, NativeAttention]]:
+    for isa in ISAS:
+        backend = NativeAttention(spec, form, CPU)
+        backend.by = isa
+        yield isa, backend
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...]:
     """Return a step's frame, its batch and the cache, whose unused bytes are 255."""
     chance = torch.Generator().manual_seed(len(lens))
@@ -116,6 +140,7 @@ def step(spec: LayerSpec, queries: list[int], lens: list[int]) -> tuple[Any, ...
                 new = torch.randn(1, spec.num_kv_heads, size, generator=chance) * 2.0 ** -(at % 4)
                 turns = (0.5, 1.0, -1.0, 0.0)[at % 4]  # where a comparison turns, as it is stored
                 new[..., at % size] = scale * turns
+                new = new if stored.dtype.itemsize == 1 else new.to(stored.dtype)
                 stored[pages[at // 32], at % 32] = quantize(new, stored.dtype, scale, format)[0]
     query = torch.randn(sum(queries), spec.num_heads, spec.head_size, generator=chance)
     query = query.to(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
@@ -151,9 +176,7 @@ def test_rows_are_read_as_decoded(
         frame, batch, cache = step(spec, [1, 2, 30, 1], [65, 3, 40, 1])
         wanted, lse = reference.forward(spec, frame.query, None, None, cache, batch, frame.params)
         tolerance = tolerance_of(spec)
-        for isa in ISAS:
-            backend = NativeAttention(spec, cache.format, CPU)
-            backend.by = isa
+        for isa, backend in every_isa(spec, cache.format):
             backend.run(backend.plan(batch), frame)
             assert output_error(frame.out, wanted) <= tolerance.output, isa
             assert lse_error(frame.lse, lse) <= tolerance.lse, isa
@@ -162,70 +185,43 @@ def test_rows_are_read_as_decoded(
 @pytest.mark.skipif(
     (platform.machine(), platform.libc_ver()[0]) != ("x86_64", "glibc"), reason="x86's flags"
 )
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", [32, 64, 96])
 def test_what_ends_a_row_is_no_subnormal_number(size: int) -> None:
     """As scales of no group were, of fewer groups than a vector's: Intel multiplies these slowly."""
     spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=size, kv_cache_dtype="mxfp4")
-    frame, batch, _ = step(spec, [1], [65])
+    frame, batch, cache = step(spec, [1], [65])
     libm, state = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for isa in ISAS:
-            backend = NativeAttention(spec, frame.cache.format, CPU)
-            backend.by = isa
-            plan = backend.plan(batch)
-            libm.fegetenv(state)
-            state[7] &= ~2  # MXCSR: that an operand was subnormal
-            libm.fesetenv(state)
-            backend.run(plan, frame)
-            libm.fegetenv(state)
-            assert not state[7] & 2, isa
-    finally:
-        torch.set_num_threads(threads)
+    for isa, backend in every_isa(spec, cache.format):
+        plan = backend.plan(batch)
+        libm.fegetenv(state)
+        state[7] &= ~2  # MXCSR: that an operand was subnormal
+        libm.fesetenv(state)
+        backend.run(plan, frame)
+        libm.fegetenv(state)
+        assert not state[7] & 2, isa
 
 
-@pytest.mark.parametrize("name, size, v_size", [("turboquant4", 64, 256), ("int8_rows", 16, 16)])
-def test_an_item_of_many_heads_has_room(name: str, size: int, v_size: int) -> None:
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "name, dtype, size, v_size",
+    [
+        ("turboquant4", "float32", 64, 256),
+        ("int8_rows", "float32", 16, 16),
+        ("auto", "bfloat16", 16, 16),
+    ],
+)
+def test_an_item_of_many_heads_has_room(name: str, dtype: str, size: int, v_size: int) -> None:
     """Sixteen KV heads of sixteen rows are an item: no other path has as large a scratch."""
     spec = LayerSpec(
         num_heads=256, num_kv_heads=16, head_size=size, v_head_size=v_size, kv_cache_dtype=name,
-        dtype="float32",
+        dtype=dtype,
     )  # fmt: skip
     frame, batch, cache = step(spec, [1, 1], [65, 65])
     wanted, _ = reference.forward(spec, frame.query, None, None, cache, batch, frame.params)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for isa in ISAS:
-            backend = NativeAttention(spec, cache.format, CPU)
-            backend.by = isa
-            backend.run(backend.plan(batch), frame)
-            assert output_error(frame.out, wanted) <= tolerance_of(spec).output, isa
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_an_item_of_many_heads_has_room_over_bfloat16() -> None:
-    """The same where rows have no format: no other path has as large a scratch."""
-    spec = LayerSpec(num_heads=256, num_kv_heads=16, head_size=16, dtype="bfloat16")
-    chance = torch.Generator().manual_seed(0)
-    cache = KVCache.allocate(format_of(spec, CPU, "NHD", 32), 6)
-    cache.key.normal_(generator=chance), cache.value.normal_(generator=chance)
-    query = torch.randn(2, 256, 16, generator=chance).bfloat16()
-    batch = Batch.from_lens([1, 1], [65, 65], torch.arange(6).int().view(2, 3), 32)
-    wanted, _ = reference.forward(spec, query, None, None, cache, batch, LayerParams())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for isa in ISAS:
-            backend, out = NativeAttention(spec, cache.format, CPU), torch.empty_like(query)
-            backend.by = isa
-            frame = Frame(query, None, None, cache, LayerParams(), out, None)
-            backend.run(backend.plan(batch), frame)
-            assert output_error(out, wanted) <= tolerance_of(spec).output, isa
-    finally:
-        torch.set_num_threads(threads)
+    for isa, backend in every_isa(spec, cache.format):
+        backend.run(backend.plan(batch), frame)
+        assert output_error(frame.out, wanted) <= tolerance_of(spec).output, isa
 
 
 @pytest.mark.parametrize("hard", ["sink", "outliers", "NaN"])
@@ -255,9 +251,8 @@ def test_integers_of_8_bits_lose_nothing_but_the_outputs_rounding(hard: str) -> 
     scores = torch.einsum("hgd,nhd->hgn", query.double().view(2, 4, 80), read[0]) * spec.scale
     wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), read[1]).view(1, 8, 80)
     batch = Batch.from_lens([1], [96], torch.arange(3).int().view(1, 3), 32)
-    for isa in ISAS:
-        backend, out = NativeAttention(spec, cache.format, CPU), torch.empty_like(query)
-        backend.by = isa
+    for isa, backend in every_isa(spec, cache.format):
+        out = torch.empty_like(query)
         backend.run(backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None))
         assert torch.equal(out.isnan(), wanted.isnan()), isa
         exact, found = wanted[:, :4], out[:, :4].double()
@@ -278,9 +273,7 @@ def test_a_rows_nan_stays_its_own(name: str, size: int) -> None:
         kv_cache_dtype=name,
     )
     frame, batch, cache = step(spec, [1, 2], [40, 70])
-    for isa in ISAS:
-        backend = NativeAttention(spec, cache.format, CPU)
-        backend.by = isa
+    for isa, backend in every_isa(spec, cache.format):
         plan = backend.plan(batch)
         backend.run(plan, frame)
         wanted = frame.out.clone()
@@ -307,9 +300,7 @@ def test_nothing_is_read_or_written_behind_an_end(name: str, size: int, v_size: 
         held = KVCache(at_an_end(cache.key), at_an_end(cache.value), cache.format)
         assert batch.block_table is not None
         batch.block_table = at_an_end(batch.block_table)
-        for isa in ISAS:
-            backend = NativeAttention(spec, cache.format, CPU)
-            backend.by = isa
+        for isa, backend in every_isa(spec, cache.format):
             backend.run(backend.plan(batch), frame)
             backend.run(backend.plan(batch), frame.but(cache=held, **inputs))
             assert torch.equal(inputs["out"], frame.out), isa

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import Step, check_given, check_paged, paged_batch
+from adapters import check_given, check_paged, drawn, run
 from builds import (
     CPU,
     HALF,
@@ -19,7 +19,7 @@ from builds import (
     vllm_operators,
 )
 from polyattn import Batch, LayerSpec, select
-from polyattn.kernel import CacheFormat, Frame, KVCache, LayerParams, window_sizes
+from polyattn.kernel import Frame, LayerParams, window_sizes
 from polyattn.workload.compare import output_error
 
 pytest.importorskip("triton")
@@ -40,10 +40,8 @@ def test_flash_attention_3_splits_no_keys_where_bits_must_not_follow_from_the_ba
     """Beside captured steps, whose splits otherwise are the capture's."""
     from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
 
-    form = CacheFormat(
-        block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype=SMALL.dtype
-    )
-    batch = paged_batch(form, [1] * 3, [30, 9, 25], list(range(12)))
+    work = drawn(SMALL, [(1, 30), (1, 9), (1, 25)], 16)
+    batch, form = work.batch, work.group.cache_format
     for capture in ("none", "any"):
         free = SMALL.replace(graph_capture=capture)
         assert UpstreamFlashAttention3(free, form, CPU).plan(batch).splits != 1
@@ -60,10 +58,8 @@ def test_flash_attns_captured_steps_split_as_their_eager_ones(
 
     asked: list[int] = []
     spec = SMALL.replace(graph_capture="uniform")
-    form = CacheFormat(
-        block_size=256, num_kv_heads=2, head_size=64, v_head_size=64, dtype=spec.dtype
-    )
-    backend = flash_attn.UpstreamFlashAttention2(spec, form, CPU)
+    work = drawn(spec, [(1, 30), (1, 9), (1, 25)], 256)
+    backend = flash_attn.UpstreamFlashAttention2(spec, work.group.cache_format, CPU)
     real = backend.kvcache_func
 
     def spy(*args: Any, **options: Any) -> Any:
@@ -71,14 +67,10 @@ def test_flash_attns_captured_steps_split_as_their_eager_ones(
         return real(*args, **options)
 
     backend.kvcache_func = spy
-    lens, cache = [30, 9, 25], KVCache.allocate(form, 12)
-    step = paged_batch(form, [1] * 3, lens, list(range(12)))
+    step = work.batch
     wide = torch.cat([step.block_table, step.block_table], 1)
-    Step(spec, cache, paged_batch(form, lens, lens, list(range(12))), LayerParams(), 1)
-    held = Step(spec, cache, step, LayerParams(), 1)
     for batch in (step, Batch(step.starts, step.lens, wide)):
-        held.batch = batch
-        assert held.run(backend, backend.plan(batch), False)[0] < HALF
+        assert run(work, backend, backend.plan(batch), False)[0] < HALF
     programs = 3 * spec.num_kv_heads
     assert asked == [132 // programs] * 2
 
@@ -135,15 +127,12 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
 
     monkeypatch.setattr(torch.ops._vllm_fa3_C, "fwd", fwd)
     spec = SMALL.replace(num_heads=2, num_kv_heads=1, sliding_window=window, **sides)
-    form = CacheFormat(block_size=8, num_kv_heads=1, head_size=64, v_head_size=64, dtype="float16")
     queries, lens = [256, 2 * window, 9, 40], [512, 2 * window, 3 * window, 40]
-    blocks = sum(-(-n // 8) for n in lens)
-    batch = paged_batch(form, lens, lens, list(range(blocks)))
-    batch = Batch.from_lens(queries, lens, batch.block_table, 8)
-    step = Step(spec, KVCache.allocate(form, blocks), batch, LayerParams(), 1)
+    work = drawn(spec, list(zip(queries, lens, strict=True)), 8)
+    batch, form = work.batch, work.group.cache_format
     backend = VllmFlashAttention3(spec, form, CPU)
-    out, lse = torch.empty_like(step.query), torch.empty(step.query.shape[:2])
-    frame = Frame(step.query, None, None, step.cache, step.params, out, lse)
+    out, lse = torch.empty_like(work.query), torch.empty(work.query.shape[:2])
+    frame = Frame(work.query, None, None, work.held, work.layer.params, out, lse)
     plan = backend.plan(batch)
     backend.run(plan, frame)
     left, right = window_sizes(spec)
@@ -199,35 +188,26 @@ def test_flash_attn_3_scales_each_requests_queries_by_themselves(fakes: None) ->
         dtype="bfloat16", kv_cache_dtype="fp8_e4m3", fp8_compute=True, num_heads=8, num_kv_heads=2
     )
     check_paged(UpstreamFlashAttention3, spec, 8, 0.1, lse_tight=0.1)
-    form = CacheFormat(
-        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="fp8_e4m3"
-    )  # fmt: skip
-    backend = UpstreamFlashAttention3(spec, form, CPU)
     for queries in ([1, 1, 1], [3, 1, 20]):
-        lens = [30, 9, 25]
-        cache = KVCache.allocate(form, 12)
-        batch = paged_batch(form, lens, lens, list(range(12)))
-        params = LayerParams(k_scale=0.5, v_scale=0.25)
-        Step(spec, cache, batch, params, 1)
-        batch = Batch.from_lens(queries, lens, batch.block_table, 8)
-        step = Step(spec, cache, batch, params, 2)
+        work = drawn(spec, list(zip(queries, [30, 9, 25], strict=True)), 8)
+        backend = UpstreamFlashAttention3(spec, work.group.cache_format, CPU)
 
-        def attend(query: torch.Tensor, step: Step = step) -> torch.Tensor:
-            out = torch.empty_like(step.query)
-            plan = backend.plan(step.batch)
-            backend.run(plan, Frame(query, None, None, step.cache, step.params, out, None))
+        def attend(query: torch.Tensor, work: Any = work, backend: Any = backend) -> torch.Tensor:
+            out = torch.empty_like(work.query)
+            plan = backend.plan(work.batch)
+            backend.run(plan, Frame(query, None, None, work.held, work.layer.params, out, None))
             return out
 
-        calm = attend(step.query)
+        calm = attend(work.query)
         for factor in (1000.0, torch.nan):
-            loud = step.query.clone()
+            loud = work.query.clone()
             rows = slice(queries[0], queries[0] + queries[1])
             loud[rows] *= factor
             changed = attend(loud)
             kept = torch.ones(len(loud), dtype=torch.bool)
             kept[rows] = False
             assert torch.equal(changed[kept], calm[kept])
-        loud = step.query.clone()
+        loud = work.query.clone()
         loud[:, 4:] *= 1000.0  # the second KV head's group
         assert torch.equal(attend(loud)[:, :4], calm[:, :4])
 
@@ -305,22 +285,16 @@ def test_an_output_in_e4m3_is_stored_after_the_kernel(name: str, fakes: None) ->
 
     kind = {"FLASH_ATTN_V3": UpstreamFlashAttention3, "FLASHINFER": FlashInferAttention}[name]
     spec = SMALL.replace(out_dtype="fp8_e4m3", needs_lse=True)
-    form = CacheFormat(
-        block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype=spec.dtype
-    )
-    backend = kind(spec, form, CPU)
-    for queries, lens in (([1, 1, 1], [17, 40, 1]), ([20, 3], [20, 30]), ([0], [3])):
-        cache = KVCache.allocate(form, 12)
-        batch = paged_batch(form, queries, lens, list(range(12)))
-        Step(spec, cache, paged_batch(form, lens, lens, list(range(12))), LayerParams(), 1)
-        step = Step(spec, cache, batch, LayerParams(), 2)
+    for lengths in ([(1, 17), (1, 40), (1, 1)], [(20, 20), (3, 30)], [(0, 3)]):
+        work = drawn(spec, lengths, 16)
+        backend, batch = kind(spec, work.group.cache_format, CPU), work.batch
         out = {}
-        for dtype, scale in ((torch.float8_e4m3fn, 0.25), (step.query.dtype, 1.0)):
+        for dtype, scale in ((torch.float8_e4m3fn, 0.25), (work.query.dtype, 1.0)):
             got = torch.zeros(batch.num_tokens, spec.num_heads, 64).to(dtype)
             lse = torch.full(got.shape[:2], torch.nan)
             params = LayerParams(out_scale=scale)
-            keys = (step.key, step.value)
-            backend.run(backend.plan(batch), Frame(step.query, *keys, cache, params, got, lse))
+            frame = Frame(work.query, work.key, work.value, work.held, params, got, lse)
+            backend.run(backend.plan(batch), frame)
             assert lse.isfinite().all()
             out[scale] = got
         assert torch.equal(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import check_given, check_paged, paged_batch
+from adapters import check_given, check_paged, drawn, run
 from builds import CPU, HALF, SMALL
-from polyattn import Batch, LayerSpec
-from polyattn.families.attention import reference
-from polyattn.kernel import BatchError, CacheFormat, Frame, KVCache, LayerParams
+from polyattn import LayerSpec
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.kernel import BatchError, Frame, LayerParams
+from polyattn.workload.base import workload
 from polyattn.workload.compare import output_error
-from polyattn.workload.pages import fill
 
 pytest.importorskip("triton")
 
@@ -58,63 +58,49 @@ def test_keys_are_split_only_where_the_library_merges_the_parts(size: int, split
     assert backend.options["disable_split_kv"] is not split
 
 
-def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
+def flashinfer_over(work: AttentionWorkload, spec: LayerSpec = SMALL) -> Any:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
-    form = CacheFormat(
-        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
-    )  # fmt: skip
-    return FlashInferAttention(spec, form, CPU), form
+    return FlashInferAttention(spec, work.group.cache_format, CPU)
+
+
+def decodes(*lens: int) -> AttentionWorkload:
+    return drawn(SMALL, [(1, n) for n in lens], 8)
 
 
 def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> None:
     """A prompt's: nothing is copied out of the cache, in this layer and in the plan's next."""
-    backend, form = flashinfer_decode(SMALL)
-    batch = paged_batch(form, [20, 33], [20, 33], list(range(12)))
-    generator = torch.Generator().manual_seed(3)
-    plan = backend.plan(batch)
+    work = drawn(SMALL, [(20, 20), (33, 33)], 8)
+    backend = flashinfer_over(work)
+    plan = backend.plan(work.batch)
     assert plan.keys is not None
-    for _ in range(2):
-        cache = KVCache.allocate(form, 12, torch.device("cpu"))
-        fill(cache, generator)
-        query = torch.randn(53, SMALL.num_heads, 64, generator=generator).half()
-        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
-        backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse))
-        wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
-        assert output_error(out, wanted) < HALF
+    for layer in (work, workload(work.layer, work.lengths, 1, step={"like": work}).remembered()):
+        assert run(layer, backend, plan, given=False)[0] < HALF
         assert "Paged" in type(plan.lease.wrapper).__name__
 
 
 def test_an_output_may_be_some_heads_of_a_wider_tensor(fakes: None) -> None:
     """An H100 wrote wrong rows and beside them: the library takes an address, not strides."""
-    backend, form = flashinfer_decode(SMALL)
-    batch = paged_batch(form, [1, 1], [9, 30], list(range(8)))
-    cache = KVCache.allocate(form, 8, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(4)
-    fill(cache, generator)
-    query = torch.randn(2, SMALL.num_heads, 64, generator=generator).half()
+    work = decodes(9, 30)
+    backend, query, held = flashinfer_over(work), work.query, work.held
     wide = torch.full((4, SMALL.num_heads + 3, 64), 7.0).half()
     out = wide[1:-1, 1:-2]
-    backend.run(backend.plan(batch), Frame(query, None, None, cache, LayerParams(), out, None))
-    wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
-    assert output_error(out, wanted) < HALF
+    backend.run(backend.plan(work.batch), Frame(query, None, None, held, LayerParams(), out, None))
+    assert output_error(out, work.expected[0]) < HALF
     out.fill_(7.0)
     assert bool((wide == 7).all())
 
 
 def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
-    backend, form = flashinfer_decode(SMALL)
-
-    def batch() -> Batch:
-        return paged_batch(form, [1, 1], [9, 4], list(range(8)))
-
-    first, second = backend.plan(batch()), backend.plan(batch())
+    work = decodes(9, 4)
+    backend = flashinfer_over(work)
+    first, second = backend.plan(work.batch), backend.plan(work.batch.copy())
     assert first.lease.wrapper is not second.lease.wrapper and not backend.pool.idle
     before = first.lease.wrapper
     del first
     gc.collect()
     assert [lease.wrapper for _, lease in backend.pool.idle] == [before]
-    third = backend.plan(batch())
+    third = backend.plan(work.batch.copy())
     assert third.lease.wrapper is before and third.lease.wrapper is not second.lease.wrapper
     backend.prepare(("decode",))  # one token, and a row of two
     backend.prepare(("prefill",))
@@ -124,8 +110,9 @@ def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
 
 def test_a_wrapper_in_flight_is_left_alone(fakes: None) -> None:
     """Its plan is copied from page-locked memory when the device gets there."""
-    backend, form = flashinfer_decode(SMALL)
-    plan = backend.plan(paged_batch(form, [1], [9], list(range(8))))
+    work = decodes(9)
+    backend = flashinfer_over(work)
+    plan = backend.plan(work.batch)
     before, waits = plan.lease.wrapper, []
     plan.lease.copied = SimpleNamespace(
         query=lambda: False, synchronize=lambda: waits.append(1), record=lambda: None
@@ -135,17 +122,16 @@ def test_a_wrapper_in_flight_is_left_alone(fakes: None) -> None:
     lease = plan.lease
     del plan, again
     gc.collect()
-    other = backend.plan(paged_batch(form, [1], [9], list(range(8))))
+    other = backend.plan(work.batch.copy())
     assert other.lease is not lease and backend.pool.idle[0][1] is lease
 
 
 def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
-    backend, form = flashinfer_decode(SMALL.replace(graph_capture="single_token_decode"))
-    longest = paged_batch(form, [1, 1], [64, 64], list(range(16)))
-    captured = backend.plan(longest)
+    longest, step, longer = decodes(64, 64), decodes(9, 30).batch, decodes(64, 65).batch
+    backend = flashinfer_over(longest, SMALL.replace(graph_capture="single_token_decode"))
+    captured = backend.plan(longest.batch)
     made = captured.lease.wrapper.made
     assert made["use_cuda_graph"] and len(made["paged_kv_indices_buffer"]) == 16
-    step = paged_batch(form, [1, 1], [9, 30], list(range(16)))
     replayed = backend.plan(step, captured)
     assert replayed.lease is captured.lease
     planned = captured.lease.wrapper.planned
@@ -154,7 +140,6 @@ def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
     table = step.block_table
     assert planned["indices"].tolist() == [*table[0, :2].tolist(), *table[1, :4].tolist()]
     assert captured.lease.room.pages[:6].tolist() == planned["indices"].tolist()
-    longer = paged_batch(form, [1, 1], [64, 65], list(range(17)))
     with pytest.raises(BatchError, match="17 pages, its captured graph room for 16"):
         backend.plan(longer, captured)
     aside = backend.plan(step)  # an eager step of this size beside it
@@ -170,19 +155,16 @@ def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: N
     from polyattn_cuda.flashinfer import FlashInferAttention
 
     spec = SMALL.replace(**FLASHINFER[case])
-    form = CacheFormat(
-        block_size=8, num_kv_heads=spec.num_kv_heads, head_size=64, v_head_size=64, dtype="float16"
-    )  # fmt: skip
-    backend = FlashInferAttention(spec, form, CPU)
+    backend = FlashInferAttention(spec, drawn(spec, [(1, 1)], 8).group.cache_format, CPU)
     flashinfer.MODULES.clear()
     backend.prepare(("decode", "prefill"))
     compiled = set(flashinfer.MODULES)
     steps = [
-        ([20, 30], [20, 30]), ([20, 30], [20, 60]), ([1, 40], [9, 40]), ([1, 1], [9, 33]),
-        ([4, 2], [9, 33]), ([3], [3]), ([17], [64]),
+        [(20, 20), (30, 30)], [(20, 20), (30, 60)], [(1, 9), (40, 40)], [(1, 9), (1, 33)],
+        [(4, 9), (2, 33)], [(3, 3)], [(17, 64)],
     ]  # fmt: skip
-    for queries, lens in steps:
-        batch = paged_batch(form, queries, lens, list(range(64)))
+    for lengths in steps:
+        batch = drawn(spec, lengths, 8).batch
         backend.plan(batch)
         if spec.sliding_window is None:
             backend.plan(batch.over_context())

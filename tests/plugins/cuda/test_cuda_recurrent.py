@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Batch, Device, LayerSpec
+from polyattn import Batch, Device, LayerGroup, LayerSpec, select
 from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.families.recurrent import workload as samples
 from polyattn.kernel import AttentionKind, RecurrentBackend, RecurrentFrame
-from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.spec.recurrence import form_of
 from polyattn.spec.recurrent import RecurrentSpec
-from polyattn.workload.compare import output_error
+from polyattn.workload.base import workload
+from polyattn.workload.steps import Lengths
 from test_signatures import bind
 from torch import Tensor
 
@@ -40,14 +39,14 @@ def scan_by_reference(
     return torch.cat(outputs), torch.stack(finals)
 
 
-def channels(spec: LayerSpec, name: str) -> Any:
-    """fla's KDA and RWKV-7: inputs as our reference names them."""
+def delta(spec: LayerSpec, name: str) -> Any:
+    """fla's delta rules: inputs as our reference names them."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a = bind("fla", name, *args, **kwargs)
         assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
         assert a["initial_state"].dtype == torch.float32
-        if spec.kind is AttentionKind.KDA:
+        if spec.kind is not AttentionKind.RWKV7:
             assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
         inputs = {n: a[n][0] for n in form_of(spec).inputs}
         out, final = scan_by_reference(
@@ -85,26 +84,11 @@ def fake_fla(spec: LayerSpec) -> ModuleType:
 
         return call
 
-    def delta(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            a = bind("fla", name, *args, **kwargs)
-            inputs = {n: a[n][0] for n in ("q", "k", "v", "g", "beta")}
-            assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
-            out, final = scan_by_reference(
-                spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
-                a["cu_seqlens"].tolist(),
-            )  # fmt: skip
-            return out[None].float(), final.float()
-
-        return call
-
-    for kind in ("kda", "rwkv7"):
+    for kind in ("gated_delta_rule", "kda", "rwkv7"):
         for how in ("chunk", "fused_recurrent"):
-            setattr(module, f"{how}_{kind}", channels(spec, f"{how}_{kind}"))
+            setattr(module, f"{how}_{kind}", delta(spec, f"{how}_{kind}"))
     for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
         setattr(module, name, gated(name))
-    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-        setattr(module, name, delta(name))
     return module
 
 
@@ -192,10 +176,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "spec"), CASES)
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 5), (1, 1), (1, 0), (1, 9)], [(6, 6), (6, 9), (1, 0), (0, 4), (3, 20)]],
+    ids=str,
+)
+@pytest.mark.parametrize("numbers", ["usual", "growing"])
 def test_recurrent(
-    backend: str, spec: LayerSpec, decode: bool, growing: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, spec: LayerSpec, lengths: Lengths, numbers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import polyattn_cuda.recurrent
 
@@ -208,31 +196,12 @@ def test_recurrent(
         monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{name}", mamba)
     monkeypatch.setitem(sys.modules, "causal_conv1d", conv)
     made: RecurrentBackend = getattr(polyattn_cuda.recurrent, backend)(spec, None, CUDA_ON_CPU)
-    queries, lens = ([1] * 4, [5, 1, 0, 9]) if decode else ([6, 6, 1, 0, 3], [6, 9, 0, 4, 20])
-    slots = torch.tensor([3, 0, -1, 5, 2][: len(lens)])
-    batch = Batch.from_lens(queries, lens, state_slots=slots)
-    generator = torch.Generator().manual_seed(len(queries))
-    params = {n: t.float() for n, t in samples.recurrent_params(spec, generator).items()}
-    if growing and "A" in params:
-        params["A"] = params["A"].abs() * 0.1
-    inputs = dict(
-        zip(
-            form_of(spec).inputs,
-            samples.recurrent_inputs(spec, sum(queries), generator),
-            strict=True,
-        )
-    )
-    states = StateCacheSpec.for_layer(spec, 6).allocate().data.fill_(torch.nan)
-    for slot, query, length in zip(slots.tolist(), queries, lens, strict=True):
-        if length > query:
-            states[slot] = torch.randn(states.shape[1:])
-    expected, after = reference_recurrent.forward(spec, inputs, params, states, batch)
-    plan = made.plan(batch)
-    made.plan(Batch.from_lens(queries, queries, state_slots=slots))  # another step's, in between
-    out = torch.zeros(expected.shape)
-    made.run(plan, RecurrentFrame(inputs, params, states, out))
-    rows = len(out)
-    assert output_error(out.reshape(rows, -1), expected.reshape(rows, -1)) < 2e-5
-    used = [s for s, q, n in zip(slots.tolist(), queries, lens, strict=True) if q and n]
-    assert output_error(states[used].flatten(1), after[used].flatten(1)) < 2e-5
-    assert bool(torch.isnan(states[1]).all()) and bool(torch.isnan(states[4]).all())
+    group = LayerGroup(select(spec, "cpu", backend="VANILLA_SCAN"))
+    work = workload(group, lengths, numbers=numbers).remembered()
+    plan = made.plan(work.batch)
+    fresh = [query for query, _ in lengths]
+    made.plan(Batch.from_lens(fresh, fresh, state_slots=work.batch.state_slots))  # another step's
+    frame = RecurrentFrame(work.tensors(), work.layer.params, work.states.data, work.out)
+    made.run(plan, frame)
+    work.compare(work.out, None)
+    work.check_memory()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
+from adapters import FAKES, check_given, check_paged
 from kits import OVER_FAKES, conforms, kit
 from polyattn import discover
 from polyattn.api import select
@@ -53,15 +53,6 @@ def test_the_wrong_fp8_flavour_is_caught() -> None:
     of_fp8 = ("-k", OF_FP8, "--polyattn-as", "mi300x", "-x")
     _, counts = kit("ROCM_ATTN", *of_fp8, **over_the_fakes("gfx950"))
     assert counts["failed"] == 1  # -x stops at the first
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The libraries' fakes; what a row without keys gets is nobody's promise here."""
-    use_fakes(monkeypatch, torch.nan)
-    yield
-    for name in [n for n in sys.modules if n.split(".")[0] in LIBRARIES]:
-        del sys.modules[name]
 
 
 SMALL = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64, dtype="float16")

@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from polyattn import Batch, LayerSpec, SparseSpec
+from adapters import drawn
+from polyattn import Batch, LayerGroup, LayerSpec, SparseSpec, select
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
-from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.kv_cache import KVCache, quantize
 from polyattn.runtime.program import LayerParams
 from polyattn.spec.latent import LatentSpec
-from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.spec.recurrent import RecurrentSpec
+from polyattn.workload.base import workload
 from polyattn.workload.compare import lse_error, output_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds
@@ -87,34 +86,14 @@ FAST = ("plain", "uneven", "window and sinks", "int8")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else [sweep]) for n in FEATURES]
 )
-def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
+def test_stores_and_attends(name: str) -> None:
     """A mixed step: the new tokens stored by the plan's slots, then every row against float64."""
     layer = FEATURES[name]
-    queries, lens = [q for q, _ in ROWS], [n for _, n in ROWS]
-    block, blocks = 8, 16
-    rows = table(lens, block, blocks)
-    old = Batch.from_lens(lens, lens, rows, block)
-    step = Batch.from_lens(queries, lens, rows, block)
-    dtype = STORAGE_DTYPES[layer.dtype]
-    kept = STORAGE_DTYPES[layer.stored_dtype]
-    sizes = (layer.head_size, layer.v_head_size)
-    scale = 0.04 if kept == torch.int8 else 0.5 if kept.itemsize == 1 else 1.0
-    mine = pt.Cache.zeros(layer, blocks, block)
-    theirs = KVCache(*(torch.zeros(blocks, block, 2, size, dtype=kept) for size in sizes))
-    whole = [torch.randn(sum(lens), 2, size, generator=generator).to(dtype) for size in sizes]
-    assert old.slot_mapping is not None and step.slot_mapping is not None
-    for stored, values in zip((theirs.key, theirs.value), whole, strict=True):
-        flat = stored.view(torch.uint8) if kept.itemsize == 1 else stored
-        packed = quantize(values, kept, scale)
-        packed = packed.view(torch.uint8) if kept.itemsize == 1 else packed
-        flat[old.slot_mapping // block, old.slot_mapping % block] = packed
-    query = torch.randn(sum(queries), 4, layer.head_size, generator=generator).to(dtype)
-    params = LayerParams(
-        torch.randn(4, generator=generator) if layer.learned_sinks else None,
-        torch.rand(4, generator=generator) if layer.alibi else None,
-        *(scale, scale),
-    )
-    scales = pt.Scales(scale, scale)
+    work = drawn(layer, ROWS, 8)
+    lens, rows, params = work.batch.lens, work.batch.block_table, work.layer.params
+    old, step = Batch.from_lens(lens, lens, rows, 8), work.batch
+    assert old.slot_mapping is not None and work.held is not None
+    mine, scales = pt.Cache.zeros(layer, work.held.num_blocks, 8), pt.Scales(*work.scales)
 
     @jax.jit
     def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any) -> Any:
@@ -127,18 +106,17 @@ def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
 
     first = pt.plan(old, layer, buckets=pt.Buckets(tokens=64, seqs=4, pages=64))
     plan = pt.plan(step, layer, buckets=SMALL)
-    given = [pt.pad(first, to_jax(t)) for t in whole]
-    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(query)), mine)
-    for ours, right in zip(cache, (theirs.key, theirs.value), strict=True):
-        size = right.shape[3]
-        same = to_torch(ours)[..., :size].transpose(1, 2)
-        assert torch.equal(same, right.float()), "what is stored differs"
-        assert not to_torch(ours)[..., size:].any()
-    expected, logs = reference.forward(layer, query, None, None, theirs, step, params)
-    limit = 1.5e-2 if dtype == torch.bfloat16 else 2e-5
-    count = len(query)
-    assert output_error(to_torch(out)[:count], expected) < limit
-    assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if dtype == torch.bfloat16 else 1e-4)
+    given = [pt.pad(first, to_jax(t)) for t in (work.keys, work.values)]
+    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(work.query)), mine)
+    for ours, right in zip(cache, (work.held.key, work.held.value), strict=True):
+        same = to_torch(ours)[..., : right.shape[3]].transpose(1, 2).flatten(0, 1)
+        stored = right.flatten(0, 1)[old.slot_mapping].float()
+        assert torch.equal(same[old.slot_mapping], stored), "what is stored differs"
+        assert not to_torch(ours)[..., right.shape[3] :].any()
+    expected, logs = work.expected
+    low, count = layer.dtype == "bfloat16", len(work.query)
+    assert output_error(to_torch(out)[:count], expected) < (1.5e-2 if low else 2e-5)
+    assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if low else 1e-4)
 
 
 @sweep
@@ -239,33 +217,23 @@ KINDS = [
 
 @pytest.mark.parametrize("decode", [False, True], ids=["mixed", "decode"])
 @pytest.mark.parametrize("layer", KINDS, ids=lambda s: s.kind.value)
-def test_recurrences(layer: LayerSpec, decode: bool, generator: torch.Generator) -> None:
+def test_recurrences(layer: LayerSpec, decode: bool) -> None:
     rows = [(1, 9), (1, 1), (1, 0), (1, 30)]
     if not decode:
         rows += [(0, 7), (5, 5), (70, 70), (129, 140), (3, 80)]
-    queries, lens = [q for q, _ in rows], [n for _, n in rows]
-    order = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
-    slots = [-1 if row == (1, 0) else slot for row, slot in zip(rows, order, strict=True)]
-    before = torch.full((len(rows) + 2, *shape_of(layer, form_of(layer).state)), torch.nan)
-    for (query, length), slot in zip(rows, slots, strict=True):
-        if length > query:
-            before[slot] = torch.randn(before.shape[1:], generator=generator) * 0.5
-    step = Batch.from_lens(queries, lens, state_slots=torch.tensor(slots))
-    inputs = dict(
-        zip(form_of(layer).inputs, recurrent_inputs(layer, sum(queries), generator), strict=True)
-    )
-    params = recurrent_params(layer, generator)
-    right, after = reference_recurrent.forward(layer, inputs, params, before, step)
-    plan = pt.plan(step, layer, buckets=pt.Buckets(tokens=256, seqs=16, pages=1))
+    group = LayerGroup(select(layer, "cpu", backend="VANILLA_SCAN"))
+    work = workload(group, rows).remembered()
+    before, (right, after) = work.held, work.expected
+    plan = pt.plan(work.batch, layer, buckets=pt.Buckets(tokens=256, seqs=16, pages=1))
     run = jax.jit(lambda p, i, w, s: pt.recur(p, layer, i, w, s), donate_argnums=3)
-    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in inputs.items()}
+    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in work.tensors().items()}
     states = to_jax(before.clone())
-    out, now = run(plan, given, {k: to_jax(v) for k, v in params.items()}, states)
+    params = {name: to_jax(tensor) for name, tensor in work.layer.params.items()}
+    out, now = run(plan, given, params, states)
     assert states.is_deleted(), "the states were donated, and copied all the same"
-    real = torch.repeat_interleave(torch.tensor(slots) >= 0, torch.tensor(queries))
-    found = to_torch(out)[: sum(queries)]
+    real, used = work.real_rows(), work.used
+    found = to_torch(out)[: len(real)]
     assert output_error(found[real].flatten(1), right[real].flatten(1)) < 2e-5
-    used = [s for s, q in zip(slots, queries, strict=True) if s >= 0 and q]
     assert output_error(to_torch(now)[used].flatten(1), after[used].flatten(1)) < 2e-5
     kept = [s for s in range(len(before)) if s not in used]
     assert torch.equal(to_torch(now)[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))

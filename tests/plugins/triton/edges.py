@@ -1,47 +1,84 @@
-"""Runs cases of Triton's backends that no claim's case meets, interpreted; no access leaves its tensor.
+"""Runs cases of Triton's backends that no claim's case meets: `python edges.py [DEVICE]`.
 
-A program of its own, since Triton reads TRITON_INTERPRET when it is imported. Prints how many ran.
+Interpreted, no access leaves its tensor. A program of its own, since Triton reads TRITON_INTERPRET when
+it is imported. Prints how many ran.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import bounds
 import torch
 import triton
 import triton.language as tl
 from polyattn import Device, LatentSpec, LayerSpec
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, captures
 from polyattn.conformance.checks.table import run_case
+from polyattn.registry.devices import resolve_device
 from polyattn.workload.steps import PAGES
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from unseen_format import registered
+
+torch.set_num_threads(1)
 BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", block_size=16)
 LATENT = LayerSpec(
     kind="mla", num_heads=16, head_size=48, v_head_size=32, dtype="float16", block_size=24,
     latent=LatentSpec(rank=64, rope_head_size=16),
 )  # fmt: skip
-CASES = [
-    # A tile of keys that begins and ends within blocks.
-    ("TRITON_MLA", Case("latent", "blocks of 24", LATENT, "decode")),
-    ("TRITON_MLA", Case("latent", "blocks of 24", LATENT, "short queries")),
+TWENTY = LATENT.replace(num_heads=20, dtype="float32", block_size=16, needs_lse=True)
+ATTENTION = [
     # Weights without a softmax over values of 8 bits, which are loaded in pairs with one.
-    (
-        "TRITON_ATTN",
-        Case(
-            "functions", "sigmoid, int8",
-            BASE.replace(variant="flash_sigmoid", kv_cache_dtype="int8"), "decode",
-        ),
+    Case(
+        "functions", "sigmoid, int8",
+        BASE.replace(variant="flash_sigmoid", kv_cache_dtype="int8"), "decode",
     ),
     # Decodes over pages that a mask chooses, where a score depends on the key's place.
     *(
-        (
-            "TRITON_ATTN",
-            Case("functions", name, BASE.replace(mask="block_sparse", **fields), "decode", PAGES),
-        )
+        Case("functions", name, BASE.replace(mask="block_sparse", **fields), "decode", PAGES)
         for name, fields in {
             "bias": {"variant": "relative_bias"}, "ALiBi": {"alibi": True},
         }.items()
     ),
 ]  # fmt: skip
+LATENTS = [
+    # A tile of keys that begins and ends within blocks.
+    Case("latent", "blocks of 24", LATENT, "decode"),
+    Case("latent", "blocks of 24", LATENT, "short queries"),
+    # Two tiles of heads, whose last isn't full.
+    Case("latent", "20 heads", TWENTY, "mixed"),
+    Case("latent_shared", "20 heads", TWENTY, "decode"),
+]
+ROWS = BASE.replace(
+    head_size=32, v_head_size=48, dtype="float32", kv_cache_dtype="nvfp4", needs_lse=True
+)
+
+
+def rows(device: Device) -> Iterator[tuple[str, Case]]:
+    """Yield cases of rows of bytes, of keys unlike values, and of a format that no kernel knows."""
+    for scales in ("number", "tensor", "head"):
+        spec = ROWS.replace(scales=scales, head_size=80, v_head_size=32)
+        yield "TRITON_STORE", Case("store", f"{scales} scales", spec, "some")
+        yield "TRITON_ATTN", Case("numeric", f"{scales} scales", spec, "mixed")
+    for spec in (
+        ROWS.replace(kv_cache_dtype="int4", v_head_size=32, dtype="float16"),
+        ROWS.replace(kv_cache_dtype="turboquant4/kivi2", head_size=64, v_head_size=96),
+        ROWS.replace(kv_cache_dtype="e4m3_rows/mxfp4", v_head_size=32, sliding_window=9),
+        ROWS.replace(kv_cache_dtype="int8_rows/turboquant4", v_head_size=32, dtype="float16"),
+        ROWS.replace(kv_cache_dtype="logs6", head_size=48, v_head_size=80),
+    ):
+        name = spec.kv_cache_dtype
+        for batch in ("decode", "prefill", "chunked"):
+            yield "TRITON_ATTN", Case("numeric", name, spec, batch)
+        if spec.sliding_window is None:
+            yield "TRITON_ATTN", Case("forest", name, spec, "levels")
+    captured = spec.replace(graph_capture="single_token_decode")
+    how = "graph" if captures(device) else "reuse"
+    for check, batch in ((how, "decode"), (f"forest_{how}", "levels")):
+        yield "TRITON_ATTN", Case(check, "captured", captured, batch)
 
 
 @triton.jit
@@ -61,9 +98,16 @@ def check_that_bounds_are_told() -> None:
 
 
 if __name__ == "__main__":
-    bounds.pytest_configure()
-    check_that_bounds_are_told()
-    device = Device("cpu", "x86_64", torch_device="cpu")
-    for backend, case in CASES:
-        run_case(case, backend, device, 0, 1)
-    print(len(CASES))
+    device = resolve_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    if device.platform == "cpu":
+        bounds.pytest_configure()
+        check_that_bounds_are_told()
+    with registered():
+        cases = [
+            *(("TRITON_ATTN", case) for case in ATTENTION),
+            *(("TRITON_MLA", case) for case in LATENTS),
+            *rows(device),
+        ]
+        for backend, case in cases:
+            run_case(case, backend, device, 0, 1)
+    print(len(cases))

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, Frame, LayerParams, LayerSpec
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import alike
 from polyattn_triton.attention import TritonAttention
-from ragged import BASE, BLOCK, DEVICE, filled
+from ragged import BASE, DEVICE
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 REQUESTS = [(1, 70), (20, 60), (1, 31), (5, 103), (24, 24)]
@@ -41,15 +42,16 @@ def run(backend: Any, batch: Batch, query: Any, cache: Any, *keys: Any) -> list[
     return [out, lse]
 
 
+def drawn(spec: LayerSpec, lengths: list[tuple[int, int]]) -> Any:
+    """Draw a step; its cache as it is after the step."""
+    harness = Harness("TRITON_ATTN", DEVICE, 3)
+    return harness.step(harness.layer(spec.replace(batch_invariant=False)), lengths).remembered()
+
+
 def in_any_batch(spec: LayerSpec) -> None:
-    cache, table = filled(spec, [n for _, n in REQUESTS], 3)
-    chance = torch.Generator().manual_seed(1)
-    query = [torch.randn(q, spec.num_heads, spec.head_size, generator=chance) for q, _ in REQUESTS]
-    at = [torch.arange(n - q, n) for q, n in REQUESTS]
-    new = [
-        [x[table[i, rows // BLOCK].long(), rows % BLOCK] for i, rows in enumerate(at)]
-        for x in (cache.key, cache.value)
-    ]
+    work = drawn(spec, REQUESTS)
+    cache, table = work.held, work.batch.block_table
+    query, *new = (x.split(work.batch.query_lens) for x in (work.query, work.key, work.value))
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
     backend.num_sms, backend.piece, backend.tall_piece, alike.PIECE = 132, 32, 32, 32
     backend.early = True  # drafts beside decodes, in a workspace of their own
@@ -74,20 +76,17 @@ def in_any_batch(spec: LayerSpec) -> None:
 
 def in_any_steps(spec: LayerSpec) -> None:
     """Chunks, a decode and drafts beside the whole prompt, and beside that without a cache."""
-    cache, table = filled(spec, [PROMPT], 4)
-    chance = torch.Generator().manual_seed(2)
-    query = torch.randn(PROMPT, spec.num_heads, spec.head_size, generator=chance)
+    work = drawn(spec, [(PROMPT, PROMPT)])
+    query, cache, table = work.query, work.held, work.batch.block_table
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
     backend.steps_piece = 32
     whole = run(backend, Batch([0, PROMPT], [PROMPT], table), query, cache)
     for first, last in pairwise(CUTS):
         batch = Batch([0, last - first], [last], table)
         same(run(backend, batch, query[first:last], cache), [x[first:last] for x in whole])
-    at = torch.arange(PROMPT)
-    kept = [x[table[0, at // BLOCK].long(), at % BLOCK] for x in (cache.key, cache.value)]
     given: Any = TritonAttention(spec.replace(cached=False, block_size=None), None, DEVICE)
     given.steps_piece, given.room = 32, 1  # each tile in a launch of its own
-    same(run(given, Batch([0, PROMPT], [PROMPT], None), query, None, *kept), whole)
+    same(run(given, Batch([0, PROMPT], [PROMPT], None), query, None, work.keys, work.values), whole)
 
 
 def same(found: Any, wanted: Any) -> None:

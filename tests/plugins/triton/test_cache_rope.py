@@ -1,13 +1,11 @@
-"""Does TRITON_ATTN turn cached keys as the float64 formulas say? Interpreted, and as machine code."""
+"""Does TRITON_ATTN turn cached keys by exact frequencies, in few registers? `ragged.py` runs it."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from interpreting import interpreted
 from polyattn import LayerSpec, select
 from polyattn.spec.rope import RopeSpec
 
@@ -20,13 +18,6 @@ STREAM = SPEC.replace(
     sliding_window=1020, sink_tokens=4, rope=RopeSpec(rotary_size=128, positions="cache")
 )
 PART = SPEC.replace(rope=RopeSpec(rotary_size=48, pairing="gptj", positions="cache"))
-
-
-@pytest.mark.slow
-def test_interpreted() -> None:
-    """Whole and part, both pairings, before and after a window leaves kept tokens; each way."""
-    told = interpreted(Path(__file__).with_name("interpreted_cache_rope.py"), seconds=600)
-    assert {"decode", "listed", "few", "prefill"} <= set(told.split())
 
 
 def test_the_frequencies_are_exact_in_two_parts() -> None:

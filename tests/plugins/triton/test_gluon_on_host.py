@@ -19,12 +19,13 @@ from gluon_on_host import on_host
 from polyattn import Batch, Device, IndexerSpec, KVCache, LatentSpec, LayerSpec, SparseSpec
 from polyattn.conformance.cases.index import layer_for
 from polyattn.families.attention import reference
-from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
+from polyattn.families.sparse.index_workload import IndexWorkload
 from polyattn.families.sparse.reference import scored
-from polyattn.kernel import CacheFormat, Frame, IndexFrame, LayerParams, quantize, turned
+from polyattn.kernel import CacheFormat, Frame, LayerParams, quantize, turned
 from polyattn.runtime.cache.formats.turboquant import CODEBOOK
 from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import index, mla, planning
 from polyattn_triton.attention import TritonAttention
@@ -548,37 +549,22 @@ INDEXERS = {
 @pytest.mark.parametrize("name", INDEXERS)
 def test_scores_of_prompts(name: str, group: int) -> None:
     """Tokens of several sequences a program, several programs a sequence, and what nobody sees is NaN."""
-    form, block, queries, lens = INDEXERS[name], 128, [1, 9, 0, 3], [300, 700, 5, 3]
-    spec, chance = layer_for(form, "bfloat16"), torch.Generator().manual_seed(0)
-    width = max(-(-n // form.tokens_per_entry // block) for n in lens)
-    table = torch.randperm(width * len(lens), generator=chance).int().view(len(lens), width)
-    size, dtype = index_cache_form(spec)
-    keys = torch.full((width * len(lens), block, size), 0xFF, dtype=torch.uint8).view(dtype)
-    drawn = [
-        torch.randn(n // form.tokens_per_entry, 128, generator=chance).bfloat16() for n in lens
-    ]
-    for pages, rows in zip(table.long(), drawn, strict=True):
-        at = torch.arange(len(rows))
-        write_index_keys(form, keys, rows, pages[at // block] * block + at % block)
-    query = torch.randn(sum(queries), form.num_heads, 128, generator=chance).to(torch.float8_e4m3fn)
-    weights = torch.randn(sum(queries), form.num_heads, generator=chance)
-    batch = Batch.from_lens(queries, lens).with_block_table(table)
-    out = torch.empty(sum(queries), 1, form.budget, dtype=torch.int32)
-    frame = IndexFrame(query, keys, weights if form.fold == "weighted" else None, None, out)
+    form, lengths = INDEXERS[name], [(1, 300), (9, 700), (0, 5), (3, 3)]
+    spec = layer_for(form, "bfloat16")
+    work = IndexWorkload(spec, lengths, Dice(0), block=128)
+    frame, batch = work.frame, work.batch
+    frame.query = frame.query.to(torch.float8_e4m3fn)
     backend, ranked = index.TritonIndex(spec, None, HOPPER), []
     with on_host() as launches, ExitStack() as stack:
         stack.enter_context(patch.object(index, "group_of", lambda *_: group))
         stack.enter_context(patch.object(index, "_select", lambda *call: ranked.append(call[1][0])))
         backend.run(backend.plan(batch), frame)
-    (kernel, storages), tokens = (
-        launches[0],
-        [(s, i) for s, q in enumerate(queries) for i in range(q)],
-    )
+    kernel, storages = launches[0]
+    tokens = [(n - q + i + 1) // form.tokens_per_entry for q, n in lengths for i in range(q)]
     assert len(launches) == 1 and kernel is index.prompt_scores_kernel
     best = torch.from_numpy(storages["BEST"].bytes).view(torch.float32).view(len(tokens), -1)
     scores = torch.from_numpy(storages["OUT"].bytes).view(torch.float32).view(len(tokens), -1)
-    for token, (seq, at) in enumerate(tokens):
-        there = (lens[seq] - queries[seq] + at + 1) // form.tokens_per_entry
+    for token, there in enumerate(tokens):
         exact = torch.tensor([*scored(spec, batch, frame, token)[0].values()])
         assert len(exact) == there, "the reference's candidates are those that are seen"
         if not there:

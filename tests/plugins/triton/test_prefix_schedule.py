@@ -1,8 +1,9 @@
-"""The work list of shared prefixes, walked through on the host as a program walks through it."""
+"""How evenly the work list of shared prefixes deals out keys, walked through as a program does.
+
+That each key of each row is in one part: "shared prefixes" in tests/runtime/test_arithmetic.py.
+"""
 
 from __future__ import annotations
-
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -76,56 +77,15 @@ def planned(
     return work_of(tiles, cut(tiles, shape, programs), shape, len(lens), programs, room)
 
 
-def walk(work: PrefixWork, programs: int) -> list[tuple[int, int, int, int, list[int], int]]:
-    """Follow the list as `prefix_kernel` does: program, table row, keys, rows, where the part goes."""
+def walk(work: PrefixWork, programs: int) -> list[tuple[int, int, int, list[int]]]:
+    """Follow the list as `prefix_kernel` does: program, keys, rows."""
     found = []
     for program in range(programs):
         first, last = work.array[work.bounds + program : work.bounds + program + 2]
         for piece in range(first, last):
-            table, begin, end, at, count, lies = work.array[piece * PIECE : piece * PIECE + 6]
-            found.append((program, table, begin, end, work.array[at : at + count].tolist(), lies))
+            _, begin, end, at, count = work.array[piece * PIECE : piece * PIECE + 5]
+            found.append((program, begin, end, work.array[at : at + count].tolist()))
     return found
-
-
-def parts_of(work: PrefixWork, row: int) -> list[int]:
-    """Where `merge_parts_kernel` looks for a row's parts, in its order."""
-    first, last = work.array[work.parts + row : work.parts + row + 2]
-    return work.array[work.list + first : work.list + last].tolist()
-
-
-@settings(max_examples=60, deadline=None)
-@given(forests(), SHAPES, PROGRAMS, st.booleans())
-def test_every_key_of_every_row_is_in_exactly_one_part(
-    forest: tuple[Levels, list[int]], shape: Shape, programs: int, captured: bool
-) -> None:
-    """Read from a table's row that has the same blocks, in parts of its own, merged in their order."""
-    levels, lens = forest
-    room = room_for(len(lens), programs, shape) if captured else None
-    levels = levels[:MOST_LEVELS] if captured else levels
-    work = planned(levels, lens, shape, programs, room)
-    same = defaultdict(set)  # by row and block: rows of the table that have it
-    for level in levels:
-        for run in level:
-            for row in run.rows:
-                for column in range(run.first, run.first + run.count):
-                    same[row, column] |= set(run.rows)
-    parts = defaultdict(list)
-    taken: set[int] = set()
-    for _, table, begin, end, rows, lies in walk(work, programs):
-        assert begin < end and len(rows) * shape.group <= shape.config.tall
-        for place, row in enumerate(rows):
-            columns = range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE))
-            assert table == row or all(table in same[row, column] for column in columns)
-            mine = set(range(lies + place * shape.group, lies + (place + 1) * shape.group))
-            assert not mine & taken and max(mine) < work.part_rows
-            taken |= mine
-            parts[row].append((lies + place * shape.group, begin, end))
-    for row, length in enumerate(lens):
-        where = {lies: (begin, end) for lies, begin, end in parts[row]}
-        merged = [where[lies] for lies in parts_of(work, row)]
-        assert len(merged) == len(where)
-        keys = [key for begin, end in merged for key in range(begin, end)]
-        assert keys == list(range(length))
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,7 +100,7 @@ def test_the_fullest_program_has_little_more_than_the_mean(
     levels, _ = forest
     loads, total = [0] * programs, 0
     begun: set[tuple[int, ...]] = set()
-    for program, _, begin, end, rows, _ in walk(planned(*forest, shape, programs), programs):
+    for program, begin, end, rows in walk(planned(*forest, shape, programs), programs):
         each = int(shape.costs(np.array(len(rows))))
         cost = each * -(-(end - begin) // shape.config.block_n)
         if (*rows, begin) not in begun and begin in _begins(levels, rows):
@@ -174,17 +134,10 @@ def test_what_is_captured_is_as_large_for_any_forest(
         for case in ((levels[:MOST_LEVELS], lens), ((), lens_alone), ((), [0] * len(lens)))
     ]
     assert len({(len(w.array), w.bounds, w.parts, w.list, w.part_rows) for w in works}) == 1
-    assert not parts_of(works[2], 0), "a padding row has no part"
 
 
 def shape_of(tall: int) -> Shape:
     return Shape(4, 16, PrefixConfig(tall, 64, 4, 3, 1, 10, 20, 30))
-
-
-def test_the_same_forest_gives_the_same_work() -> None:
-    levels = ((SharedRun(tuple(range(12)), 0, 40),), (SharedRun((0, 3, 4), 40, 9),))
-    works = [planned(levels, [1200] * 12, shape_of(64), 33).array for _ in range(2)]
-    assert np.array_equal(*works)
 
 
 def run_of(rows: int, blocks: int) -> Levels:
@@ -209,11 +162,4 @@ def test_one_group_over_much_is_cut_for_the_whole_chip() -> None:
     """64 rows over 32k, 512 of their own: every program has work, the longest part is a fair share."""
     found = walk(planned(run_of(64, 2048), [33280] * 64, shape_of(128), 16), 16)
     assert {program for program, *_ in found} == set(range(16))
-    assert max(end - begin for _, _, begin, end, _, _ in found) <= 2 * 32768 // 11
-
-
-def test_cutting_can_be_seen_to_fail() -> None:
-    """The negative control: a list of other lengths doesn't cover these."""
-    work = planned((), [100, 300], shape_of(64), 3)
-    keys = sum(end - begin for _, _, begin, end, _, _ in walk(work, 3))
-    assert keys == 400 != 401
+    assert max(end - begin for _, begin, end, _ in found) <= 2 * 32768 // 11

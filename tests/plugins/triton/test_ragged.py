@@ -1,4 +1,4 @@
-"""TRITON_ATTN and TRITON_MLA over uneven steps, in Triton's interpreter."""
+"""TRITON_ATTN over uneven steps, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 sweep = pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
-    "not causal", "int8", "captured", "wide groups", "latent", "latent, not causal",
+    "not causal", "int8", "captured", "wide groups", "turned, int8", "turned, kept tokens",
+    "turned, warm",
 )  # fmt: skip
 slow = pytest.mark.slow
-SLOW = ("soft cap, sinks", "captured", "wide groups", "latent", "latent, not causal")
+SLOW = ("soft cap, sinks", "captured", "wide groups", "turned, int8", "turned, kept tokens")
 MARKS = dict.fromkeys(SLOW, slow)
 
 
@@ -36,6 +37,8 @@ def test_uneven_steps(name: str) -> None:
         assert "listed" in told
     elif name == "wide groups":  # of more rows than a tile has: several tiles a decode
         assert "one long decode: few" in told and "listed" not in told
+    elif name.startswith("turned"):
+        assert all(f": {way}" in told for way in ("listed", "many", "few", "prefill"))
     elif name == "soft cap, sinks":
         assert all(way in told for way in ("listed", "split", "many", "few", "pieces"))
         assert "drafts: few" in told

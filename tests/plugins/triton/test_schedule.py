@@ -1,24 +1,25 @@
-"""The schedule of Triton's kernels, walked through on the host as a program walks through it."""
+"""How evenly the schedule of Triton's kernels deals out keys, followed as a program follows it.
+
+That each key is dealt out once: tests/runtime/test_arithmetic.py.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyattn import LayerSpec
 
 pytest.importorskip("triton")
-from polyattn.families.attention.reference import visible
+from polyattn_triton.reading import Pieces, Work
+from polyattn_triton.reading import stretches as followed
 from polyattn_triton.schedule import (
-    COLUMNS,
     EVEN,
-    HEADER,
     Chip,
     Line,
     Rates,
@@ -27,9 +28,6 @@ from polyattn_triton.schedule import (
     fullest,
     in_lanes,
     key_tiles,
-    max_parts,
-    part_of,
-    rows_of,
     stretched,
     stretches,
     whole,
@@ -43,41 +41,6 @@ MERGING = st.builds(
 )
 
 
-@dataclass
-class Piece:
-    """What a program does of one tile."""
-
-    program: int
-    tile: int
-    begin: int
-    end: int
-    part: int
-    first: int
-    last: int
-
-
-def walk(work: np.ndarray, programs: int) -> Iterator[Piece]:
-    """Follow WORK as `tiles.my_stretch`, `next_tile` and `piece_of` do on the device."""
-    share, total, item, count = (int(x) for x in work[:HEADER])
-    columns = work[HEADER : HEADER + COLUMNS * programs].reshape(COLUMNS, programs)
-    rest = work[HEADER + COLUMNS * programs :]
-    line, seqs, rows = rest[: count + 1], rest[count + 1 : 2 * count + 1], rest[2 * count + 1 :]
-    for program in range(programs):
-        at, stop = program * share, min((program + 1) * share, total)
-        tile, low, high, seq, row = (int(column[program]) for column in columns)
-        while at < stop:
-            assert (line[tile], line[tile + 1]) == (low, high)
-            assert (seqs[tile], rows[tile]) == (seq, row)
-            first, last = low // share, (high - 1) // share
-            yield Piece(
-                program, tile, max(at - low - item, 0), min(stop, high) - low - item,
-                part_of(program, first == program), first, last,
-            )  # fmt: skip
-            at, low = high, high
-            tile = min(tile + 1, count - 1)
-            high, seq, row = int(line[tile + 1]), int(seqs[tile]), int(rows[tile])
-
-
 def dealt_out(keys: np.ndarray, programs: int, rates: Rates) -> Stretches:
     return stretches(Line.of(keys, rates.item), programs, rates)
 
@@ -87,33 +50,25 @@ def tiles_of(keys: list[int]) -> Tiles:
     return Tiles(np.arange(count), np.arange(count) * 3, np.array(keys))
 
 
-def pieces_of(dealt: Stretches, tiles: Tiles, programs: int) -> list[list[Piece]]:
-    """Return each tile's pieces, in which each of its keys is once; parts are their own, and in order."""
-    pieces: list[list[Piece]] = [[] for _ in tiles.keys]
-    parts = set()
-    for piece in walk(dealt.work(tiles), programs):
-        pieces[piece.tile].append(piece)
-    for tile, mine in enumerate(pieces):
-        taken = [k for p in mine for k in range(p.begin, min(p.end, tiles.keys[tile]))]
-        assert taken == list(range(tiles.keys[tile]))  # in order: once, and none left out
-        first, last = mine[0].first, mine[0].last
-        assert [p.program for p in mine] == list(range(first, last + 1))
-        assert {(p.first, p.last) for p in mine} == {(first, last)}
-        if last > first:
-            merged = [2 * first + (1 if k == 0 else 2 * k) for k in range(last - first + 1)]
-            assert [p.part for p in mine] == merged
-            assert not parts & set(merged) and max(merged) < max_parts(programs)
-            parts |= set(merged)
-    assert 0 <= dealt.parts - max(len(mine) for mine in pieces) <= 1
+def followed_by_all(dealt: Stretches, tiles: Tiles, programs: int) -> Pieces:
+    faults: list[str] = []
+    found = followed(Work(torch.from_numpy(dealt.work(tiles)), faults), programs, True)
+    assert not faults
+    return found
+
+
+def pieces_of(dealt: Stretches, tiles: Tiles, programs: int) -> list[list[tuple[int, int]]]:
+    """Return the keys of each tile's pieces, in the order of programs; each key is in one."""
+    found = followed_by_all(dealt, tiles, programs)
+    number = {at: tile for tile, at in enumerate(zip(tiles.seq, tiles.row, strict=True))}
+    pieces: list[list[tuple[int, int]]] = [[] for _ in tiles.keys]
+    for at in found.part.argsort(kind="stable"):
+        tile = number[found.seq[at], found.row[at]]
+        pieces[tile].append((int(found.begin[at]), min(int(found.end[at]), int(tiles.keys[tile]))))
+    for mine, keys in zip(pieces, tiles.keys, strict=True):
+        assert [key for piece in mine for key in range(*piece)] == list(range(keys))
+    assert 0 <= dealt.parts - max(map(len, pieces)) <= 1
     return pieces
-
-
-@settings(max_examples=300, deadline=None)
-@given(KEYS, PROGRAMS, RATES)
-def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates: Rates) -> None:
-    """And pieces of a tile have parts of their own, in the order in which they are merged."""
-    tiles = tiles_of(keys)
-    pieces_of(dealt_out(tiles.keys, programs, rates), tiles, programs)
 
 
 @settings(max_examples=300, deadline=None)
@@ -130,10 +85,7 @@ def test_tiles_of_a_sequence_go_through_its_keys_at_the_same_time(
     )
     pieces = pieces_of(dealt, mine, programs)
     if len(keys) > 1 and (np.diff(mine.row) >= 0).all():
-        ends = [
-            [(p.begin, min(p.end, keys[p.tile % len(keys)])) for p in parts] for parts in pieces
-        ]
-        assert ends == ends[: len(keys)] * lanes
+        assert pieces == pieces[: len(keys)] * lanes
 
 
 def test_two_tiles_a_sequence_are_in_lanes() -> None:
@@ -177,12 +129,15 @@ def test_the_fullest_program_has_little_more_than_the_mean(
     Queries that cost more than a key tile may be cut too; they are charged to whoever begins them.
     """
     tiles = tiles_of(keys)
-    loads = [0] * programs
-    for piece in walk(dealt_out(tiles.keys, programs, rates).work(tiles), programs):
-        begun = piece.program == piece.first
-        held = max(0, min(piece.end, keys[piece.tile]) - piece.begin)
-        # Queries are loaded by whoever has a piece, but they are charged to the first.
-        loads[piece.program] += begun * rates.item + held
+    dealt = dealt_out(tiles.keys, programs, rates)
+    found = followed_by_all(dealt, tiles, programs)
+    # A part's number says whose it is, and if it is the tile's first.
+    cut = found.part >= 0
+    program = np.where(cut, found.part // 2, dealt.line[found.seq] // dealt.share)
+    held = np.minimum(found.end, tiles.keys[found.seq]) - found.begin
+    # Queries are loaded by whoever has a piece, but they are charged to the first.
+    charged = np.maximum(held, 0) + rates.item * (~cut | (found.part % 2 == 1))
+    loads = np.bincount(program, charged, programs)
     mean = (sum(keys) + rates.item * len(keys)) / programs
     assert max(loads) <= max(EVEN * mean + 1, rates.item + rates.least) + rates.item - 1
 
@@ -232,9 +187,9 @@ def test_equal_tiles_are_cut_alike_or_not_at_all() -> None:
     for (count, programs), cuts in cases.items():
         keys = np.full(count, 640)
         tiles = tiles_of(keys.tolist())
-        found = list(walk(dealt_out(keys, programs, Rates()).work(tiles), programs))
-        assert len(found) == count * (cuts + 1), (count, programs)
-        lengths = {min(p.end, 640) - p.begin for p in found}
+        pieces = pieces_of(dealt_out(keys, programs, Rates()), tiles, programs)
+        assert {len(mine) for mine in pieces} == {cuts + 1}, (count, programs)
+        lengths = {end - begin for mine in pieces for begin, end in mine}
         assert max(lengths) - min(lengths) <= 16
 
 
@@ -242,9 +197,9 @@ def test_one_long_sequence_among_short_ones_is_cut() -> None:
     """1 x 128k and 63 x 1k over 99 programs: the long one is 66 pieces, no program has 32 tiles."""
     keys = np.array([2048] + [16] * 63)
     tiles = tiles_of(keys.tolist())
-    found = list(walk(dealt_out(keys, 99, Rates()).work(tiles), 99))
-    assert sum(p.tile == 0 for p in found) in range(64, 68)
-    assert max(p.end - p.begin for p in found) <= 32
+    pieces = pieces_of(dealt_out(keys, 99, Rates()), tiles, 99)
+    assert len(pieces[0]) in range(64, 68)
+    assert max(end - begin for mine in pieces for begin, end in mine) <= 32
 
 
 @given(KEYS.filter(any), st.integers(1, 32), st.sampled_from([0, 4, 8, 16]), st.integers(1, 4))
@@ -286,14 +241,6 @@ def test_parts_are_as_many_as_their_merging_is_worth() -> None:
     assert Chip(132, 4).programs(99, 2048 + 63 * 17, 2049, 3) == 66
 
 
-def test_cutting_can_be_seen_to_fail() -> None:
-    """The negative control: work of other lengths is not taken for these."""
-    tiles, other = tiles_of([5, 90, 7]), tiles_of([5, 89, 7])
-    work = dealt_out(other.keys, 4, Rates()).work(other)
-    held = sum(min(p.end, tiles.keys[p.tile]) - p.begin for p in walk(work, 4))
-    assert held != tiles.keys.sum()
-
-
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
 SPECS = {
     "plain": SPEC,
@@ -307,26 +254,6 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_key_tiles_hold_what_the_queries_see(name: str) -> None:
-    """Of every tile of queries: no fewer key tiles than it sees any key of."""
-    spec, block, height = SPECS[name], 16, 6
-    for queries, length in ((1, 1), (1, 100), (7, 100), (40, 40), (33, 200), (5, 64)):
-        seq, row = rows_of(np.array([queries]), spec.gqa_ratio, height)
-        assert row.tolist() == list(range(0, queries * spec.gqa_ratio, height)) and not seq.any()
-        first = length - queries + row // spec.gqa_ratio
-        last_row = np.minimum(row + height, queries * spec.gqa_ratio) - 1
-        last = length - queries + last_row // spec.gqa_ratio
-        found = key_tiles(spec, first, last, np.full(len(row), length), block)
-        mask = visible(spec, queries, length).numpy()
-        for tile, (low, high) in enumerate(zip(first, last, strict=True)):
-            seen = (
-                mask[low - (length - queries) : high - (length - queries) + 1].any(0).nonzero()[0]
-            )
-            blocks = set((seen // block).tolist())
-            assert len(blocks) <= found[tile] <= len(blocks) + 2, (queries, length, tile)
-
-
-@pytest.mark.parametrize("name", SPECS)
 def test_decodes_are_counted_like_any_rows(name: str) -> None:
     """Padding rows, without keys, too."""
     lens = np.arange(200)
@@ -334,17 +261,3 @@ def test_decodes_are_counted_like_any_rows(name: str) -> None:
     found, wanted = Line.of_decodes(SPECS[name], lens, 199, 16, 2), Line.of(keys, 2)
     assert found.ends.tolist() == wanted.ends.tolist() and found[1:] == wanted[1:]
     assert wanted.total == wanted.ends[-1] == sum(keys) + 400 and wanted.longest == max(keys) + 2
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_queries_before_the_first_key_see_no_tile(causal: bool) -> None:
-    """73 queries over 19 keys: counts below zero would shift what other tiles are dealt."""
-    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, cached=False, causal=causal)
-    first = np.array([-54, -50, -5, -1, 0, 18])
-    found = key_tiles(spec, first, first, np.full(6, 19), 16)
-    assert found.tolist() == ([0, 0, 0, 0, 1, 2] if causal else [2] * 6)
-
-
-def test_rows_of_sequences_without_queries() -> None:
-    seq, row = rows_of(np.array([0, 3, 0, 1]), 7, 16)
-    assert seq.tolist() == [1, 1, 3] and row.tolist() == [0, 16, 0]

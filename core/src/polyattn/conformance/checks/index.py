@@ -8,6 +8,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.checks import invariance
 from polyattn.conformance.harness.index import IndexHarness
 from polyattn.families.sparse import reference
+from polyattn.families.sparse.index_workload import NEAR, WHOLE
 from polyattn.families.sparse.indexer import chosen_width
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
@@ -18,10 +19,10 @@ from polyattn.workload.pages import unchanged
 def index(case: Case, harness: IndexHarness) -> None:
     """Whole numbers, whose scores are exact and tie: each id, ascending, and the same ids twice."""
     backend = harness.index(case.spec)
-    steps = [harness.step(case.spec, case.batch) for _ in range(2)]
-    plans = [backend.plan(batch) for batch, _ in steps]
+    steps = [harness.step(case.spec, case.batch, numbers=WHOLE) for _ in range(2)]
+    plans = [backend.plan(step.batch) for step in steps]
     for at in (0, 1, 0):
-        batch, frame = steps[at]
+        frame, wanted = steps[at].frame, steps[at].expected
         before = {
             name: getattr(frame, name).clone()
             for name in ("query", "keys", "weights", "within")
@@ -31,7 +32,6 @@ def index(case: Case, harness: IndexHarness) -> None:
         backend.run(plans[at], frame)
         for name, held in before.items():
             unchanged(name, getattr(frame, name), held)
-        wanted = harness.expected(case.spec, batch, frame)
         wrong = (frame.out.cpu() != wanted).nonzero()
         assert not len(wrong), (
             f"{harness.backend} chose {frame.out[tuple(wrong[0, :2])].tolist()} for token and choice "
@@ -42,13 +42,12 @@ def index(case: Case, harness: IndexHarness) -> None:
 def index_ranked(case: Case, harness: IndexHarness) -> None:
     """Any numbers: no candidate that was left out has a score that is better, but for rounding."""
     backend = harness.index(case.spec)
-    batch, frame = harness.step(case.spec, case.batch, whole=False)
-    backend.run(backend.plan(batch), frame)
-    exact = harness.expected(case.spec, batch, frame)
-    chosen = frame.out.cpu()
+    step = harness.step(case.spec, case.batch)
+    backend.run(backend.plan(step.batch), step.frame)
+    exact, chosen = step.expected, step.frame.out.cpu()
     assert torch.equal((chosen >= 0).sum(2), (exact >= 0).sum(2)), "another number of ids"
     for token, choice in (chosen != exact).any(2).nonzero().tolist():
-        scores = reference.scored(case.spec, batch, frame, token)[choice]
+        scores = reference.scored(case.spec, step.batch, step.frame, token)[choice]
         ids = ([n for n in each[token, choice].tolist() if n >= 0] for each in (chosen, exact))
         problem = reference.ranking_problem(scores, *ids)
         assert problem is None, f"token {token} {problem}"
@@ -57,19 +56,20 @@ def index_ranked(case: Case, harness: IndexHarness) -> None:
 def index_regrouped(case: Case, harness: IndexHarness) -> None:
     """Among keys whose scores rounding decides, a token chooses alike in any batch, and as a decode."""
     backend = harness.index(case.spec)
-    batch, frame = harness.step(case.spec, case.batch, whole=False, near=True)
+    step = harness.step(case.spec, case.batch, numbers=NEAR)
+    batch, frame = step.batch, step.frame
     backend.run(backend.plan(batch), frame)
     queries, table, device = batch.query_lens, batch.block_table, harness.torch_device
     assert table is not None and case.spec.indexer is not None
     tokens = [(seq, at) for seq, count in enumerate(queries) for at in range(count)]
-    steps = [
+    regrouped = [
         [(seq, 0, queries[seq]) for seq in requests]
         for requests in invariance.drawn_requests(harness.dice, batch.num_seqs, invariance.DRAWS)
     ]
     if case.spec.batch_invariant >= Invariance.STEPS:
-        steps += [[(*tokens[i], 1) for i in harness.dice.order(len(tokens)).tolist()]]
-        steps += [[(*token, 1)] for token in tokens[:: max(1, len(tokens) // invariance.DRAWS)]]
-    for pieces in steps:
+        regrouped += [[(*tokens[i], 1) for i in harness.dice.order(len(tokens)).tolist()]]
+        regrouped += [[(*token, 1)] for token in tokens[:: max(1, len(tokens) // invariance.DRAWS)]]
+    for pieces in regrouped:
         rows = [batch.starts[seq] + at + i for seq, at, count in pieces for i in range(count)]
         lens = [max(batch.lens[seq] - queries[seq] + at + count, 0) for seq, at, count in pieces]
         some = Batch.from_lens([count for _, _, count in pieces], lens, device=device)
