@@ -26,7 +26,6 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.device import Device
 from polyattn.errors import PolyattnError
-from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -153,7 +152,7 @@ def _attending(
     numbers, dice = drawn_numbers(data, spec), harness.dice
     layer = harness.layer(spec, group=group, **numbers)
     block = form.block_size if form else 16
-    package = discover().backends[harness.backend].path.partition(".")[0]
+    package = harness.info.path.partition(".")[0]
     lengths = draw_lengths(dice, spec, block, turning(numbers_of(package), spec, block))
     pool = harness.step(layer, lengths, **numbers).remembered()
     who = f"{harness.backend}, {spec}, seed {harness.seed}"
@@ -183,7 +182,7 @@ def _one_batch(step: Workload, spoilt: Sequence[int], who: str, tally: Tally) ->
 def _storing(
     data: st.DataObject, harness: StoreHarness, base: LayerSpec, count: int, tally: Tally
 ) -> None:
-    layouts = discover().backend(harness.backend).capabilities.layouts
+    layouts = harness.info.capabilities.layouts
     try:
         group, store = harness.store(base, data.draw(st.sampled_from(layouts)))
     except PolyattnError:  # such a block size in such a layout, say

@@ -18,7 +18,6 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.registry.capabilities import Capabilities
-from polyattn.registry.discovery import discover
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.layer import LayerSpec
 
@@ -62,7 +61,7 @@ def published(case: Case, harness: Harness) -> None:
         harness.step(harness.layer(further), batch).check("another layer: ")
     other = case.spec.replace(needs_lse=not case.spec.needs_lse)
     if case.spec.cached and case.batch.startswith("reaching") and _served(harness, other):
-        prefills = "prefill" in _capabilities(harness).phases
+        prefills = "prefill" in harness.info.capabilities.phases
         harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
             "few rows: "
         )
@@ -77,7 +76,7 @@ def _further(
         spec = _layer_of(case.spec, fields)
         if spec is None or not _served(harness, spec):
             continue
-        caps = _capabilities(harness)
+        caps = harness.info.capabilities
         if (
             spec.block_size
             and spec.block_size not in caps.block_sizes
@@ -116,7 +115,7 @@ def masks(case: Case, harness: Harness) -> None:
         except PolyattnError:  # claimed apart, excluded together
             continue
         lengths = GRID_LENGTHS[bool(spec.cached)]
-        if "prefill" not in _capabilities(harness).phases:
+        if "prefill" not in harness.info.capabilities.phases:
             lengths = [(1, length) for _, length in lengths]
         harness.step(layer, lengths).check("masks: ")
         looked_at += 1
@@ -129,7 +128,7 @@ def pairs(case: Case, harness: Harness) -> None:
     All do, or as many as some budgets leave time for.
     """
     end, looked_at = time.monotonic() + PATIENCE * harness.budget, 0
-    caps = _capabilities(harness)
+    caps = harness.info.capabilities
     values = claimed(case.spec, caps)
     covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
     of_layer = [name for name in covering.plain if name not in OF_STEPS]
@@ -297,14 +296,8 @@ def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
         return None
 
 
-def _capabilities(harness: Harness) -> Capabilities:
-    """Return the claims of the backend under test, of its build where one claims the device."""
-    info = discover().backend(harness.backend)
-    return next(iter(info.builds_on(harness.device.platform)), info).capabilities
-
-
 def _served(harness: Harness, spec: LayerSpec) -> bool:
-    caps = _capabilities(harness)
+    caps = harness.info.capabilities
     served = served_phases(caps, spec, harness.device)
     return len(served) == len(caps.phases & {"prefill", "decode"})
 
