@@ -29,7 +29,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, raising
 from polyattn_cuda.outputs import contiguous_after, quantized_after
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
 
@@ -99,10 +99,12 @@ class FlashInferAttention(AttentionBackend):
             self.prefill_kernel = "fa3" if fa3 else "fa2"
         self.scratch = scratch_bytes(spec, self.torch_device)
         self.pool = WrapperPool(self._make, self.torch_device)
+        # By what queries are divided; compiled functions hide logits that are scaled.
+        self.raised = raising(spec.scale) if self.functions is None else 1.0
         self.options = {
             "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap,
-            "sm_scale": spec.scale,
+            "sm_scale": spec.scale * self.raised,
             "q_data_type": self.dtype,
             "kv_data_type": self.kv_dtype,
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
@@ -235,7 +237,13 @@ class FlashInferAttention(AttentionBackend):
         cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
             return
-        scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        query, raised, scales = frame.query.contiguous(), self.raised, {}
+        if self.quantized:
+            more = raising(self.options["sm_scale"] * params.k_scale)
+            raised *= more
+            scales = {"k_scale": params.k_scale * more, "v_scale": params.v_scale}
+        if raised > 1.0:
+            query = query / raised
         if plan.keys is not None and frame.key is None and cache is not None:
             plan.keys = None  # they were stored before: read where they are
             self._plan_paged(plan)
@@ -245,7 +253,7 @@ class FlashInferAttention(AttentionBackend):
             assert cache is not None
             keys = ((cache.key, cache.value),)
         plan.lease.wrapper.run(
-            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
+            query, *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
         if lse is not None:
