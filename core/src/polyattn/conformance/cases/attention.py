@@ -200,7 +200,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
     for size in caps.head_sizes.examples(HEAD_SIZES):
         if size != base.head_size:
             yield f"head_size {size}", base.replace(head_size=size)
-    yield "scale", base.replace(scale=0.31)
+    yield "scale", base.replace(scale=1.31)
     for count in KV_HEADS:
         heads = count * base.gqa_ratio
         yield f"kv_heads {count}", base.replace(num_heads=heads, num_kv_heads=count)

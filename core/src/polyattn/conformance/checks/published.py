@@ -20,6 +20,7 @@ from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.registry.capabilities import Capabilities
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.steps import Lengths
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
@@ -67,29 +68,15 @@ def published(case: Case, harness: Harness) -> None:
         )
 
 
-def _further(
-    case: Case, harness: Harness
-) -> Iterator[tuple[LayerSpec, str | list[tuple[int, int]]]]:
+def _further(case: Case, harness: Harness) -> Iterator[tuple[LayerSpec, Lengths | str]]:
     """Yield the other layers of a case of the plainest layer's, as far as they are served."""
-    several, name = FURTHER.get(case.batch, ((), ""))
-    for fields in several:
+    caps = harness.info.capabilities
+    for fields, step in FURTHER.get(case.batch, ()):
         spec = _layer_of(case.spec, fields)
         if spec is None or not _served(harness, spec):
             continue
-        caps = harness.info.capabilities
-        if (
-            spec.block_size
-            and spec.block_size not in caps.block_sizes
-            and "NHD" not in caps.layouts
-        ):
-            continue  # blocks of another layout can't be cut into smaller ones
-        batch: str | list[tuple[int, int]] = name
-        if not spec.cached and name == "decode":
-            batch = [(1, 9), (3, 70)]
-        if name == "all full" and spec.block_size:
-            size = spec.block_size
-            batch = [(1, 2 * size), (1, 4352 + 2 * size), (3, 2 * size), (1, size - 1)]
-        yield spec, batch
+        if not spec.block_size or spec.block_size in caps.block_sizes or "NHD" in caps.layouts:
+            yield spec, step  # blocks of another layout can't be cut into smaller ones
 
 
 def combined(case: Case, harness: Harness) -> None:
