@@ -11,7 +11,7 @@ from liars.plain import Plain
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.published import LENGTHS
 from polyattn.families.attention import reference
-from polyattn.kernel import Batch, Frame, KVCache, LayerSpec, Plan
+from polyattn.kernel import Batch, Frame, LayerSpec, Plan
 from torch import Tensor
 
 SPEC = LayerSpec(num_heads=1, head_size=8)
