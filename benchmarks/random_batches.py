@@ -79,7 +79,9 @@ def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
             "python": platform.python_version(),
         }
         found["backends"].setdefault(name, []).append(row)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        whole = out.with_suffix(".new")
+        whole.write_text(json.dumps(found, indent=1) + "\n")
+        whole.replace(out)  # others read it meanwhile
 
 
 def done(out: Path, name: str) -> list[dict[str, Any]]:

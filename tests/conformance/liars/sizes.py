@@ -200,6 +200,11 @@ globals().update(lies("numeric", {
     "NegativeSlopes": lambda c: c.spec.alibi and bool((c.params.alibi_slopes < 0).any()),
     "HeadsWithoutASink": lambda c: c.spec.learned_sinks and bool(c.params.sinks.isinf().any()),
 }))  # fmt: skip
+globals().update(lies("isolation", {
+    "GivenNanEverywhere": lambda c: c.cache is None and any(
+        bool(c.value[first : first + count].isnan().any())
+        for first, count in zip(c.batch.key_starts, c.lens, strict=True)),
+}))  # fmt: skip
 globals().update(lies("layers", {
     "CachesAlikeInStrides": lambda c: c.cache is not None and c.cache.key.stride() != (
         vars(c.batch).setdefault("strides", c.cache.key.stride())),

@@ -1,6 +1,6 @@
 """FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2.
 
-Prompts without context and keys that are given whole are attended to as they lie (its ragged
+A prompt alone, without context, and keys that are given whole are attended to as they lie (its ragged
 wrapper), all else in pages: decodes by its decode wrapper, rows of a few tokens by the FA2 prefill,
 which splits long keys among the processors as FA3's doesn't.
 """
@@ -130,7 +130,8 @@ class FlashInferAttention(AttentionBackend):
         if self.masks is not None and batch.mask is not None:
             self._plan_masked(plan, self.masks)
             return plan
-        fresh = batch.lens == batch.query_lens and not self.quantized
+        # Its ragged FA3 reads beyond a prompt's last key, whose neighbour may hold NaN.
+        fresh = batch.num_seqs == 1 and batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
             self._plan_ragged(plan)
         elif batch.all_decode and self.functions is None:

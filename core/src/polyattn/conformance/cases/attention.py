@@ -95,6 +95,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
         cases += published.derive(caps, base, device)
+        if base is not bases[0] and base.role is Role.DECODER and not caps.mixes_tails:
+            cases.append(Case("isolation", "nan", base, "more keys"))
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
@@ -314,6 +316,8 @@ def _behaviour(
     for how in ("numbers", "nan", "inf"):
         chosen = dict.fromkeys((most, *contexts[:1], views))
         cases += [Case("isolation", how, base, name) for name in chosen]
+    if "prefill" in names and most != "prefill":  # whose keys no cache need hold
+        cases.append(Case("isolation", "nan", base, "prefill"))
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
         cases += [  # one of each batch above is of the first layout
