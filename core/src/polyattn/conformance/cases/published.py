@@ -148,7 +148,7 @@ FURTHER: dict[str, tuple[tuple[dict[str, Any], Lengths | str], ...]] = {
     ),
     "long context": (
         ({"sliding_window": 32768}, [(1, 9), (33, 32_800)]),
-        ({"sliding_window": 2**31 - 1}, FEW_KEYS),
+        ({"sliding_window": 2**31 - 1}, [(1, 9), (0, 70), (1, 30)]),
         ({"chunk_size": 1 << 20}, FEW_KEYS),
         ({"sliding_window": 40, "sink_tokens": 1 << 20}, FEW_KEYS),
     ),
