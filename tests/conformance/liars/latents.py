@@ -35,7 +35,7 @@ class IgnoresTheRope(TorchMLA):
     def run(self, plan: Plan, frame: Frame) -> None:
         query = frame.query
         query = query.clone()
-        query[..., frame.cache.value.shape[3] :] = 0.0
+        query[..., self.spec.v_head_size :] = 0.0
         super().run(plan, frame.but(query=query))
 
 
