@@ -1,11 +1,12 @@
-"""Random batches by the hundred thousand through every backend that a CPU runs, beside float64.
+"""Random batches by the hundred thousand through every backend that a device runs, beside float64.
 
-python benchmarks/random_batches.py [--batches 100000] [--only NAME,NAME] [--out FILE.json]
+python benchmarks/random_batches.py [--batches 100000] [--seconds S] [--device cuda] [--only NAME,NAME]
+                                    [--out FILE.json]
 
 What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes on
-where the last one ended, whoever has run least first. FLEX_ATTENTION's kernel would be compiled for each
-of thousands of layers and shapes, so its definition stands for it, block by block
-(tests/defined_flex.py). Two runs may share a file if they name other backends.
+where the last one ended, whoever has run least first. On a CPU, FLEX_ATTENTION's kernel would be compiled
+for each of thousands of layers and shapes, so its definition stands for it, block by block
+(tests/defined_flex.py). Several runs may share a file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
+import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -22,36 +26,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import __version__, discover, resolve_device
+from polyattn import Device, __version__, discover, resolve_device
 from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.capabilities import ANY_PLATFORM
-from polyattn.registry.machine import availability
-
-DEVICE = resolve_device("cpu")
+from polyattn.registry.machine import availability, build_here
 
 
-def backends() -> list[str]:
-    """Return what claims the CPU and is here."""
+def backends(device: Device) -> list[str]:
+    """Return what claims the device and is here."""
     return [
         name
         for name, info in discover().backends.items()
-        if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
+        if {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys()
         and availability(info, 60.0) is None
     ]
 
 
 def revision() -> str:
-    """Return the commit that runs, with a + where files differ from it."""
+    """Return the commit that runs, with a + where files differ from it: `COMMIT` where no git is."""
     here = Path(__file__).parent
     words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    return found.stdout.strip() or os.environ.get("COMMIT", "")
 
 
-def piece(name: str, seed: int, count: int) -> dict[str, Any]:
+def piece(name: str, device: Device, count: int) -> dict[str, Any]:
     """Run one piece and return its row."""
-    began, before = time.time(), time.process_time()
-    tally = random_batches(discover().backends[name], DEVICE, seed, count)
+    began, before, seed = time.time(), time.process_time(), random.SystemRandom().randrange(2**31)
+    build = build_here(discover().backends[name], device.platform, 60.0)
+    tally = random_batches(build, device, seed, count)
     row: dict[str, Any] = {
         "date": str(date.today()), "seed": seed, "batches": tally.batches, "layers": tally.layers,
         "with_nan_or_inf": tally.spoilt, "failed": tally.failed,
@@ -62,7 +65,7 @@ def piece(name: str, seed: int, count: int) -> dict[str, Any]:
     return row | ({"failures": tally.failures} if tally.failed else {})
 
 
-def record(out: Path, name: str, row: dict[str, Any]) -> None:
+def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
     """Add a row to the file, which another run may be writing to."""
     with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,12 +73,15 @@ def record(out: Path, name: str, row: dict[str, Any]) -> None:
         found |= {
             "command": "python benchmarks/random_batches.py",
             "machine": f"{platform.machine()}, torch threads {torch.get_num_threads()}",
+            "device": str(device),
             "polyattn": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
         found["backends"].setdefault(name, []).append(row)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        whole = out.with_suffix(".new")
+        whole.write_text(json.dumps(found, indent=1) + "\n")
+        whole.replace(out)  # others read it meanwhile
 
 
 def done(out: Path, name: str) -> list[dict[str, Any]]:
@@ -89,28 +95,33 @@ def done(out: Path, name: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=100_000)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no piece begins after them"
+    )
+    parser.add_argument("--device", help="torch device (default: cpu)", default="cpu")
     parser.add_argument("--piece", type=int, default=5_000, help="batches between two savings")
     parser.add_argument("--only", help="names of backends, by commas")
     parser.add_argument("--out", type=Path, default=Path("random_batches.json"))
     args = parser.parse_args()
+    end, device = time.monotonic() + args.seconds, resolve_device(args.device)
     torch.set_num_threads(1)  # batches of a few tokens
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    import pytest
-    from defined_flex import without_compiler
+    if device.platform == "cpu":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        import pytest
+        from defined_flex import without_compiler
 
-    without_compiler(pytest.MonkeyPatch())
+        without_compiler(pytest.MonkeyPatch())
     failed = 0
-    names = args.only.split(",") if args.only else backends()
+    names = args.only.split(",") if args.only else backends(device)
 
     def ran(name: str) -> int:
         return sum(row["batches"] for row in done(args.out, name))
 
-    while (least := min(names, key=ran)) and ran(least) < args.batches:
-        count = min(args.piece, args.batches - ran(least))
-        row = piece(least, len(done(args.out, least)), count)
-        if least == "FLEX_ATTENTION":
+    while time.monotonic() < end and ran(least := min(names, key=ran)) < args.batches:
+        row = piece(least, device, min(args.piece, args.batches - ran(least)))
+        if least == "FLEX_ATTENTION" and device.platform == "cpu":
             row["kernel"] = "its definition"
-        record(args.out, least, row)
+        record(args.out, least, device, row)
         failed += row["failed"]
         print(least, ran(least), row["failed"], row["worst_of_tolerance"], flush=True)
     sys.exit(1 if failed else 0)

@@ -56,6 +56,18 @@ def of(spec: LayerSpec = MSA, **sparse: Any) -> LayerSpec:
     return spec.replace(sparse=SparseSpec(**(fields | sparse)))
 
 
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN"])
+def test_an_incomplete_group_twice_shows_no_hidden_key(backend: str) -> None:
+    """Pages hold it once: as an inner page its end would be read, later tokens' keys or nobody's."""
+    work = workload(LayerGroup(select(MSA, "cpu", backend=backend)), [(1, 40), (5, 19)], 1)
+    tokens = torch.tensor([2, 0, 1, 1, 1, 1])  # the last group that each one sees
+    once, twice = (torch.full((6, 2, 3), -1, dtype=torch.int32) for _ in range(2))
+    once[:, :, 0], twice[:, :, :2] = tokens[:, None], tokens[:, None, None]
+    expected = work.but(choice=once).check().clone()
+    work.layer.checks = False
+    assert output_error(work.but(choice=twice).run(), expected) < 1e-6
+
+
 @pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
 @pytest.mark.parametrize(
     "spec",

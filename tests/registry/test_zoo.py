@@ -103,6 +103,7 @@ def test_corrupt_metadata_is_named(inside: dict[str, Any]) -> None:
 def test_everybody_else_is_served(inside: dict[str, Any]) -> None:
     decision = inside["selection"].decision
     assert (decision.prefill, decision.decode) == (CPU_DEFAULT, CPU_DEFAULT)
+    assert {*inside["problems"]} <= {*decision.notes}  # explain says who is missing
     assert inside["doctor"]["devices"] and "cpu" in inside["doctor"]["devices"][0]
     for animal in HEALTHY.values():
         named = f"zoo-{animal.name} 1.2"

@@ -289,9 +289,9 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
         for name, reason in wrong.items():
             log.warning("backend %s is passed over for %s: %s", name, spec, reason)
         failed |= wrong
-    unset = _unset(selection.decision)
+    left_out = [*_unset(selection.decision), *registry.problems]
     for note in selection.decision.notes:
-        log.log(logging.WARNING if note in unset else logging.INFO, "%s", note)
+        log.log(logging.WARNING if note in left_out else logging.INFO, "%s", note)
     log.info("selected %s for %s on %s", decision.summary(), spec, device)
     return selection
 
@@ -311,7 +311,7 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     covering = measured.models(spec, device)
     models = tuple(m for m in covering if m.backend in candidates)
-    notes = _unset(decision) + measured.notes(spec, device, covering)
+    notes = _unset(decision) + list(facts.problems()) + measured.notes(spec, device, covering)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
         notes.append(

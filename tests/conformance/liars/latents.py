@@ -22,7 +22,7 @@ class HonestSparse(Hooks, TorchSparseMLA):
 
 def without_rope(self: Any, plan: Plan, frame: Frame) -> Frame:
     query = frame.query.clone()
-    query[..., frame.cache.value.shape[3] :] = 0.0
+    query[..., self.spec.v_head_size :] = 0.0
     return frame.but(query=query)
 
 

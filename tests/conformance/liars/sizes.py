@@ -12,7 +12,7 @@ from liars.told import OtherSpec, lies
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.published import LENGTHS
 from polyattn.families.attention import reference
-from polyattn.kernel import Batch, Frame, KVCache, LayerSpec, Plan
+from polyattn.kernel import Batch, Frame, LayerSpec, Plan
 from torch import Tensor
 
 SPEC = LayerSpec(num_heads=1, head_size=8)
@@ -21,9 +21,9 @@ SPEC = LayerSpec(num_heads=1, head_size=8)
 class Call:
     """One call of a backend: what a lie may depend on."""
 
-    def __init__(self, spec: LayerSpec, batch: Batch, cache: KVCache | None, *tensors: Any):
-        self.spec, self.batch, self.cache = spec, batch, cache
-        self.query, self.key, self.value, self.out = tensors
+    def __init__(self, spec: LayerSpec, batch: Batch, frame: Frame):
+        self.spec, self.batch, self.cache, self.params = spec, batch, frame.cache, frame.params
+        self.query, self.key, self.value = frame.query, frame.key, frame.value
         self.lens, self.queries = batch.lens, batch.query_lens
         self.table = batch.block_table
 
@@ -44,9 +44,7 @@ class When(Plain):
         out = frame.out
         super().run(plan, frame)
         spec = self.spec_of(plan.batch)
-        if type(self).wrong(
-            Call(spec, plan.batch, frame.cache, frame.query, frame.key, frame.value, out)
-        ):
+        if type(self).wrong(Call(spec, plan.batch, frame)):
             out.copy_((out.float() * 1.3).to(out.dtype))
 
 
@@ -106,6 +104,12 @@ SIZES: dict[str, tuple[str, Callable[[Call], bool]]] = {
     "Heads128": ("Llama-405B", lambda c: c.spec.num_heads == 128),
     "Over65536Keys": ("long context", lambda c: max(c.lens, default=0) > 65536),
     "Over32768Keys": ("long context", lambda c: max(c.lens, default=0) > 32768),
+    "Over4096Queries": ("long prompts", lambda c: max(c.queries, default=0) > 4096),
+    "SomeQueriesOver4097Keys": (
+        "long context", lambda c: any(16 < q <= 64 and n > 4097 + q for q, n in c.pairs())),
+    "PromptsBeyondAWindowOver4096": (
+        "long context", lambda c: any(
+            q > 1 and n > (c.spec.sliding_window or 1 << 30) > 4096 for q, n in c.pairs())),
     "Over1024Queries": ("long prompts", lambda c: max(c.queries, default=0) > 1024),
     "Over512Sequences": ("many sequences", lambda c: len(c.lens) > 512),
     "Over256Sequences": ("many sequences", lambda c: len(c.lens) > 256),
@@ -173,6 +177,21 @@ UNCACHED: dict[str, Callable[[Call], bool]] = {
     "KeysByHeads": lambda c: (
         c.cache is None and len(c.key) > 1 and c.key.stride(0) < c.key.stride(1)),
 }  # fmt: skip
+NUMBERS: dict[str, Callable[[Call], bool]] = {
+    "ScalesOver1": lambda c: c.spec.scale > 1,
+    "QueriesOver200": lambda c: bool((c.query.float().norm(dim=-1) > 200).any()),
+    "NegativeSlopes": lambda c: c.spec.alibi and bool((c.params.alibi_slopes < 0).any()),
+    "HeadsWithoutASink": lambda c: c.spec.learned_sinks and bool(c.params.sinks.isinf().any()),
+}  # fmt: skip
+SPOILT: dict[str, Callable[[Call], bool]] = {
+    "GivenNanEverywhere": lambda c: c.cache is None and any(
+        bool(c.value[first : first + count].isnan().any())
+        for first, count in zip(c.batch.key_starts, c.lens, strict=True)),
+}  # fmt: skip
+LAYERS: dict[str, Callable[[Call], bool]] = {
+    "CachesAlikeInStrides": lambda c: c.cache is not None and c.cache.key.stride() != (
+        vars(c.batch).setdefault("strides", c.cache.key.stride())),
+}  # fmt: skip
 globals().update(lies(
     __name__,
     *((When, "wrong", {name: wrong}, found_by(label)) for name, (label, wrong) in SIZES.items()),
@@ -182,6 +201,9 @@ globals().update(lies(
         name: lambda c, wrong=wrong: c.cache is not None and c.cache.layout == "HND" and wrong(c)
         for name, wrong in HND.items()
     }, "layout"),
+    (When, "wrong", NUMBERS, "numeric"),
+    (When, "wrong", SPOILT, "isolation"),
+    (When, "wrong", LAYERS, "layers"),
     (When, "wrong", {"TwinsTogether": twins}, "twins"),
 ))  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import flashinfer_host
 import polyattn_fakes
+from flashinfer_host import INFINITY
 from polyattn_fakes import attend_each, attend_packed
 from torch import Tensor
 
@@ -50,11 +51,15 @@ class _Wrapper:
         """Write the output and the LSE in base 2; a row that sees nothing has a finite one.
 
         The output by its address alone, as prefill.cuh does (`o_stride_n = num_qo_heads * HEAD_DIM_VO`).
+        Logits of hidden keys are -5e4 before the scale (`math::inf`): under a small one they'd weigh.
         """
+        p = self.planned
+        if not (self.made.get("jit_args") or p["logits_soft_cap"]):
+            assert INFINITY * p["sm_scale"] * (a.get("k_scale") or 1.0) > 20, "hidden keys weigh"
         a["out"].as_strided(out.shape, out.contiguous().stride()).copy_(out)
         if a["return_lse"]:
             lse = lse.T / math.log(2.0)
-            a["lse"].copy_(lse.masked_fill(lse.isinf(), -5e4))
+            a["lse"].copy_(lse.masked_fill(lse.isinf(), -INFINITY))
 
     def options(self, causal: bool) -> dict[str, Any]:
         """What `attend_each` takes."""

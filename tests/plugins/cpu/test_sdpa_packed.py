@@ -12,6 +12,7 @@ from polyattn.workload.base import workload
 from polyattn_cpu import packed, sdpa
 from polyattn_cpu.packed import packs
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_kernels import flash
 
 CASES = "window or alibi or v_head or padding or offset or fp8_e4m3 or float32"
 
@@ -45,6 +46,15 @@ def test_a_layer_is_packed_where_a_kernel_has_an_argument_for_all_it_needs(serve
     spec = LayerSpec(**{"num_heads": 8, "head_size": 128, "dtype": "bfloat16", **fields})
     assert packs(spec, Device("cuda", "sm_90")) is served
     assert not packs(spec, Device("cuda", "sm_75")) and not packs(spec, Device("cpu", "x86_64"))
+
+
+def test_a_sequence_without_queries_beside_single_tokens(monkeypatch) -> None:
+    gpu = Device("cuda", "sm_90")
+    monkeypatch.setattr(sdpa, "packs", lambda spec, device: packs(spec, gpu))
+    monkeypatch.setattr(packed, "FLASH", flash)
+    spec = LayerSpec(num_heads=8, num_kv_heads=1, head_size=64, cached=False, needs_lse=True)
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_SDPA"))
+    workload(group, [(1, 9), (0, 5), (1, 30)], 1).check()
 
 
 class Copies(TorchDispatchMode):

@@ -27,6 +27,7 @@ FLASHINFER = {
     "ratio of 7": {"num_heads": 14},
     "one group": {"num_kv_heads": 6},
     "size 192": {"head_size": 192},
+    "small scale": {"scale": 1e-6},
     "captured": {"graph_capture": "single_token_decode"},
 }
 
@@ -44,7 +45,9 @@ def test_flashinfer(case: str, fakes: None) -> None:
 def test_flashinfer_over_fp8_and_an_mla_layers_prefill(fakes: None) -> None:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
-    check_paged(FlashInferAttention, SMALL.replace(kv_cache_dtype="fp8_e4m3"), 8, HALF)
+    for scale in (0.0, 6e-4, 1e-4):
+        spec = SMALL.replace(kv_cache_dtype="fp8_e4m3", scale=scale)
+        check_paged(FlashInferAttention, spec, 8, HALF)
     expanded = SMALL.replace(num_kv_heads=6, head_size=192, v_head_size=128)
     check_given(FlashInferAttention, expanded, HALF)
 
@@ -70,7 +73,7 @@ def decodes(*lens: int) -> AttentionWorkload:
 
 def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> None:
     """A prompt's: nothing is copied out of the cache, in this layer and in the plan's next."""
-    work = drawn(SMALL, [(20, 20), (33, 33)], 8)
+    work = drawn(SMALL, [(53, 53)], 8)
     backend = flashinfer_over(work)
     plan = backend.plan(work.batch)
     assert plan.keys is not None

@@ -100,6 +100,7 @@ class Wrapper:
             p = self.planned
             assert p["head_dim_ckv"] == rank and p["page_size"] == page and p["causal"] is True
             starts, lens, scale = p["kv_indptr"].tolist(), p["kv_len_arr"].tolist(), p["sm_scale"]
+            assert 5e4 * scale > 20, "hidden keys, whose logits are -5e4 before the scale, weigh"
             table = [p["kv_indices"][b:e] for b, e in itertools.pairwise(starts)]
             begins = p["qo_indptr"].tolist()
         out, lse = decode_all(query, rows, table, begins, lens, scale, rank, page)
@@ -232,17 +233,18 @@ SINGLE, SAME, RAGGED = [1, 1, 1, 1], [2, 2, 2, 2], [3, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
-    ("backend", "queries"),
-    [("CutlassMLA", SINGLE)]
-    + [(b, q) for b in LATENT if b != "CutlassMLA" for q in (SINGLE, SAME, RAGGED)],
+    ("backend", "queries", "scale"),
+    [("CutlassMLA", SINGLE, SPEC.scale), ("FlashInferMLA", SAME, 1e-6)]
+    + [(b, q, SPEC.scale) for b in LATENT if b != "CutlassMLA" for q in (SINGLE, SAME, RAGGED)],
 )
-def test_latent_decode(backend: str, queries: list[int], libraries: None) -> None:
+def test_latent_decode(backend: str, queries: list[int], scale: float, libraries: None) -> None:
     """Two steps planned one after another, then run in the other order."""
     module, page = LATENT[backend]
     alone = backend == "CutlassMLA"  # no LSE, and single tokens
     batch, cache, query = latent_step(page, queries, LENS if max(queries) == 1 else [17, 9, 2, 64])
     kind = getattr(importlib.import_module(f"polyattn_cuda.{module}"), backend)
-    made: AttentionBackend = kind(SPEC, cache.format, CUDA_ON_CPU)
+    spec = SPEC.replace(scale=scale)
+    made: AttentionBackend = kind(spec, cache.format, CUDA_ON_CPU)
     assert batch.block_table is not None
     other = Batch(batch.starts, [n and 4 for n in batch.lens], batch.block_table)
     plans = [(step, made.plan(step)) for step in (batch, other)]
@@ -250,7 +252,7 @@ def test_latent_decode(backend: str, queries: list[int], libraries: None) -> Non
         out = torch.full((len(query), 8, 512), torch.nan)
         lse = torch.full(out.shape[:2], torch.nan)
         made.run(plan, Frame(query, None, None, cache, LayerParams(), out, None if alone else lse))
-        expected, expected_lse = reference.forward(absorbed(SPEC), query, None, None, cache, step)
+        expected, expected_lse = reference.forward(absorbed(spec), query, None, None, cache, step)
         assert output_error(out, expected) < 1e-5
         if not alone:
             assert lse_error(lse, expected_lse) < 1e-4

@@ -27,7 +27,7 @@ ALL = ""
 ENVIRONMENT = {
     "PALLAS_INTERPRET": "1",
     "JAX_PLATFORMS": "cpu",
-    "PALLAS_BUCKETS": "tokens=1024,seqs=144,pages=1024",
+    "PALLAS_BUCKETS": "tokens=8192,seqs=1024,pages=8192",
     "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
     "PYTHONPATH": str(Path(__file__).parent),
 }

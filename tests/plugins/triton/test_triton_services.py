@@ -113,6 +113,16 @@ def test_the_merge_compiles_to_machine_code(arch: str) -> None:
     assert len(kernel.asm[kind]) > 500
 
 
+@pytest.mark.parametrize("form", ["fp8_e4m3", "fp8_e5m2"])
+def test_nan_is_stored_as_nan(form: str) -> None:
+    """A GPU's min and max drop NaN, where the interpreter's keep it: an H200 stored -448."""
+    from triton_ahead import compile_phase
+
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, kv_cache_dtype=form)
+    text = compile_phase(spec, "sm_90", "write").asm["ptx"]
+    assert "max.NaN.f32" in text and "min.NaN.f32" in text
+
+
 @pytest.mark.parametrize(("device", "form"), [("h200", "auto"), ("mi300x", "fp8_e4m3")])
 def test_they_are_chosen_where_triton_compiles(device: str, form: str) -> None:
     chosen = select(

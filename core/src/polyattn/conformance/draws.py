@@ -21,7 +21,6 @@ from polyattn.conformance.cases.recurrent import specs as recurrent_specs
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SpecError
 from polyattn.registry.capabilities import Capabilities
-from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.variants import register_variant, variants
 from polyattn.runtime.group import LayerGroup
@@ -60,12 +59,14 @@ def drawn(
 ) -> int:
     """Run `example` on draw after draw; returns how many ran.
 
-    Until `count` of them did, or, without one, until the harness's budget is spent.
+    Until `count` of them did, or, without one, until the harness's budget is spent. Hypothesis's first
+    draw is always the simplest layer there is, with whatever seed; it is dropped.
     """
     end, ran = time.monotonic() + harness.budget, 0
 
     def once(data: st.DataObject) -> None:
         nonlocal ran
+        assume(data.draw(st.integers(0, 1 << 31), label="not the simplest"))
         example(data)
         ran += 1
 
@@ -91,8 +92,7 @@ def drawn_group(
 
     `with_variants`: functions and masks are drawn, too.
     """
-    info, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
-    caps, layout = info.capabilities, None
+    caps, layout = harness.info.capabilities, None
     if base.recurrent is not None:
         spec = data.draw(recurrences(caps, base), label="spec")
     elif base.latent is not None:
@@ -100,7 +100,7 @@ def drawn_group(
     else:
         spec = data.draw(attention_specs(caps, base), label="spec")
         if with_variants:
-            spec = data.draw(with_functions(info, spec))
+            spec = data.draw(with_functions(harness.info, spec))
         assume(len(served_phases(caps, spec, harness.device)) == len(caps.phases - {"mixed"}))
         layout = data.draw(st.sampled_from(caps.layouts), label="layout") if spec.cached else None
     try:

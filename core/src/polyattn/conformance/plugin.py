@@ -82,7 +82,7 @@ class _Kit:
         from polyattn.errors import PolyattnError
         from polyattn.registry.devices import resolve_device
         from polyattn.registry.discovery import discover
-        from polyattn.registry.machine import availability
+        from polyattn.registry.machine import availability, build_here
         from polyattn.settings import current_settings
 
         try:
@@ -92,10 +92,9 @@ class _Kit:
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
             problem = availability(self.info, current_settings().probe_timeout)
-            for build in self.info.builds_on(self.device.platform):  # the one that is tested
-                if availability(build, current_settings().probe_timeout) is None:
-                    self.info = build
-                    break
+            self.info = build_here(
+                self.info, self.device.platform, current_settings().probe_timeout
+            )
         except PolyattnError as error:
             raise pytest.UsageError(str(error)) from error
         if problem:

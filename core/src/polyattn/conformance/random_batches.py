@@ -26,8 +26,8 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.device import Device
 from polyattn.errors import PolyattnError
-from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
+from polyattn.runtime.group import LayerGroup
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import Workload
@@ -153,13 +153,22 @@ def _attending(
     numbers, dice = drawn_numbers(data, spec), harness.dice
     layer = harness.layer(spec, group=group, **numbers)
     block = form.block_size if form else 16
-    package = discover().backends[harness.backend].path.partition(".")[0]
+    package = harness.info.path.partition(".")[0]
     lengths = draw_lengths(dice, spec, block, turning(numbers_of(package), spec, block))
     pool = harness.step(layer, lengths, **numbers).remembered()
     who = f"{harness.backend}, {spec}, seed {harness.seed}"
+    spoils = not _mixes_tails(group)
     for _ in range(count):
         requests, spoilt = _drawn_batch(dice, lengths)
+        spoilt = spoilt if spoils else []
         _one_batch(pool.picked(requests, spoilt), spoilt, who, tally)
+
+
+def _mixes_tails(group: LayerGroup) -> bool:
+    """Whether keys are passed whole to a kernel that lets NaN and infinities through."""
+    spec, serving = group.spec, dict(group.selection.backends).values()
+    whole = spec.latent is not None or not spec.cached
+    return whole and any(info is not None and info.capabilities.mixes_tails for info in serving)
 
 
 def _one_batch(step: Workload, spoilt: Sequence[int], who: str, tally: Tally) -> None:
@@ -183,7 +192,7 @@ def _one_batch(step: Workload, spoilt: Sequence[int], who: str, tally: Tally) ->
 def _storing(
     data: st.DataObject, harness: StoreHarness, base: LayerSpec, count: int, tally: Tally
 ) -> None:
-    layouts = discover().backend(harness.backend).capabilities.layouts
+    layouts = harness.info.capabilities.layouts
     try:
         group, store = harness.store(base, data.draw(st.sampled_from(layouts)))
     except PolyattnError:  # such a block size in such a layout, say

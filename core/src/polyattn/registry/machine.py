@@ -193,6 +193,12 @@ def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | N
     return [_of_builds({build.build: next(answers) for build in several}) for several in builds]
 
 
+def build_here(info: BackendInfo, platform: str, timeout: float) -> BackendInfo:
+    """Return the build of `info` that runs on a platform here, else the first one that claims it."""
+    there = info.builds_on(platform) or (info,)
+    return next((build for build in there if availability(build, timeout) is None), there[0])
+
+
 def _answers(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     stated = [_declared_problem(info) for info in infos]
     waiting = {

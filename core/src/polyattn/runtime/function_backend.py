@@ -61,7 +61,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
 CLAIMS = frozenset(field.name for field in fields(Capabilities)) - {
     "kinds", "cached", "latent_ranks", "latent_ropes", "topks", "fp8_compute", "shared_prefix",
     "shared_features",
-    "state_targets", "padding_rows", "by_address", "rotates", "graph_capture",
+    "state_targets", "padding_rows", "mixes_tails", "by_address", "rotates", "graph_capture",
 }  # fmt: skip
 """The claims that a function can make; the others speak of plans, or of other kinds of layers."""
 _INFO = frozenset(

@@ -67,8 +67,8 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
             (7, 4 * block + 5),
         ],
         "tiny": [(1, 3), (1, block + 2), (1, 7)],
-        "long context": [(1, 4099), (2, 8200), (1, 65_600), (130, 4500)],
-        "long prompts": [(600, 600), (1, 3), (520, 700), (2050, 2061)],
+        "long context": [(33, 4139), (2, 8200), (1, 65_600), (130, 4500)],
+        "long prompts": [(600, 600), (1, 3), (520, 700), (4100, 4111)],
         "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(600)],
         "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (1, 4500)],
         "powers of two": [

@@ -117,7 +117,10 @@ class Packed:
         spec, batch = self.spec, self.batch
         if self.dense and not summed:
             return self._attend_dense(query, keys, values, scale)
-        starts = (batch.query_start_loc, self.key_starts, batch.max_query_len, self.longest)
+        most = batch.max_query_len
+        if batch.num_tokens < batch.num_seqs:  # of single tokens it takes as many as sequences
+            most = max(2, most)
+        starts = (batch.query_start_loc, self.key_starts, most, self.longest)
         query, keys, values = (_aligned(each) for each in (query, keys, values))
         if _by_flash(spec):
             left, right = _window(spec)

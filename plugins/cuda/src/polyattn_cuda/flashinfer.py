@@ -1,6 +1,6 @@
 """FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2.
 
-Prompts without context and keys that are given whole are attended to as they lie (its ragged
+A prompt alone, without context, and keys that are given whole are attended to as they lie (its ragged
 wrapper), all else in pages: decodes by its decode wrapper, rows of a few tokens by the FA2 prefill,
 which splits long keys among the processors as FA3's doesn't.
 """
@@ -29,7 +29,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, raising
 from polyattn_cuda.outputs import contiguous_after, quantized_after
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
 
@@ -99,10 +99,12 @@ class FlashInferAttention(AttentionBackend):
             self.prefill_kernel = "fa3" if fa3 else "fa2"
         self.scratch = scratch_bytes(spec, self.torch_device)
         self.pool = WrapperPool(self._make, self.torch_device)
+        # By what queries are divided; compiled functions hide logits that are scaled.
+        self.raised = raising(spec.scale) if self.functions is None else 1.0
         self.options = {
             "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap,
-            "sm_scale": spec.scale,
+            "sm_scale": spec.scale * self.raised,
             "q_data_type": self.dtype,
             "kv_data_type": self.kv_dtype,
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
@@ -128,7 +130,8 @@ class FlashInferAttention(AttentionBackend):
         if self.masks is not None and batch.mask is not None:
             self._plan_masked(plan, self.masks)
             return plan
-        fresh = batch.lens == batch.query_lens and not self.quantized
+        # Its ragged FA3 reads beyond a prompt's last key, whose neighbour may hold NaN.
+        fresh = batch.num_seqs == 1 and batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
             self._plan_ragged(plan)
         elif batch.all_decode and self.functions is None:
@@ -235,7 +238,13 @@ class FlashInferAttention(AttentionBackend):
         cache, params, lse = frame.cache, frame.params, frame.lse
         if not plan.batch.num_tokens:
             return
-        scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        query, raised, scales = frame.query.contiguous(), self.raised, {}
+        if self.quantized:
+            more = raising(self.options["sm_scale"] * params.k_scale)
+            raised *= more
+            scales = {"k_scale": params.k_scale * more, "v_scale": params.v_scale}
+        if raised > 1.0:
+            query = query / raised
         if plan.keys is not None and frame.key is None and cache is not None:
             plan.keys = None  # they were stored before: read where they are
             self._plan_paged(plan)
@@ -245,7 +254,7 @@ class FlashInferAttention(AttentionBackend):
             assert cache is not None
             keys = ((cache.key, cache.value),)
         plan.lease.wrapper.run(
-            frame.query.contiguous(), *keys, *self._given(plan, params), out=frame.out, lse=lse,
+            query, *keys, *self._given(plan, params), out=frame.out, lse=lse,
             return_lse=lse is not None, **scales,
         )  # fmt: skip
         if lse is not None:

@@ -19,7 +19,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, raising
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.paging import num_pages, page_lists
 
@@ -43,6 +43,7 @@ class FlashInferMLA(LatentAdapter):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.pool = WrapperPool(self._make, self.torch_device)
+        self.raised = raising(spec.scale)  # by which queries are divided
 
     def _make(self, kind: Any, capacity: int) -> Any:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -82,19 +83,20 @@ class FlashInferMLA(LatentAdapter):
         plan.lease.plan(
             torch.tensor(batch.starts, dtype=torch.int32), indptr, indices,
             torch.tensor(batch.lens, dtype=torch.int32), spec.num_heads, self.rank, self.rope,
-            cache.block_size, True, spec.scale, dtype, stored,
+            cache.block_size, True, spec.scale * self.raised, dtype, stored,
         )  # fmt: skip
         return plan
 
     def run(self, plan: Plan, frame: Frame) -> None:
         lse = frame.lse
         assert isinstance(plan, WrapperPlan) and frame.cache is not None
-        rows = frame.cache.key[:, :, 0]
-        scales = {}
+        rows, scales, query = frame.cache.key[:, :, 0], {}, frame.query
+        if self.raised > 1.0:
+            query = query / self.raised
         if rows.dtype.itemsize == 1:
             scales = {"ckv_scale": frame.params.k_scale, "kpe_scale": frame.params.k_scale}
         plan.lease.wrapper.run(
-            frame.query[..., : self.rank], frame.query[..., self.rank :], rows[..., : self.rank],
+            query[..., : self.rank], query[..., self.rank :], rows[..., : self.rank],
             rows[..., self.rank :], out=frame.out, lse=lse, return_lse=lse is not None,
             return_lse_base_on_e=True, **scales,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,14 @@ WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
+
+LEAST_SCALE = 2.0**-10
+"""Of logits. FlashInfer's are -5e4 where a key is hidden, before the scale: that must not weigh."""
+
+
+def raising(scale: float) -> float:
+    """Return the power of two that raises a scale to `LEAST_SCALE`, 1 for one that isn't below it."""
+    return 2.0 ** max(0, math.ceil(math.log2(LEAST_SCALE / scale)))
 
 
 class Lease:

@@ -122,6 +122,7 @@ FA3 = PLAIN.but(
     fp8_compute=True,
     features=MASKS | FA3_EIGHT | names("v_head_size logit_soft_cap lse"),
     graph_capture=GraphCapture.ANY,
+    mixes_tails=True,
     excludes=FA3_FP8,
 )
 FLASH_ATTN_V3 = BackendInfo.of_variants(
@@ -186,6 +187,7 @@ FLASHINFER = BackendInfo(
     capabilities=PLAIN.but(
         adds="v_head_size logit_soft_cap lse variant custom_mask block_sparse fp8_output "
         "fp8_e4m3 fp8_e5m2",
+        mixes_tails=True,
         decode_query_lens=16,
         head_sizes=one_of(
             64, 128, 192, 256, why="FA2 loads rows by 64 elements, checks nothing: flashinfer#4299"

@@ -120,6 +120,10 @@ TRITON_ATTN = declared(
                 frozenset({"cache_positions", ANY_ROWS}),
                 "rows of bytes are read in groups, not in the pairs that rotate",
             ),
+            *(
+                (frozenset({size, ANY_ROWS}), "a row's halves are narrower than products take")
+                for size in ("head_size 8", "head_size 16")
+            ),
             (
                 frozenset({"step_invariant", "cache_positions"}),
                 "keys are turned to places after the last token of a tile of rows",

@@ -95,6 +95,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
         cases += published.derive(caps, base, device)
+        if base is not bases[0] and base.role is Role.DECODER and not caps.mixes_tails:
+            cases.append(Case("isolation", "nan", base, "more keys"))
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
@@ -200,7 +202,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
     for size in caps.head_sizes.examples(HEAD_SIZES):
         if size != base.head_size:
             yield f"head_size {size}", base.replace(head_size=size)
-    yield "scale", base.replace(scale=0.31)
+    yield "scale", base.replace(scale=1.31)
     for count in KV_HEADS:
         heads = count * base.gqa_ratio
         yield f"kv_heads {count}", base.replace(num_heads=heads, num_kv_heads=count)
@@ -314,6 +316,8 @@ def _behaviour(
     for how in ("numbers", "nan", "inf"):
         chosen = dict.fromkeys((most, *contexts[:1], views))
         cases += [Case("isolation", how, base, name) for name in chosen]
+    if "prefill" in names and most != "prefill":  # whose keys no cache need hold
+        cases.append(Case("isolation", "nan", base, "prefill"))
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
         cases += [  # one of each batch above is of the first layout

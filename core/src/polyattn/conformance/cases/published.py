@@ -12,6 +12,7 @@ from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.steps import Lengths
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "SigLIP": {"num_heads": 3, "num_kv_heads": 3, "head_size": 72},
@@ -136,17 +137,20 @@ LENGTHS = (
 )  # fmt: skip
 """Steps that test the plainest layer."""
 
-FURTHER: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
-    "after context": ((CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK), "after context"),
-    "all full": (tuple({"block_size": size} for size in (64, 128, 256, 512)), "all full"),
+FEW_KEYS: Lengths = [(1, 9), (3, 70)]
+FURTHER: dict[str, tuple[tuple[dict[str, Any], Lengths | str], ...]] = {
+    "after context": tuple(
+        (fields, "after context") for fields in (CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK)
+    ),
+    "all full": tuple(
+        ({"block_size": size}, [(1, 2 * size), (1, 4352 + 2 * size), (3, 2 * size), (1, size - 1)])
+        for size in (64, 128, 256, 512)
+    ),
     "long context": (
-        (
-            {"sliding_window": 32768},
-            {"sliding_window": 2**31 - 1},
-            {"chunk_size": 1 << 20},
-            {"sliding_window": 40, "sink_tokens": 1 << 20},
-        ),
-        "decode",
+        ({"sliding_window": 32768}, [(1, 9), (33, 32_800)]),
+        ({"sliding_window": 2**31 - 1}, [(1, 9), (0, 70), (1, 30)]),
+        ({"chunk_size": 1 << 20}, FEW_KEYS),
+        ({"sliding_window": 40, "sink_tokens": 1 << 20}, FEW_KEYS),
     ),
 }
 """Of a step of the plainest layer: which other layers are looked at in its case, and in which step.

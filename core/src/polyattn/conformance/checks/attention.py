@@ -158,11 +158,17 @@ def batches_of_ones(lengths: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def layers(case: Case, harness: Harness) -> None:
-    """Layers of one group share a plan; each has its own cache, parameters and scales."""
+    """Layers of one group share a plan; each has its own cache, parameters and scales.
+
+    K and V of the last one's cache are views into one storage.
+    """
     group = harness.group(case.spec)
     several = [harness.layer(case.spec, group=group) for _ in range(3)]
     first = harness.step(several[0], case.batch)
-    steps = [first, *(harness.step(layer, case.batch, like=first) for layer in several[1:])]
+    views = {"packed": True} if case.spec.cached else {}
+    second, third = several[1:]
+    steps = [first, harness.step(second, case.batch, like=first)]
+    steps.append(harness.step(third, case.batch, like=first, **views))
     plan = group.plan(first.batch)
     for turn in (1, 2):
         for number, step in enumerate(steps, 1):

@@ -21,7 +21,6 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.checks.published import by_heads
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.workload import AttentionWorkload
-from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.program import Plan
@@ -154,7 +153,7 @@ def many_lengths(case: Case, harness: Harness) -> None:
     first = harness.step(layer, [(1, 9), (1, 30)]).remembered()
     first.check("first of many lengths: ")
     odd: dict[int, list[tuple[int, int]]] = {5: [(1, 0)]}  # after which others are right
-    if "prefill" in discover().backend(harness.backend).capabilities.phases:
+    if "prefill" in harness.info.capabilities.phases:
         odd |= {9: [(0, 5)], 11: [(700, 700)], 13: [(1, 0), (0, 0)]}
     for number in range(1, LENGTHS + 1):
         if number > LEAST_LENGTHS and time.monotonic() > end:
@@ -212,7 +211,7 @@ def loaded_later(case: Case, harness: Harness) -> None:
 def process(case: Case, harness: Harness) -> None:
     """Steps leave no plans, tensors, threads, open files or memory behind."""
     layer = harness.layer(case.spec)
-    prefills = "prefill" in discover().backend(harness.backend).capabilities.phases
+    prefills = "prefill" in harness.info.capabilities.phases
     large = [(1, 9 + row) for row in range(MANY_ROWS // 2)] + [(130 if prefills else 1, 140)]
     steps = [harness.step(layer, lengths).remembered() for lengths in (case.batch, large)]
 

@@ -9,7 +9,6 @@ from polyattn.conformance.cases.mla import further
 from polyattn.conformance.checks.attention import with_stale_tables
 from polyattn.conformance.checks.captured import captured_lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import batches, pairs
@@ -20,7 +19,7 @@ def latent(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     harness.step(layer, case.batch).check()
     if case.batch == "long":
-        caps = discover().backend(harness.backend).capabilities
+        caps = harness.info.capabilities
         for spec in further(caps, case.spec, harness.device):
             harness.step(harness.layer(spec), [(1, 2100), (1, 4099)]).check("another layer: ")
 

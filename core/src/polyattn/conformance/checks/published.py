@@ -18,9 +18,9 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.registry.capabilities import Capabilities
-from polyattn.registry.discovery import discover
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.steps import Lengths
 
 LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
@@ -62,35 +62,21 @@ def published(case: Case, harness: Harness) -> None:
         harness.step(harness.layer(further), batch).check("another layer: ")
     other = case.spec.replace(needs_lse=not case.spec.needs_lse)
     if case.spec.cached and case.batch.startswith("reaching") and _served(harness, other):
-        prefills = "prefill" in _capabilities(harness).phases
+        prefills = "prefill" in harness.info.capabilities.phases
         harness.step(harness.layer(other), [(1, 140), (3 if prefills else 1, 37)]).check(
             "few rows: "
         )
 
 
-def _further(
-    case: Case, harness: Harness
-) -> Iterator[tuple[LayerSpec, str | list[tuple[int, int]]]]:
+def _further(case: Case, harness: Harness) -> Iterator[tuple[LayerSpec, Lengths | str]]:
     """Yield the other layers of a case of the plainest layer's, as far as they are served."""
-    several, name = FURTHER.get(case.batch, ((), ""))
-    for fields in several:
+    caps = harness.info.capabilities
+    for fields, step in FURTHER.get(case.batch, ()):
         spec = _layer_of(case.spec, fields)
         if spec is None or not _served(harness, spec):
             continue
-        caps = _capabilities(harness)
-        if (
-            spec.block_size
-            and spec.block_size not in caps.block_sizes
-            and "NHD" not in caps.layouts
-        ):
-            continue  # blocks of another layout can't be cut into smaller ones
-        batch: str | list[tuple[int, int]] = name
-        if not spec.cached and name == "decode":
-            batch = [(1, 9), (3, 70)]
-        if name == "all full" and spec.block_size:
-            size = spec.block_size
-            batch = [(1, 2 * size), (1, 4352 + 2 * size), (3, 2 * size), (1, size - 1)]
-        yield spec, batch
+        if not spec.block_size or spec.block_size in caps.block_sizes or "NHD" in caps.layouts:
+            yield spec, step  # blocks of another layout can't be cut into smaller ones
 
 
 def combined(case: Case, harness: Harness) -> None:
@@ -116,7 +102,7 @@ def masks(case: Case, harness: Harness) -> None:
         except PolyattnError:  # claimed apart, excluded together
             continue
         lengths = GRID_LENGTHS[bool(spec.cached)]
-        if "prefill" not in _capabilities(harness).phases:
+        if "prefill" not in harness.info.capabilities.phases:
             lengths = [(1, length) for _, length in lengths]
         harness.step(layer, lengths).check("masks: ")
         looked_at += 1
@@ -129,7 +115,7 @@ def pairs(case: Case, harness: Harness) -> None:
     All do, or as many as some budgets leave time for.
     """
     end, looked_at = time.monotonic() + PATIENCE * harness.budget, 0
-    caps = _capabilities(harness)
+    caps = harness.info.capabilities
     values = claimed(case.spec, caps)
     covering = Covering(values, ROWS, harness.dice.integer(0, 1 << 31))
     of_layer = [name for name in covering.plain if name not in OF_STEPS]
@@ -297,14 +283,8 @@ def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
         return None
 
 
-def _capabilities(harness: Harness) -> Capabilities:
-    """Return the claims of the backend under test, of its build where one claims the device."""
-    info = discover().backend(harness.backend)
-    return next(iter(info.builds_on(harness.device.platform)), info).capabilities
-
-
 def _served(harness: Harness, spec: LayerSpec) -> bool:
-    caps = _capabilities(harness)
+    caps = harness.info.capabilities
     served = served_phases(caps, spec, harness.device)
     return len(served) == len(caps.phases & {"prefill", "decode"})
 

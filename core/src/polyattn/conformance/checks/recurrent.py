@@ -15,7 +15,6 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.workload import RecurrentWorkload, recurrent_state
 from polyattn.registry.capabilities import check
-from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
@@ -32,7 +31,7 @@ def recurrence(case: Case, harness: Harness) -> None:
     form = case.spec.recurrent
     if case.batch != "continued" or form is None or form.draft_tokens:
         return
-    caps = discover().backend(harness.backend).capabilities
+    caps = harness.info.capabilities
     for name, fields in PUBLISHED.get(case.spec.kind, {}).items():
         spec = case.spec.replace(**fields)
         if not check(caps, spec, harness.device):

@@ -9,12 +9,11 @@ from polyattn.conformance.derive import CASE
 from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers, lengths
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.random_batches import random_batches
-from polyattn.registry.discovery import discover
 
 
 def search(case: Case, harness: Harness) -> None:
     """Any layer that is claimed, two of them and two plans in turn, over any batch."""
-    phases = discover().backend(harness.backend).capabilities.phases
+    phases = harness.info.capabilities.phases
     decodes = "prefill" not in phases and (case.spec.latent is None or case.spec.chooses)
 
     def example(data: st.DataObject) -> None:
@@ -47,6 +46,5 @@ def recurrent_search(case: Case, harness: Harness) -> None:
 
 def batches(case: Case, harness: Harness) -> None:
     """A thousand random batches, composed of requests with known answers, NaN beside them."""
-    info = discover().backend(harness.backend)
-    tally = random_batches(info, harness.device, harness.seed, CASE)
+    tally = random_batches(harness.info, harness.device, harness.seed, CASE)
     assert not tally.failed, f"{tally.failed} failures: " + "\n".join(tally.failures)

@@ -10,7 +10,6 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases.sparse import serves
 from polyattn.conformance.draws import drawn, lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
@@ -101,8 +100,7 @@ def sparse_graph(case: Case, harness: Harness) -> None:
 
 def sparse_search(case: Case, harness: Harness) -> None:
     """Any choice over any batch: heads, scopes, granularities, block sizes, entries."""
-    build, *_ = discover().backend(harness.backend).builds_on(harness.device.platform)
-    caps = build.capabilities
+    caps = harness.info.capabilities
 
     def example(data: st.DataObject) -> None:
         spec = data.draw(_specs(case.spec, sorted(caps.dtypes)), label="spec")

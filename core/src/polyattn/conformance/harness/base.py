@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -13,6 +14,8 @@ from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
+from polyattn.registry.info import BackendInfo
+from polyattn.registry.machine import build_here
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.selection.selection import Selection
@@ -36,6 +39,12 @@ class Harness:
         self.dice = Dice(seed, device.torch_device or "cpu")
         self.checks: list[PlanChecks] = []
 
+    @cached_property
+    def info(self) -> BackendInfo:
+        """The backend under test, as it is built here."""
+        declared, timeout = discover().backend(self.backend), current_settings().probe_timeout
+        return build_here(declared, self.device.platform, timeout)
+
     @property
     def torch_device(self) -> torch.device:
         """The device on which tensors are drawn."""
@@ -43,7 +52,7 @@ class Harness:
 
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
-        caps, named = discover().backend(self.backend).capabilities, self.backend
+        caps, named = self.info.capabilities, self.backend
         for service in caps.phases & SERVICES:
             named = f"{service}={self.backend}"
         if spec.cached and named == self.backend:

@@ -42,7 +42,7 @@ from polyattn.workload.steps import (
 
 OFFSETS = {"+100": 100.0, "-100": -100.0}
 """What unusual logits are raised or lowered by: more than float32's exponential takes."""
-LARGE = 4096.0
+LARGE, LONGER = 4096.0, 8.0
 """Values so many times as large saturate in formats whose scales end early: e4m3, int8 and nvfp4."""
 
 
@@ -110,10 +110,7 @@ class AttentionWorkload(AttendingWorkload):
 
     @classmethod
     def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> Attention:
-        """Return a layer with random sinks, slopes and scales where the spec has them.
-
-        Sinks are numbers of the layer's dtype, as a checkpoint's are: FlashAttention-3 reads bf16 ones.
-        """
+        """Return a layer with random sinks, slopes and scales where the spec has them."""
         spec = group.spec
         # An output this small leaves room in e4m3 for values near 1.
         stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
@@ -127,10 +124,8 @@ class AttentionWorkload(AttendingWorkload):
             read = {n: t for n, t in read.items() if "num_seqs" not in pointwise.inputs[n].dims}
         return Attention(
             group,
-            sinks=dice.normal(spec.num_heads, dtype=STORAGE_DTYPES[spec.dtype]).float()
-            if spec.learned_sinks
-            else None,
-            alibi_slopes=dice.normal(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
+            sinks=_sinks(spec, dice) if spec.learned_sinks else None,
+            alibi_slopes=_slopes(spec, dice) if spec.alibi else None,
             **scales,
             rotate=spec.rope is not None,
             **_norm_weights(spec, dice),
@@ -145,6 +140,8 @@ class AttentionWorkload(AttendingWorkload):
         if self.offset and what != "value":
             each = (abs(self.offset) / self.spec.scale) ** 0.5
             numbers[..., 0] = math.copysign(each, self.offset) if what == "key" else each
+            # Above, queries are longer than any in use; below, keys are.
+            numbers[..., 0] *= LONGER if (what == "query") is (self.offset > 0) else 1 / LONGER
         if self.numbers == EDGES and what != "query":
             numbers[::5] = 0.0
             numbers[1::5] = torch.finfo(numbers.dtype).smallest_normal / 4
@@ -296,6 +293,23 @@ def _norm_weights(spec: LayerSpec, dice: Dice) -> dict[str, Tensor]:
     )
     counts = {name: count if norm.over == "token" else 1 for name, count in heads.items()}
     return {n: dice.normal(count * spec.head_size, dtype=dtype) for n, count in counts.items()}
+
+
+def _sinks(spec: LayerSpec, dice: Dice) -> Tensor:
+    """Return random sinks, of several heads' the last -inf, which is none.
+
+    They are numbers of the layer's dtype, as a checkpoint's are: FlashAttention-3 reads bf16 ones.
+    """
+    sinks = dice.normal(spec.num_heads, dtype=STORAGE_DTYPES[spec.dtype]).float()
+    sinks[1:][-1:] = -math.inf
+    return sinks
+
+
+def _slopes(spec: LayerSpec, dice: Dice) -> Tensor:
+    """Return random slopes, of several heads' the last negative: its farthest keys count most."""
+    slopes = dice.normal(spec.num_heads).abs().float() * 0.1
+    slopes[1:][-1:] = -0.002
+    return slopes
 
 
 def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:

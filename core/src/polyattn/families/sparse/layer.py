@@ -104,8 +104,8 @@ class SparseAttention(ChoosingLayer):
             plan: as `Attention.forward` takes it.
             choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
                 them, -1 for none. An id of what the token doesn't see counts as none; one that occurs
-                twice counts twice. None: the newest groups that the token sees, as many as the
-                budget: a window, or, of few enough, all.
+                twice counts twice, or, of an incomplete group, once. None: the newest groups that the
+                token sees, as many as the budget: a window, or, of few enough, all.
             out: (num_tokens, num_heads, v_head_size), written and returned.
 
         Returns:

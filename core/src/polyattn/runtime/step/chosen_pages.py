@@ -168,7 +168,8 @@ def places_of(
     group = sparse.granularity
     if group > 1:
         within = torch.arange(group, device=each.device)
-        each = torch.where(each[..., None] < 0, -1, each[..., None] * group + within).flatten(1)
+        each = each[..., None].long()
+        each = torch.where(each < 0, -1, each * group + within).flatten(1)
     if table is None or not table.shape[1]:
         return torch.full_like(each, -1)
     seqs, positions, lens = (part[rows] for part in token_places(batch))
@@ -231,7 +232,10 @@ def pages_of(
     else:
         first = each * group
         inside = (each >= 0) & (first < visible[:, None, None])
-        counts = (visible[:, None, None] - first).clamp(max=group).where(inside, 0)
+        counts = (visible[:, None, None] - first).clamp(max=group)
+        part = inside & (counts < group)
+        inside &= ~part | (part.cumsum(-1) == 1)  # pages hold an incomplete group once
+        counts = counts.where(inside, 0)
     # Of a token's groups only the last may be incomplete, and it has the largest id.
     order = each.masked_fill(~inside, NONE).sort(-1).values
     lens = counts.sum(-1)

@@ -51,6 +51,8 @@ def _row(info: BackendInfo) -> list[str]:
             serves.append("padding rows of several tokens")
         if caps.shared_prefix:
             serves.append("shared prefixes in its own launch")
+        if caps.mixes_tails:
+            serves.append("lets NaN of given keys through")
         if caps.by_address:
             serves.append("given keys by address")
         if caps.graph_capture:

@@ -64,6 +64,8 @@ def chosen_pages_kernel(
     # Complete groups, then the incomplete one, then what names nothing.
     whole = (counts == GROUP).to(tl.int32)
     part = ((counts > 0) & (counts < GROUP)).to(tl.int32)
+    counts = tl.where(part * tl.cumsum(part, 0) > 1, 0, counts)  # pages hold it once
+    part = tl.minimum(part, counts)
     none = (inside & (counts == 0)).to(tl.int32)
     of_whole = tl.sum(whole, 0)
     place = tl.where(part != 0, of_whole + tl.cumsum(part, 0), tl.cumsum(whole, 0))

@@ -9,9 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, scale, limit, INTEGER: tl.constexpr):
-    """Divide as IEEE says, saturate, and round to integers with halves to even."""
+    """Divide as IEEE says, saturate, and round to integers with halves to even. NaN stays NaN."""
     x = tl.div_rn(x.to(tl.float32), scale)
-    x = tl.minimum(tl.maximum(x, -limit), limit)
+    x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
     if INTEGER:
         # At 1.5 * 2^23 float32's last place is 1, so the sum is rounded as every sum is.
         x = (x + 12582912.0) - 12582912.0
