@@ -90,8 +90,8 @@ class LayerSpec:
             kernels read the lengths on the device, so that a graph replays without a new plan. Query
             lengths are exact.
         deterministic: equal calls give equal bits.
-        batch_invariant: what must not change a bit of a token's result: `"batch"` (or True), `"steps"`
-            or `"calls"`, the levels of `Invariance`.
+        batch_invariant: what must not change a bit of a token's result: `"batch"` (or True), `"steps"`,
+            `"calls"` or `"machines"`, the levels of `Invariance`.
         latent: the latent part of an MLA layer.
         recurrent: the recurrent part of a recurrence.
         qk_norm: the norm of queries and keys before they are rotated. A layer whose `q_norm=` and
@@ -241,8 +241,9 @@ class LayerSpec:
             "length_bounds": self.length_bounds,
             "deterministic": self.deterministic,
             "batch_invariant": self.batch_invariant >= Invariance.BATCH,
-            "step_invariant": self.batch_invariant >= Invariance.STEPS,
-            "call_invariant": self.batch_invariant >= Invariance.CALLS,
+            "step_invariant": self.batch_invariant in (Invariance.STEPS, Invariance.CALLS),
+            "call_invariant": self.batch_invariant == Invariance.CALLS,
+            "machine_invariant": self.batch_invariant >= Invariance.MACHINES,
         }
         of_part = frozenset[str]() if self.recurrent is None else self.recurrent.features
         return of_part.union(name for name, asked in asks.items() if asked)
@@ -514,6 +515,20 @@ def _check_relations(spec: LayerSpec) -> None:
         spec.qk_norm.check(spec.kind, spec.role)
 
 
+_SPECIFIED = {
+    "kind": AttentionKind.ATTENTION,
+    "dtype": "float32",
+    "qkv_dtype": "auto",
+    "out_dtype": "auto",
+    "logit_soft_cap": None,
+    "qk_norm": None,
+    "rope": None,
+    "variant": None,
+    "mask": None,
+}
+"""What `batch_invariant="machines"` needs: of nothing else the bits are specified."""
+
+
 def _check_invariance(spec: LayerSpec) -> None:
     """What a layer computes must not itself depend on what its bits must not depend on."""
     level = spec.batch_invariant.name.lower()
@@ -534,6 +549,13 @@ def _check_invariance(spec: LayerSpec) -> None:
             f"batch_invariant={level!r}: a cache of {spec.stored_dtype} rounds keys that a call without "
             "one reads as they are; use kv_cache_dtype='auto', or ask for batch_invariant='steps'"
         )
+    if spec.batch_invariant >= Invariance.MACHINES:
+        for name, value in _SPECIFIED.items():
+            if getattr(spec, name) != value:
+                raise SpecError(
+                    f"batch_invariant={level!r}: bits are specified for {name}={value!r}, not for "
+                    f"{getattr(spec, name)!r}; ask for batch_invariant='calls'"
+                )
 
 
 def _check_quantised(spec: LayerSpec) -> None:
