@@ -57,9 +57,10 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": "batch"},
     "step_invariant": {"batch_invariant": "steps"},
     "call_invariant": {"batch_invariant": "calls"},
+    "machine_invariant": {"batch_invariant": "machines", "dtype": "float32"},
 }
 """What each optional feature sets on the base spec."""
-LEVELS = frozenset({"step_invariant", "call_invariant"})
+LEVELS = frozenset({"step_invariant", "call_invariant", "machine_invariant"})
 """What has cases of its own (`cases.invariance`)."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
 """Features without pairs: another feature's pairs run the same code."""

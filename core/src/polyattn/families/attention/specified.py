@@ -102,12 +102,11 @@ def _with_block(state: State, scores: Tensor, value: Tensor) -> State:
     top = torch.maximum(state[0], scores.amax(-1))
     shrink = exponential(state[0] - top)
     total, sums = state[1] * shrink, state[2] * shrink[..., None]
-    weights = exponential(scores - top[..., None])
     seen = scores != -torch.inf
-    for key in range(scores.shape[-1]):
-        weight = weights[..., key]
-        total = total + weight.where(seen[..., key], 0.0)
-        sums = sums + (weight[..., None] * value[..., None, key, :]).where(seen[..., key, None], 0.0)
+    weights = exponential(scores - top[..., None]).where(seen, 0.0)
+    products = (weights[..., None] * value[..., None, :, :]).where(seen[..., None], 0.0)
+    for weight, product in zip(weights.unbind(-1), products.unbind(-2), strict=True):
+        total, sums = total + weight, sums + product
     return _where(~seen.any(-1), state, (top, total, sums))
 
 
@@ -159,7 +158,7 @@ def run(spec: LayerSpec, batch: Batch, frame: Frame) -> None:
         start, end = batch.starts[index], batch.starts[index + 1]
         if not length or start == end:
             continue
-        key, value = _held(batch, frame, index, length)
+        key, value = (x.to(frame.query.device) for x in _held(batch, frame, index, length))
         mask = visible(spec, end - start, length).to(key.device)
         for first in range(start, end, QUERIES):
             rows = slice(first, min(end, first + QUERIES))

@@ -1,0 +1,126 @@
+"""Has every machine the same bits at `batch_invariant="machines"`? A digest of each of many random steps.
+
+    python benchmarks/specified_bits.py VANILLA --draws 10000 --out bits.txt
+    python benchmarks/specified_bits.py TRITON_ATTN --device cuda --draws 10000 --against bits.txt
+
+A number draws a layer of a few, a step and its tensors: of integers, which every build of torch draws alike.
+OUT has a line for each: the number and the digest of output and LSE. With `--against` a file of another
+machine's, it says which differ, and fails if one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import sys
+import time
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
+from torch import Tensor
+
+LAYERS: tuple[dict[str, Any], ...] = (
+    {"num_heads": 4, "num_kv_heads": 2, "head_size": 64},
+    {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "needs_lse": True},
+    {"num_heads": 3, "head_size": 40, "v_head_size": 72, "block_size": 1},
+    {"num_heads": 15, "num_kv_heads": 3, "head_size": 80, "block_size": 24, "alibi": True},
+    {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "sliding_window": 21, "learned_sinks": True},
+    {"num_heads": 2, "head_size": 96, "sliding_window": 300, "sink_tokens": 5, "needs_lse": True},
+    {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "chunk_size": 100, "block_size": 128},
+    {"num_heads": 4, "num_kv_heads": 1, "head_size": 256, "learned_sinks": True, "needs_lse": True},
+    {"num_heads": 7, "num_kv_heads": 7, "head_size": 48, "causal": False, "sliding_window": 60},
+    {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "cached": False, "needs_lse": True},
+    {"num_heads": 5, "head_size": 32, "cached": False, "causal": False},
+    {"num_heads": 16, "num_kv_heads": 1, "head_size": 64, "scale": 0.7},
+)
+LENGTHS = (1, 2, 9, 31, 32, 33, 64, 100, 255, 256, 257, 300, 513)
+QUERIES = (1, 1, 1, 3, 17)
+
+
+@cache
+def group_of(index: int, backend: str, device: str) -> LayerGroup:
+    """Return the group of a layer of the list."""
+    spec = LayerSpec(dtype="float32", batch_invariant="machines", **{"num_kv_heads": 0, **LAYERS[index]})
+    return LayerGroup(select(spec, device, backend=backend))
+
+
+def numbers(generator: torch.Generator, *shape: int, most: float = 2.0) -> Tensor:
+    """Return uniform numbers up to a power of two: integers of 24 bits, which all machines draw alike."""
+    drawn = torch.randint(-(1 << 23), 1 << 23, shape, generator=generator)
+    return drawn.to(torch.float32) * (most / (1 << 23))
+
+
+def digest(number: int, backend: str, device: str) -> str:
+    """Run the step of a number; return the digest of its bits."""
+    dice, generator = random.Random(number), torch.Generator().manual_seed(number)
+    group = group_of(number % len(LAYERS), backend, device)
+    spec, on = group.spec, group.torch_device
+    lens = [dice.choice(LENGTHS) for _ in range(dice.randint(1, 4))]
+    queries = [min(n, dice.choice((*QUERIES, n))) for n in lens]
+    query = numbers(generator, sum(queries), spec.num_heads, spec.head_size, most=dice.choice((1.0, 4.0)))
+    key, value = (numbers(generator, sum(lens), spec.num_kv_heads, n) for n in (spec.head_size, spec.v_head_size))
+    layer = Attention(
+        group,
+        sinks=numbers(generator, spec.num_heads).to(on) if spec.learned_sinks else None,
+        alibi_slopes=numbers(generator, spec.num_heads).abs().to(on) if spec.alibi else None,
+    )
+    if not spec.cached:
+        batch = Batch.from_lens(queries, lens, device=on)
+        result = layer(query.to(on), key.to(on), value.to(on), plan=group.plan(batch))
+    else:
+        assert group.cache_format is not None
+        size = group.cache_format.block_size
+        counts = [-(-n // size) for n in lens]
+        order = dice.sample(range(sum(counts)), sum(counts))
+        table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+        firsts = list(accumulate(counts, initial=0))
+        slots = torch.empty(sum(lens), dtype=torch.int64)
+        for row, (first, count, n, end) in enumerate(zip(firsts, counts, lens, accumulate(lens), strict=False)):
+            table[row, :count] = torch.tensor(order[first : first + count])
+            places = torch.arange(n)
+            slots[end - n : end] = table[row, places // size].long() * size + places % size
+        cache_ = group.allocate_cache(sum(counts))
+        for stored, tokens in ((cache_.key, key), (cache_.value, value)):
+            stored[(slots // size).to(on), (slots % size).to(on)] = tokens.to(on)
+        new = torch.cat([torch.arange(end - n, end) for n, end in zip(queries, accumulate(lens), strict=True)])
+        batch = Batch.from_lens(queries, lens, table.to(on), size)
+        result = layer(query.to(on), key[new].to(on), value[new].to(on), cache_, group.plan(batch))
+    found = hashlib.sha256()
+    for tensor in result if isinstance(result, tuple) else (result,):
+        found.update(tensor.contiguous().cpu().view(torch.int32).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--against", type=Path, help="the OUT of another machine")
+    args = parser.parse_args()
+    end, other, lines, differ = time.monotonic() + args.seconds, {}, [], []
+    if args.against:
+        other = dict(line.split() for line in args.against.read_text().splitlines())
+    for number in range(args.first, args.first + args.draws):
+        lines.append(f"{number} {digest(number, args.backend, args.device)}")
+        if other and other.get(str(number)) != lines[-1].split()[1]:
+            differ.append(number)
+        if time.monotonic() > end:
+            break
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+    said = f", {len(differ)} unlike {args.against}: {differ[:10]}" if other else ""
+    print(f"{args.backend} on {args.device}: {len(lines)} steps{said}", flush=True)
+    sys.exit(bool(differ))
+
+
+if __name__ == "__main__":
+    main()
