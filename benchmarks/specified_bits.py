@@ -3,9 +3,9 @@
     python benchmarks/specified_bits.py VANILLA --draws 10000 --out bits.txt
     python benchmarks/specified_bits.py TRITON_ATTN --device cuda --draws 10000 --against bits.txt
 
-A number draws a layer of a few, a step and its tensors: of integers, which every build of torch draws alike.
-OUT has a line for each: the number and the digest of output and LSE. With `--against` a file of another
-machine's, it says which differ, and fails if one does.
+A number draws a layer of a few, a step and its tensors: of integers, which all builds of torch draw
+alike. OUT has a line for each: the number and the digest of output and LSE. With `--against` a file of
+another machine's, it says which differ, and fails if one does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ LAYERS: tuple[dict[str, Any], ...] = (
     {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "needs_lse": True},
     {"num_heads": 3, "head_size": 40, "v_head_size": 72, "block_size": 1},
     {"num_heads": 15, "num_kv_heads": 3, "head_size": 80, "block_size": 24, "alibi": True},
-    {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "sliding_window": 21, "learned_sinks": True},
+    {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "sliding_window": 21,
+        "learned_sinks": True,
+    },
     {"num_heads": 2, "head_size": 96, "sliding_window": 300, "sink_tokens": 5, "needs_lse": True},
     {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "chunk_size": 100, "block_size": 128},
     {"num_heads": 4, "num_kv_heads": 1, "head_size": 256, "learned_sinks": True, "needs_lse": True},
@@ -45,7 +51,9 @@ QUERIES = (1, 1, 1, 3, 17)
 @cache
 def group_of(index: int, backend: str, device: str) -> LayerGroup:
     """Return the group of a layer of the list."""
-    spec = LayerSpec(dtype="float32", batch_invariant="machines", **{"num_kv_heads": 0, **LAYERS[index]})
+    spec = LayerSpec(
+        dtype="float32", batch_invariant="machines", **{"num_kv_heads": 0, **LAYERS[index]}
+    )
     return LayerGroup(select(spec, device, backend=backend))
 
 
@@ -62,8 +70,13 @@ def digest(number: int, backend: str, device: str) -> str:
     spec, on = group.spec, group.torch_device
     lens = [dice.choice(LENGTHS) for _ in range(dice.randint(1, 4))]
     queries = [min(n, dice.choice((*QUERIES, n))) for n in lens]
-    query = numbers(generator, sum(queries), spec.num_heads, spec.head_size, most=dice.choice((1.0, 4.0)))
-    key, value = (numbers(generator, sum(lens), spec.num_kv_heads, n) for n in (spec.head_size, spec.v_head_size))
+    query = numbers(
+        generator, sum(queries), spec.num_heads, spec.head_size, most=dice.choice((1.0, 4.0))
+    )
+    key, value = (
+        numbers(generator, sum(lens), spec.num_kv_heads, n)
+        for n in (spec.head_size, spec.v_head_size)
+    )
     layer = Attention(
         group,
         sinks=numbers(generator, spec.num_heads).to(on) if spec.learned_sinks else None,
@@ -80,14 +93,18 @@ def digest(number: int, backend: str, device: str) -> str:
         table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
         firsts = list(accumulate(counts, initial=0))
         slots = torch.empty(sum(lens), dtype=torch.int64)
-        for row, (first, count, n, end) in enumerate(zip(firsts, counts, lens, accumulate(lens), strict=False)):
+        for row, (first, count, n, end) in enumerate(
+            zip(firsts, counts, lens, accumulate(lens), strict=False)
+        ):
             table[row, :count] = torch.tensor(order[first : first + count])
             places = torch.arange(n)
             slots[end - n : end] = table[row, places // size].long() * size + places % size
         cache_ = group.allocate_cache(sum(counts))
         for stored, tokens in ((cache_.key, key), (cache_.value, value)):
             stored[(slots // size).to(on), (slots % size).to(on)] = tokens.to(on)
-        new = torch.cat([torch.arange(end - n, end) for n, end in zip(queries, accumulate(lens), strict=True)])
+        new = torch.cat(
+            [torch.arange(end - n, end) for n, end in zip(queries, accumulate(lens), strict=True)]
+        )
         batch = Batch.from_lens(queries, lens, table.to(on), size)
         result = layer(query.to(on), key[new].to(on), value[new].to(on), cache_, group.plan(batch))
     found = hashlib.sha256()

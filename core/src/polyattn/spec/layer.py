@@ -22,6 +22,7 @@ from polyattn.spec.fields import (
     member,
     no_field,
 )
+from polyattn.spec.invariance import check_invariance
 from polyattn.spec.kinds import (
     KV_CACHE_DTYPES,
     WORDS,
@@ -485,7 +486,7 @@ def _check_relations(spec: LayerSpec) -> None:
             "step, or one planned by bounds, doesn't; use graph_capture='uniform' at most, and no "
             "length_bounds"
         )
-    _check_invariance(spec)
+    check_invariance(spec._values())
     if spec.window_right is not None and spec.causal:
         right = f"window_right={spec.window_right}: a causal mask hides all keys after the query"
         raise SpecError(f"{right}; leave it out, or set causal=False")
@@ -513,49 +514,6 @@ def _check_relations(spec: LayerSpec) -> None:
         _check_rope(spec, spec.rope)
     if spec.qk_norm is not None:
         spec.qk_norm.check(spec.kind, spec.role)
-
-
-_SPECIFIED = {
-    "kind": AttentionKind.ATTENTION,
-    "dtype": "float32",
-    "qkv_dtype": "auto",
-    "out_dtype": "auto",
-    "logit_soft_cap": None,
-    "qk_norm": None,
-    "rope": None,
-    "variant": None,
-    "mask": None,
-}
-"""What `batch_invariant="machines"` needs: of nothing else the bits are specified."""
-
-
-def _check_invariance(spec: LayerSpec) -> None:
-    """What a layer computes must not itself depend on what its bits must not depend on."""
-    level = spec.batch_invariant.name.lower()
-    if spec.batch_invariant < Invariance.STEPS:
-        return
-    if spec.dense_context:
-        raise SpecError(
-            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in "
-            "one step; drop one, or ask for batch_invariant='batch'"
-        )
-    if spec.rope is not None and spec.rope.by_length:
-        raise SpecError(
-            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} rotates a token by its "
-            "sequence's length at that step; ask for batch_invariant='batch'"
-        )
-    if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
-        raise SpecError(
-            f"batch_invariant={level!r}: a cache of {spec.stored_dtype} rounds keys that a call without "
-            "one reads as they are; use kv_cache_dtype='auto', or ask for batch_invariant='steps'"
-        )
-    if spec.batch_invariant >= Invariance.MACHINES:
-        for name, value in _SPECIFIED.items():
-            if getattr(spec, name) != value:
-                raise SpecError(
-                    f"batch_invariant={level!r}: bits are specified for {name}={value!r}, not for "
-                    f"{getattr(spec, name)!r}; ask for batch_invariant='calls'"
-                )
 
 
 def _check_quantised(spec: LayerSpec) -> None:

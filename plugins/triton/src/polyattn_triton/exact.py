@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from polyattn.kernel import Batch, Frame, LayerSpec, Plan
@@ -17,7 +15,7 @@ ROWS = 16
 SEGMENT = 256
 """Keys of a segment: `specified.SEGMENT`."""
 MOST_PARTS = 1 << 26
-"""Numbers of all segments' parts, 256 MiB: beyond, a tile's segments are one program's."""
+"""Numbers of all segments' states, 256 MiB: beyond, a tile's segments are one program's."""
 ON_ONE = 4
 """Programs for each multiprocessor from which on segments aren't dealt out."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -29,7 +27,7 @@ _join = Launcher(exact_join_kernel)
 class ExactPlan(Plan):
     """A step's tiles: int32 (tiles, 3), the sequence, the first token and where its keys begin.
 
-    `rows`: of a tile. `segments`: of the longest sequence; 0: they aren't dealt out.
+    `rows`: of a tile. `segments`: of the longest sequence, dealt out to programs; 1: a program has all.
     """
 
     __slots__ = ("rows", "segments", "tiles")
@@ -62,11 +60,17 @@ class Exact:
         numbers = len(tiles) * spec.num_kv_heads * segments * rows * power(spec.v_head_size)
         whole = len(tiles) >= self.enough or segments < 2 or numbers > MOST_PARTS
         listed = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).to(self.device)
-        return ExactPlan(batch, listed, rows, 0 if whole else segments)
+        return ExactPlan(batch, listed, rows, 1 if whole else segments)
 
     def run(self, spec: LayerSpec, plan: ExactPlan, frame: Frame) -> None:
         """Attend; `spec`: the layer as the plan's batch has it."""
-        batch, query, out, params, cache = plan.batch, frame.query, frame.out, frame.params, frame.cache
+        batch, query, out, params, cache = (
+            plan.batch,
+            frame.query,
+            frame.out,
+            frame.params,
+            frame.cache,
+        )
         key, value, (k_b, v_b), block_size = frame.key, frame.value, (0, 0), 0
         table, table_s = plan.tiles, 0
         if cache is not None:
@@ -75,37 +79,23 @@ class Exact:
             k_b, v_b = key.stride(0), value.stride(0)
             table, table_s = batch.block_table, batch.block_table.stride(0)
         assert key is not None and value is not None
-        count, width, split = len(plan.tiles), power(spec.v_head_size), plan.segments > 0
+        count, width = len(plan.tiles), power(spec.v_head_size)
         if not count:
             return
-        parts = stats = self.none
-        if split:
-            every = count * spec.num_kv_heads * plan.segments * plan.rows
-            parts, stats = out.new_empty(every * width), out.new_empty(2 * every)
+        every = count * spec.num_kv_heads * plan.segments * plan.rows
+        states = out.new_empty(every * width), out.new_empty(2 * every)
         lse = out if frame.lse is None else frame.lse
         sinks = self.none if params.sinks is None else params.sinks
         slopes = self.none if params.alibi_slopes is None else params.alibi_slopes
-        where = plan.tiles, batch.query_start_loc, batch.seq_lens
-        written = (*out.stride()[:2], *lse.stride()[:2])
+        tiles, starts, lens = plan.tiles, batch.query_start_loc, batch.seq_lens
+        strides = (*query.stride()[:2], k_b, *key.stride()[-3:-1], v_b, *value.stride()[-3:-1])
         masks = spec.causal, spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens
+        rows = spec.gqa_ratio, spec.v_head_size, width, plan.rows, *masks
+        read = query, key, value, slopes, tiles, table, starts, lens, *states
+        grid, free = (count, spec.num_kv_heads, plan.segments), (table_s, plan.segments)
+        own = spec.head_size, block_size, spec.alibi
+        _attend(grid, read, (spec.scale,), strides, free, (*rows, *own), OPTIONS)
+        written = (*out.stride()[:2], *lse.stride()[:2])
         ends = spec.learned_sinks, frame.lse is not None
-        _attend(
-            (count, spec.num_kv_heads, plan.segments or 1),
-            (query, key, value, out, lse, sinks, slopes, where[0], table, *where[1:], parts, stats),
-            (spec.scale,),
-            (*query.stride()[:2], k_b, *key.stride()[-3:-1], v_b, *value.stride()[-3:-1], *written),
-            (table_s, plan.segments),
-            (spec.gqa_ratio, spec.head_size, spec.v_head_size, width, plan.rows, block_size, *masks,
-             spec.alibi, *ends, split),
-            OPTIONS,
-        )  # fmt: skip
-        if split:
-            _join(
-                (count, spec.num_kv_heads, 1),
-                (out, lse, sinks, *where, parts, stats),
-                (),
-                written,
-                (plan.segments,),
-                (spec.gqa_ratio, spec.v_head_size, width, plan.rows, *masks, *ends),
-                OPTIONS,
-            )  # fmt: skip
+        tensors = out, lse, sinks, tiles, starts, lens, *states
+        _join((*grid[:2], 1), tensors, (), written, free[1:], (*rows, *ends), OPTIONS)

@@ -284,13 +284,18 @@ def specified(case: Case, harness: Harness) -> None:
     """Every token has the specified bits: in any steps, of any sequences."""
     layer, dice, cpu = harness.layer(case.spec), harness.dice, torch.device("cpu")
     for _ in range(DRAWS):
-        lens = [dice.choice((1, 5, 31, 32, 33, 70, 255, 256, 257, 530)) for _ in range(dice.integer(1, 5))]
+        lens = [
+            dice.choice((1, 5, 31, 32, 33, 70, 255, 256, 257, 530))
+            for _ in range(dice.integer(1, 5))
+        ]
         queries = [min(length, dice.choice((1, 1, 2, 9, length))) for length in lens]
         step = harness.step(layer, list(zip(queries, lens, strict=True)))
         out, lse = step.check(), copied_lse(step)
         expected = torch.empty(out.shape, device=cpu)
         expected_lse = None if lse is None else torch.empty(lse.shape, device=cpu)
-        frame = Frame(step.query.cpu(), step.key, step.value, step.held, layer.params, expected, expected_lse)
+        frame = Frame(
+            step.query.cpu(), step.key, step.value, step.held, layer.params, expected, expected_lse
+        )
         bits_of.run(layer.spec, step.batch, frame)
         what = f"(query, keys) {step.lengths}, beside the specification"
         same_bits(out.cpu(), expected, what)

@@ -1,7 +1,7 @@
-"""What are the bits of attention at `batch_invariant="machines"`? The specification, in torch's operators.
+"""What are the bits of attention at `batch_invariant="machines"`? Specified, in torch's operators.
 
-`docs/invariance.md` has it in words. Each product and each sum is one operator here, so that it is rounded
-once; none of them sums along a dimension, since torch's order of such sums differs by machine.
+`docs/invariance.md` has it in words. Each product and each sum is one operator here, so that it is
+rounded once. None sums along a dimension, since torch's order of such sums differs by machine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,9 @@ LOG2_E, LN2_HIGH, LN2_LOW = (
 )
 ROUNDER, LOWEST = 12582912.0, -86.0
 """1.5 * 2^23: what is added to it is rounded to an integer. Below the lowest, the exponential is 0."""
-EXPONENTIAL = [
-    float.fromhex(x)
-    for x in (
-        "0x1.6a23cep-10", "0x1.123a2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2",
-        "0x1p+0", "0x1p+0",
-    )
-]  # fmt: skip
+EXPONENTIAL = "0x1.6a23cep-10 0x1.123a2p-7 0x1.5558f2p-5 0x1.555492p-3 0x1.fffffcp-2 1 1"
 """Coefficients of a polynomial on [-ln(2) / 2, ln(2) / 2], the highest power's first."""
-LOGARITHM = [float.fromhex(x) for x in ("0x1.c71c72p-3", "0x1.24924ap-2", "0x1.99999ap-2", "0x1.555556p-1")]
+LOGARITHM = "0x1.c71c72p-3 0x1.24924ap-2 0x1.99999ap-2 0x1.555556p-1"
 """Those of the series of ln(f) in ((f - 1) / (f + 1))^2, without the first."""
 SQRT_HALF = 0x3F3504F3
 """The bits of the root of 1/2."""
@@ -62,10 +56,10 @@ def logarithm(x: Tensor) -> Tensor:
     return whole * LN2_HIGH + (whole * LN2_LOW + series)
 
 
-def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    result = torch.full_like(x, coefficients[0])
-    for each in coefficients[1:]:
-        result = result * x + each
+def _polynomial(x: Tensor, coefficients: str) -> Tensor:
+    result = torch.zeros_like(x)
+    for each in coefficients.split():
+        result = result * x + float.fromhex(each)
     return result
 
 
@@ -111,7 +105,13 @@ def _with_block(state: State, scores: Tensor, value: Tensor) -> State:
 
 
 def attend(
-    spec: LayerSpec, query: Tensor, key: Tensor, value: Tensor, params: LayerParams, position: int, mask: Tensor
+    spec: LayerSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: LayerParams,
+    position: int,
+    mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE of some queries of one sequence, as `reference.attend` does.
 
@@ -162,10 +162,9 @@ def run(spec: LayerSpec, batch: Batch, frame: Frame) -> None:
         mask = visible(spec, end - start, length).to(key.device)
         for first in range(start, end, QUERIES):
             rows = slice(first, min(end, first + QUERIES))
-            out, lse = attend(
-                spec, frame.query[rows], key, value, frame.params, length - (end - first),
-                mask[first - start :][:QUERIES],
-            )  # fmt: skip
+            seen, position = mask[first - start :][:QUERIES], length - (end - first)
+            query = frame.query[rows]
+            out, lse = attend(spec, query, key, value, frame.params, position, seen)
             frame.out[rows] = out
             if frame.lse is not None:
                 frame.lse[rows] = lse
@@ -179,5 +178,7 @@ def _held(batch: Batch, frame: Frame, index: int, length: int) -> tuple[Tensor, 
         return frame.key[own], frame.value[own]
     assert batch.block_table is not None
     blocks = batch.block_table[index, : -(-length // frame.cache.block_size)].long()
-    key, value = (stored[blocks].flatten(0, 1)[:length] for stored in (frame.cache.key, frame.cache.value))
+    key, value = (
+        stored[blocks].flatten(0, 1)[:length] for stored in (frame.cache.key, frame.cache.value)
+    )
     return key, value

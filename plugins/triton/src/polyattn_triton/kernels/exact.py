@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.tiles import keys_seen
+from polyattn_triton.kernels.tiles import keys_seen, load_tile, store_tile
 
 BLOCK = tl.constexpr(32)
 SEGMENT = tl.constexpr(8)  # blocks
@@ -75,10 +75,10 @@ def tile_at(
     TILES, STARTS, LENS, G: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """This program's tile of rows.
+    """A program's tile of rows: its sequence and where that one's keys begin; its rows.
 
-    Returns its sequence and where that's keys begin, its rows' tokens and positions, whether they
-    exist, the sequence's length, and the ranges of keys that some row sees.
+    Of these it returns the tokens and positions, and whether they exist; then the sequence's length, and
+    the ranges of keys that some row sees.
     """
     TILE = TILES + 3 * tl.program_id(0)
     seq = tl.load(TILE)
@@ -98,36 +98,30 @@ def tile_at(
 
 
 @triton.jit
-def finish(
-    OUT, LSE, SINKS, m, l, o, token, head, held, out_t, out_h, lse_t, lse_h, DV: tl.constexpr,
-    WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """Join a learned sink, divide, and write the rows' output and LSE."""
-    blind = m == -INF
-    if HAS_SINKS:
-        sink = tl.where(blind, -INF, tl.load(SINKS + head))
-        m, l, o = joined(m, l, o, sink, l * 0.0 + 1.0, o * 0.0)
-    l = tl.where(blind, 1.0, l)
-    columns = tl.arange(0, WIDTH)
-    out = tl.where(blind[:, None], 0.0, tl.div_rn(o, tl.broadcast_to(l[:, None], o.shape)))
-    AT = OUT + token.to(tl.int64) * out_t + head * out_h
-    tl.store(AT[:, None] + columns[None, :], out, mask=held[:, None] & (columns < DV)[None, :])
-    if HAS_LSE:
-        tl.store(LSE + token.to(tl.int64) * lse_t + head * lse_h, m + logarithm(l), mask=held)
+def segments_of(low, kept, near, high):
+    """The blocks [first, end) that a tile sees, and its segments likewise."""
+    first = tl.where(kept > low, low, near) // BLOCK
+    end = tl.cdiv(high, BLOCK)
+    return first, end, first // SEGMENT, tl.cdiv(end, SEGMENT)
+
+
+@triton.jit
+def state_at(kv_head, segments, BLOCK_M: tl.constexpr):
+    """The row where the states of a tile's first segment begin."""
+    return ((tl.program_id(0) * tl.num_programs(1) + kv_head) * segments).to(tl.int64) * BLOCK_M
 
 
 @triton.jit(do_not_specialize=["table_s", "segments"])
 def exact_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, TILES, TABLE, STARTS, LENS, PARTS, STATS, scale,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, out_t, out_h, lse_t, lse_h, table_s, segments,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SINK_TOKENS: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    Q, K, V, SLOPES, TILES, TABLE, STARTS, LENS, PARTS, STATS, scale,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_s, segments,
+    G: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a tile of rows. Grid: (tiles, KV heads, `segments` with SPLIT, else 1).
+    """Attend for a tile of rows, and write their states. Grid: (tiles, KV heads, `segments`).
 
-    BLOCK_SIZE 0: keys lie packed. With SPLIT a program has one segment, and `exact_join_kernel` joins them.
+    With several segments each program has one of them, with one all. BLOCK_SIZE 0: keys lie packed.
     """
     kv_head = tl.program_id(1)
     seq, key_start, token, position, held, length, low, kept, near, high = tile_at(
@@ -141,79 +135,74 @@ def exact_kernel(
     ROWS = Q + token.to(tl.int64) * q_t + head * q_h
     part_of_4 = tl.arange(0, 4)
     columns = tl.arange(0, WIDTH)
-    inside = columns < DV
     i = tl.arange(0, BLOCK)
     m = tl.full((BLOCK_M,), -INF, tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    first = tl.where(kept > low, low, near) // BLOCK
-    end = tl.cdiv(high, BLOCK)
-    segment = first // SEGMENT
-    last_segment = tl.cdiv(end, SEGMENT)
-    if SPLIT:
+    first, end, segment, last = segments_of(low, kept, near, high)
+    if segments > 1:
         segment = tl.maximum(segment, tl.program_id(2))
-        last_segment = tl.minimum(last_segment, tl.program_id(2) + 1)
-    while segment < last_segment:
+        last = tl.minimum(last, tl.program_id(2) + 1)
+    while segment < last:
         part_m = tl.full((BLOCK_M,), -INF, tl.float32)
         part_l = tl.zeros((BLOCK_M,), tl.float32)
         part_o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        for block in range(tl.maximum(first, segment * SEGMENT), tl.minimum(end, (segment + 1) * SEGMENT)):
+        block = tl.maximum(first, segment * SEGMENT)
+        while block < tl.minimum(end, (segment + 1) * SEGMENT):
             key = block * BLOCK + i
             there = ((key >= low) & (key < kept)) | ((key >= near) & (key < high))
             if BLOCK_SIZE > 0:
-                page = tl.load(TABLE + seq.to(tl.int64) * table_s + key // BLOCK_SIZE, mask=there, other=0)
-                at = page.to(tl.int64) * k_b + key % BLOCK_SIZE * k_t
-                v_at = page.to(tl.int64) * v_b + key % BLOCK_SIZE * v_t
+                ENTRIES = TABLE + seq.to(tl.int64) * table_s + key // BLOCK_SIZE
+                page = tl.load(ENTRIES, mask=there, other=0).to(tl.int64)
+                at = page * k_b + key % BLOCK_SIZE * k_t
+                v_at = page * v_b + key % BLOCK_SIZE * v_t
             else:
                 at = (key_start + key).to(tl.int64) * k_t
                 v_at = (key_start + key).to(tl.int64) * v_t
             KEYS = K + at + kv_head * k_h
             sums = tl.zeros((BLOCK_M, BLOCK, 4), tl.float32)
             for d in range(0, D, 4):
-                c = d + part_of_4
-                q = tl.load(ROWS[:, None] + c[None, :], mask=held[:, None] & (c < D)[None, :], other=0.0)
-                k = tl.load(KEYS[:, None] + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
+                q = load_tile(ROWS, d + part_of_4, held, D)
+                k = load_tile(KEYS, d + part_of_4, there, D)
                 sums = sums + q[:, None, :] * k[None, :, :]
             even, odd = tl.split(tl.reshape(sums, (BLOCK_M, BLOCK, 2, 2)))
             a, b = tl.split(even + odd)
             s = (a + b) * scale
             if ALIBI:
-                slope = tl.load(SLOPES + head)
-                s = s + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+                distance = (key[None, :] - position[:, None]).to(tl.float32)
+                s = s + tl.load(SLOPES + head)[:, None] * distance
             seen = (key[None, :] >= its_near[:, None]) & (key[None, :] < its_high[:, None])
             if SINK_TOKENS > 0:
-                seen = seen | ((key[None, :] >= its_low[:, None]) & (key[None, :] < its_kept[:, None]))
+                seen |= (key[None, :] >= its_low[:, None]) & (key[None, :] < its_kept[:, None])
             seen = seen & held[:, None]
             s = tl.where(seen, s, -INF)
-            its = tl.max(s, 1)
-            some = its > -INF
-            top = tl.where(some, tl.maximum(part_m, its), 0.0)
+            most = tl.max(s, 1)
+            some = most > -INF
+            top = tl.where(some, tl.maximum(part_m, most), 0.0)
             shrink = exponential(part_m - top)
             weights = tl.where(seen, exponential(s - top[:, None]), -1.0)  # -1: it isn't seen
-            l_now = part_l * shrink
-            o_now = part_o * shrink[:, None]
-            for j in range(0, BLOCK):
+            total = part_l * shrink
+            weighted = part_o * shrink[:, None]
+            for j in range(BLOCK):
                 weight = tl.sum(tl.where(i[None, :] == j, weights, 0.0), 1)
                 place = tl.sum(tl.where(i == j, v_at, 0), 0)
-                is_there = tl.sum(tl.where(i == j, there.to(tl.int32), 0), 0) > 0
-                v = tl.load(V + place + kv_head * v_h + columns, mask=inside & is_there, other=0.0)
-                l_now = l_now + tl.maximum(weight, 0.0)
-                o_now = o_now + tl.where(weight[:, None] >= 0.0, weight[:, None] * v[None, :], 0.0)
+                has = tl.sum(tl.where(i == j, there.to(tl.int32), 0), 0) > 0
+                v = tl.load(
+                    V + place + kv_head * v_h + columns, mask=(columns < DV) & has, other=0.0
+                )
+                total = total + tl.maximum(weight, 0.0)
+                product = weight[:, None] * v[None, :]
+                weighted = weighted + tl.where(weight[:, None] >= 0.0, product, 0.0)
             part_m = tl.where(some, top, part_m)
-            part_l = tl.where(some, l_now, part_l)
-            part_o = tl.where(some[:, None], o_now, part_o)
+            part_l = tl.where(some, total, part_l)
+            part_o = tl.where(some[:, None], weighted, part_o)
+            block += 1
         m, l, o = joined(m, l, o, part_m, part_l, part_o)
         segment += 1
-    if SPLIT:
-        row = ((tl.program_id(0) * tl.num_programs(1) + kv_head) * segments + tl.program_id(2)) * BLOCK_M + rows
-        tl.store(STATS + 2 * row.to(tl.int64), m)
-        tl.store(STATS + 2 * row.to(tl.int64) + 1, l)
-        tl.store(PARTS + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], o)
-    else:
-        finish(
-            OUT, LSE, SINKS, m, l, o, token, head, held, out_t, out_h, lse_t, lse_h, DV, WIDTH,
-            HAS_SINKS, HAS_LSE,
-        )  # fmt: skip
+    at = state_at(kv_head, segments, BLOCK_M) + tl.program_id(2) * BLOCK_M + rows
+    tl.store(STATS + 2 * at, m)
+    tl.store(STATS + 2 * at + 1, l)
+    tl.store(PARTS + at[:, None] * WIDTH + columns[None, :], o)
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -223,7 +212,7 @@ def exact_join_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Join the segments of a tile of rows, in order, and finish. Grid: (tiles, KV heads)."""
+    """Join a tile's states in order, and a learned sink; write the results. Grid: (tiles, KV heads)."""
     kv_head = tl.program_id(1)
     _, _, token, _, held, _, low, kept, near, high = tile_at(
         TILES, STARTS, LENS, G, BLOCK_M, CAUSAL, WINDOW, CHUNK, SINK_TOKENS
@@ -233,15 +222,21 @@ def exact_join_kernel(
     m = tl.full((BLOCK_M,), -INF, tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    first = tl.where(kept > low, low, near) // BLOCK // SEGMENT
-    for segment in range(first, tl.cdiv(tl.cdiv(high, BLOCK), SEGMENT)):
-        row = ((tl.program_id(0) * tl.num_programs(1) + kv_head) * segments + segment) * BLOCK_M + rows
-        at = row.to(tl.int64)
-        its_m = tl.load(STATS + 2 * at)
-        its_l = tl.load(STATS + 2 * at + 1)
+    _, _, first, last = segments_of(low, kept, near, high)
+    segment = tl.where(segments > 1, first, 0)
+    last = tl.where(segments > 1, last, 1)
+    while segment < last:
+        at = state_at(kv_head, segments, BLOCK_M) + segment * BLOCK_M + rows
         its_o = tl.load(PARTS + at[:, None] * WIDTH + columns[None, :])
-        m, l, o = joined(m, l, o, its_m, its_l, its_o)
-    finish(
-        OUT, LSE, SINKS, m, l, o, token, kv_head * G + rows % G, held, out_t, out_h, lse_t, lse_h, DV,
-        WIDTH, HAS_SINKS, HAS_LSE,
-    )  # fmt: skip
+        m, l, o = joined(m, l, o, tl.load(STATS + 2 * at), tl.load(STATS + 2 * at + 1), its_o)
+        segment += 1
+    blind = m == -INF
+    head = kv_head * G + rows % G
+    if HAS_SINKS:
+        sink = tl.where(blind, -INF, tl.load(SINKS + head))
+        m, l, o = joined(m, l, o, sink, l * 0.0 + 1.0, o * 0.0)
+    l = tl.where(blind, 1.0, l)
+    out = tl.where(blind[:, None], 0.0, tl.div_rn(o, tl.broadcast_to(l[:, None], o.shape)))
+    store_tile(OUT + token.to(tl.int64) * out_t + head * out_h, out, columns, held, DV)
+    if HAS_LSE:
+        tl.store(LSE + token.to(tl.int64) * lse_t + head * lse_h, m + logarithm(l), mask=held)

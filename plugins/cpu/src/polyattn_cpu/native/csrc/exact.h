@@ -39,7 +39,8 @@ struct Exact {
     }
     for (int row = 0; row < rows; row++) {
       const pa_tensors &t = run->t;
-      const int64_t at = (run->plan->query_starts[item.seq] + token_of(row)) * t.query_token + head_of(row) * t.query_head;
+      const int64_t token = run->plan->query_starts[item.seq] + token_of(row);
+      const int64_t at = token * t.query_token + head_of(row) * t.query_head;
       __builtin_memcpy(query + (int64_t)row * size, (const float *)t.query + at, 4L * layer.head_size);
       seen[row] = pa_key_ranges(&layer, position_of(row), position_of(row), run->plan->lens[item.seq]);
     }
@@ -108,14 +109,14 @@ struct Exact {
   }
 
   static bool meets(const KeyRanges &ranges, int first) {
-    return (ranges.near.lo < first + BLOCK && first < ranges.near.hi) || (ranges.kept.lo < first + BLOCK && first < ranges.kept.hi);
+    auto in = [first](const Range &range) { return range.lo < first + BLOCK && first < range.hi; };
+    return in(ranges.near) || in(ranges.kept);
   }
 
   // A row's scores of the block at `first`; returns the largest, -inf where it sees no key.
   PA_NOINLINE float score(int row, int first) {
     const Range near = seen[row].near, kept = seen[row].kept;
     const float *q = query + (int64_t)row * size;
-    const bool alibi = run->t.alibi != NULL;
     float top = -INFINITY;
     vi lanes;
     for (int i = 0; i < W; i++) lanes[i] = i;
@@ -127,8 +128,12 @@ struct Exact {
       }
       vf x = times((sums[0] + sums[1]) + (sums[2] + sums[3]), splat(layer.scale));
       const vi key = lanes + splati(first + at);
-      if (alibi) x = x + times(splat(run->t.alibi[head_of(row)]), __builtin_convertvector(key - splati(position_of(row)), vf));
-      const vi mask = ((key >= splati(near.lo)) & (key < splati(near.hi))) | ((key >= splati(kept.lo)) & (key < splati(kept.hi)));
+      if (run->t.alibi) {
+        const vf distance = __builtin_convertvector(key - splati(position_of(row)), vf);
+        x = x + times(splat(run->t.alibi[head_of(row)]), distance);
+      }
+      const vi mask = ((key >= splati(near.lo)) & (key < splati(near.hi))) |
+                      ((key >= splati(kept.lo)) & (key < splati(kept.hi)));
       x = mask ? x : splat(-INFINITY);
       write(scores + at, x);
     }
