@@ -118,7 +118,8 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--draws", type=int, default=1000, help="the number after the last")
+    parser.add_argument("--every", type=int, default=1, help="take every so many, from the first on")
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path, help="the OUT of another machine")
@@ -126,7 +127,7 @@ def main() -> None:
     end, other, lines, differ = time.monotonic() + args.seconds, {}, [], []
     if args.against:
         other = dict(line.split() for line in args.against.read_text().splitlines())
-    for number in range(args.first, args.first + args.draws):
+    for number in range(args.first, args.draws, args.every):
         lines.append(f"{number} {digest(number, args.backend, args.device)}")
         if other and other.get(str(number)) != lines[-1].split()[1]:
             differ.append(number)
