@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--draws", type=int, default=1000, help="the number after the last")
-    parser.add_argument("--every", type=int, default=1, help="take every so many, from the first on")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take every so many, from the first on"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="none begins later")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path, help="the OUT of another machine")

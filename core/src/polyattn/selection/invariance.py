@@ -82,7 +82,9 @@ def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) 
             us, beside = None, "by other sums than without it"
         line = f"batch_invariant={level!r} costs: {name} runs {phase}, {beside}; "
         if us is None or its is None:
-            unknown = " and ".join(dict.fromkeys(n for n, t in ((name, us), (other, its)) if t is None))
+            unknown = " and ".join(
+                dict.fromkeys(n for n, t in ((name, us), (other, its)) if t is None)
+            )
             line += f"no timing table of this device has {unknown}"
             line += "" if its is None else f" ({other}: {its:,.1f} us for {STEPS[phase][0]})"
         else:

@@ -16,7 +16,7 @@ from polyattn.conformance.cases import (
     sparse,
 )
 from polyattn.device import Device
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import Capabilities, names
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
@@ -57,10 +57,9 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": "batch"},
     "step_invariant": {"batch_invariant": "steps"},
     "call_invariant": {"batch_invariant": "calls"},
-    "machine_invariant": {"batch_invariant": "machines", "dtype": "float32"},
 }
 """What each optional feature sets on the base spec."""
-LEVELS = frozenset({"step_invariant", "call_invariant", "machine_invariant"})
+LEVELS = frozenset({"step_invariant", "call_invariant"})
 """What has cases of its own (`cases.invariance`)."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
 """Features without pairs: another feature's pairs run the same code."""
@@ -266,10 +265,7 @@ def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     claimed = [name for name in FEATURE_FIELDS if name in caps.features]
     if base.role is not Role.DECODER:
-        wanted = {
-            "sliding_window", "window_right", "logit_soft_cap", "alibi", "lse", "fp8_output",
-            "fp8_inputs",
-        }  # fmt: skip
+        wanted = names("sliding_window window_right logit_soft_cap alibi lse fp8_output fp8_inputs")
         unlike = UNLIKE_CROSS if base.role is Role.CROSS else frozenset[str]()
         claimed = [name for name in claimed if name in wanted - unlike]
     elif not base.causal:

@@ -72,9 +72,16 @@ def joined(m, l, o, its_m, its_l, its_o):
 
 @triton.jit
 def tile_at(
-    TILES, STARTS, LENS, G: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
-):  # fmt: skip
+    TILES,
+    STARTS,
+    LENS,
+    G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr,
+):
     """A program's tile of rows: its sequence and where that one's keys begin; its rows.
 
     Of these it returns the tokens and positions, and whether they exist; then the sequence's length, and
