@@ -18,7 +18,7 @@ MOST_PARTS = 1 << 26
 """Numbers of all segments' states, 256 MiB: beyond, a tile's segments are one program's."""
 ON_ONE = 4
 """Programs for each multiprocessor from which on segments aren't dealt out."""
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
 
 _attend = Launcher(exact_kernel)
 _join = Launcher(exact_join_kernel)
