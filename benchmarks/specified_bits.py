@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import random
 import sys
 import time
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
+from polyattn import LayerGroup, LayerSpec, select
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.workload.dice import Dice
 from torch import Tensor
 
 LAYERS: tuple[dict[str, Any], ...] = (
@@ -48,68 +48,31 @@ LENGTHS = (1, 2, 9, 31, 32, 33, 64, 100, 255, 256, 257, 300, 513)
 QUERIES = (1, 1, 1, 3, 17)
 
 
+class Whole(Dice):
+    """Numbers up to two: integers of 24 bits over a power of two."""
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        drawn = torch.randint(-(1 << 23), 1 << 23, shape, generator=self.generator)
+        return (drawn.to(dtype) * 2.0**-22).to(self.device)
+
+
 @cache
 def group_of(index: int, backend: str, device: str) -> LayerGroup:
     """Return the group of a layer of the list."""
-    spec = LayerSpec(
-        dtype="float32", batch_invariant="machines", **{"num_kv_heads": 0, **LAYERS[index]}
-    )
-    return LayerGroup(select(spec, device, backend=backend))
-
-
-def numbers(generator: torch.Generator, *shape: int, most: float = 2.0) -> Tensor:
-    """Return uniform numbers up to a power of two: integers of 24 bits, which all machines draw alike."""
-    drawn = torch.randint(-(1 << 23), 1 << 23, shape, generator=generator)
-    return drawn.to(torch.float32) * (most / (1 << 23))
+    fields = {"dtype": "float32", "batch_invariant": "machines"} | LAYERS[index]
+    return LayerGroup(select(LayerSpec(**fields), device, backend=backend))
 
 
 def digest(number: int, backend: str, device: str) -> str:
     """Run the step of a number; return the digest of its bits."""
-    dice, generator = random.Random(number), torch.Generator().manual_seed(number)
     group = group_of(number % len(LAYERS), backend, device)
-    spec, on = group.spec, group.torch_device
-    lens = [dice.choice(LENGTHS) for _ in range(dice.randint(1, 4))]
-    queries = [min(n, dice.choice((*QUERIES, n))) for n in lens]
-    query = numbers(
-        generator, sum(queries), spec.num_heads, spec.head_size, most=dice.choice((1.0, 4.0))
-    )
-    key, value = (
-        numbers(generator, sum(lens), spec.num_kv_heads, n)
-        for n in (spec.head_size, spec.v_head_size)
-    )
-    layer = Attention(
-        group,
-        sinks=numbers(generator, spec.num_heads).to(on) if spec.learned_sinks else None,
-        alibi_slopes=numbers(generator, spec.num_heads).abs().to(on) if spec.alibi else None,
-    )
-    if not spec.cached:
-        batch = Batch.from_lens(queries, lens, device=on)
-        result = layer(query.to(on), key.to(on), value.to(on), plan=group.plan(batch))
-    else:
-        assert group.cache_format is not None
-        size = group.cache_format.block_size
-        counts = [-(-n // size) for n in lens]
-        order = dice.sample(range(sum(counts)), sum(counts))
-        table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-        firsts = list(accumulate(counts, initial=0))
-        slots = torch.empty(sum(lens), dtype=torch.int64)
-        for row, (first, count, n, end) in enumerate(
-            zip(firsts, counts, lens, accumulate(lens), strict=False)
-        ):
-            table[row, :count] = torch.tensor(order[first : first + count])
-            places = torch.arange(n)
-            slots[end - n : end] = table[row, places // size].long() * size + places % size
-        cache_ = group.allocate_cache(sum(counts))
-        for stored, tokens in ((cache_.key, key), (cache_.value, value)):
-            stored[(slots // size).to(on), (slots % size).to(on)] = tokens.to(on)
-        new = torch.cat(
-            [torch.arange(end - n, end) for n, end in zip(queries, accumulate(lens), strict=True)]
-        )
-        batch = Batch.from_lens(queries, lens, table.to(on), size)
-        result = layer(query.to(on), key[new].to(on), value[new].to(on), cache_, group.plan(batch))
-    found = hashlib.sha256()
-    for tensor in result if isinstance(result, tuple) else (result,):
-        found.update(tensor.contiguous().cpu().view(torch.int32).numpy().tobytes())
+    dice = Whole(number, group.torch_device)
+    lens = [dice.choice(LENGTHS) for _ in range(dice.integer(1, 5))]
+    lengths = [(min(n, dice.choice((*QUERIES, n))), n) for n in lens]
+    step = AttentionWorkload(AttentionWorkload.layer_of(group, dice), lengths, dice)
+    found = hashlib.sha256(step.run().cpu().numpy().tobytes())
+    if group.spec.needs_lse:
+        found.update(step.lse.cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ SPEC = LayerSpec(
     learned_sinks=True, alibi=True, batch_invariant="machines",
 )  # fmt: skip
 F = np.float32
-DIGEST = Path(__file__).parents[1] / "plugins" / "cpu" / "native_check" / "bits.txt"
 
 
 def exponential(x: F) -> F:
@@ -177,43 +175,6 @@ def step(spec: LayerSpec, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     new = (torch.randn(49, heads, size) for heads, size in widths(spec))
     batch = Batch.from_lens(queries, lens, table, size)
     return layer(*new, cache, group.plan(batch))  # type: ignore[no-any-return]
-
-
-def test_the_digest_that_arm_s_kernels_must_have_is_of_the_specified_bits() -> None:
-    """The steps are those of `native_check/bits.h`, number by number."""
-    digest = 14695981039346656037
-    layers = (
-        (8, 2, 64, 64, 1, 0, 0),
-        (3, 3, 37, 50, 1, 0, 0),
-        (4, 1, 128, 128, 1, 40, 3),
-        (5, 1, 80, 16, 0, 0, 0),
-    )
-    for heads, kv_heads, size, v_size, causal, window, sink_tokens in layers:
-        random = np.random.RandomState(7)
-
-        def drawn(*shape: int, random: Any = random) -> torch.Tensor:
-            integers = random.randint(0, 2**32, shape, dtype=np.uint32) >> 8
-            return torch.from_numpy((integers.astype(np.int32) - 2**23).astype(F) * F(2.0**-22))
-
-        query, key, value = (
-            drawn(n, h, d)
-            for n, h, d in ((39, heads, size), (863, kv_heads, size), (863, kv_heads, v_size))
-        )
-        params = LayerParams(sinks=drawn(heads), alibi_slopes=drawn(heads))
-        spec = SPEC.replace(
-            num_heads=heads, num_kv_heads=kv_heads, head_size=size, v_head_size=v_size, scale=0.2,
-            causal=bool(causal), sliding_window=window or None, sink_tokens=sink_tokens,
-        )  # fmt: skip
-        results = []
-        for row, count, first, length in ((0, 5, 0, 300), (5, 1, 300, 530), (6, 33, 830, 33)):
-            keys, rows = slice(first, first + length), slice(row, row + count)
-            mask = reference.visible(spec, count, length)
-            its = key[keys], value[keys], params, length - count, mask
-            results.append(specified.attend(spec, query[rows], *its))
-        for numbers in (torch.cat(each).flatten() for each in zip(*results, strict=True)):
-            for bits in numbers.view(torch.int32).tolist():
-                digest = (digest ^ (bits & 0xFFFFFFFF)) * 1099511628211 % 2**64
-    assert f"{digest:016x}" == DIGEST.read_text().strip()
 
 
 def test_triton_s_kernel_has_the_bits() -> None:
