@@ -42,6 +42,7 @@ DRAWN = {
     "index_regrouped": (1, 1),
     "given_alike": (1, 1),
     "divided": (3, 11),
+    "specified": (3, 1),
     "chunked": (4, 8),
 }
 """The checks that draw: how many `DRAWS` make one draw, and how many steps that has, about."""

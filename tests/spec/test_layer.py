@@ -258,6 +258,7 @@ def test_features_are_complete() -> None:
         "fp8_output",
         "step_invariant",
         "call_invariant",
+        "machine_invariant",
     }
     assert spec.features | others == set(FEATURES) - {"non_causal", "window_right"}
     options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}

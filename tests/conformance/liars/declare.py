@@ -80,6 +80,13 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
         SAME.but(adds="custom_mask", lacks="step_invariant call_invariant"),
     ),
     (variances.Same, SAME),
+    (
+        variances.Specified,
+        SAME.but(
+            dtypes=names("float32"),
+            features=names("causal gqa lse batch_invariant machine_invariant"),
+        ),
+    ),
     (variances.OneSequenceAtATime, SAME),
     (variances.PlansForGraphs, GRAPHS.but(features=SAME.features)),
     (variances.SplitsOfTheLongest, GRAPHS.but(features=SAME.features)),
@@ -111,7 +118,7 @@ BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, recurrences.Scan, recurrences.OtherForm,
     services.Store, services.Rounding, services.Merge, services.Weighing, rotations.Rotating,
     functions.Functions, prefixes.Forest, sizes.When, lasting.Late, lasting.Meddler, variances.Same,
-    indexers.Index, indexers.OtherIndexer, *unseen.BASES,
+    variances.Specified, indexers.Index, indexers.OtherIndexer, *unseen.BASES,
 }  # fmt: skip
 
 

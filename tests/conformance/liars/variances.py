@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import torch
 from liars.plain import HonestGraph, Plain
 from liars.told import Hooks, lies
+from polyattn.families.attention import specified
+from polyattn.families.attention.vanilla import Vanilla
 from polyattn.families.sparse.torch_index import TorchIndex
 from polyattn.kernel import Batch, Frame, IndexFrame, Plan, RecurrentFrame
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
 from polyattn_cpu.recurrent import TorchScan
 from polyattn_cpu.sdpa import TorchSDPA
+from torch import Tensor
 
 NUDGE = 1.004
 """One unit of bfloat16's last place, about: within every tolerance."""
@@ -214,3 +219,54 @@ class ScoresByTheBatch(TorchIndex):
             turned = frame.query.flip(-1) * (1.0 + 2.0**-22)
             frame = replace(frame, query=turned.flip(-1))
         super().run(plan, frame)
+
+
+class Specified(Vanilla):
+    """The specified bits, but for what `instead` replaces in their specification."""
+
+    by: ClassVar[tuple[str, ...]] = ("specified",)
+    instead: ClassVar[dict[str, Any]] = {}
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        with patch.multiple(specified, **self.instead):
+            super().run(plan, frame)
+
+
+class HonestSpecified(Specified):
+    by = ()
+    instead: ClassVar = {"QUERIES": 3}
+
+
+def _fused(query: Tensor, key: Tensor) -> Tensor:
+    sums = query.new_zeros(*query.shape[:-1], key.shape[-2], 4)
+    for column in range(0, query.shape[-1], 4):
+        some = slice(column, column + 4)
+        products = query[..., :, None, some].double() * key[..., None, :, some].double()
+        sums = (sums.double() + products).float()
+    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
+
+
+class FusedProducts(Specified):
+    """A product isn't rounded before it is added."""
+
+    instead: ClassVar = {"dots": _fused}
+
+
+class AnotherOrder(Specified):
+    """A head's columns are summed from the last one on."""
+
+    instead: ClassVar = {"dots": lambda q, k, dots=specified.dots: dots(q.flip(-1), k.flip(-1))}
+
+
+class AnotherPolynomial(Specified):
+    """The exponential is the library's, which is more exact."""
+
+    instead: ClassVar = {"exponential": torch.exp}
+
+
+class LargerBlocks(Specified):
+    instead: ClassVar = {"BLOCK": 64}
+
+
+class LargerSegments(Specified):
+    instead: ClassVar = {"SEGMENT": 512}

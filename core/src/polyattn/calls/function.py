@@ -56,7 +56,7 @@ def attention(
         return_lse: return the LSE too.
         backend: a name; that backend is used or refused.
         batch_invariant: what must not change a bit of a sequence's result, as in `LayerSpec`: True or
-            `"batch"`, `"steps"`, `"calls"`. Not beside `mask`.
+            `"batch"`, `"steps"`, `"calls"`, `"machines"`. Not beside `mask`.
 
     Returns:
         The output in the query's shape with the value's size, 0 for a query that sees nothing. With

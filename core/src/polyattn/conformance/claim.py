@@ -31,7 +31,9 @@ TRIAL: type[FunctionBackend]
 """The backend under trial, which selection loads by this path."""
 PROVING = frozenset({"numeric", "context", "layout", "packed"})
 """The checks that prove one claim. The others look at what every backend must do, at the end."""
-UNPROVABLE = frozenset({"deterministic", "batch_invariant", "step_invariant", "call_invariant"})
+UNPROVABLE = frozenset(
+    {"deterministic", "batch_invariant", "step_invariant", "call_invariant", "machine_invariant"}
+)
 """What a passing case doesn't prove: another run, or another batch, may differ."""
 DEPARTURES = 2
 """In how many fields the first layer that works may differ from the usual one."""

@@ -93,7 +93,8 @@ VANILLA = _vanilla(
     roles=frozenset(Role),
     cached=frozenset({True, False}),
     padding_rows=True,
-    # Its products are torch's, whose order of sums in float64 follows from the numbers of rows.
+    # Its products are torch's, whose order of sums in float64 follows from the numbers of rows; where
+    # bits are specified, it adds one number at a time.
     features=frozenset(FEATURES) - RECURRENT - {"step_invariant", "call_invariant"},
 )
 VANILLA_MLA = _vanilla(

@@ -652,6 +652,7 @@ _FEATURE_REMEDIES = {
     "batch_invariant": "ask without batch_invariant",
     "step_invariant": "ask for batch_invariant='batch'",
     "call_invariant": "ask for batch_invariant='steps'",
+    "machine_invariant": "ask for batch_invariant='calls'",
     "tensor_scales": "pass the scales as numbers: scales='number'",
     "head_scales": "pass one scale for all heads",
     "fp8_inputs": "dequantise before: qkv_dtype='auto'",

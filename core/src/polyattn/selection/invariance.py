@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from polyattn.selection.prediction import Predictor, kind_of_step, shape_of_step
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import step_choice
+from polyattn.spec.kinds import Invariance
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
@@ -63,7 +64,8 @@ def by_times(
 def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) -> list[str]:
     """Return a line for each phase that costs more than if bits could depend on the batch, or may.
 
-    Another backend runs it then, or the same one was measured at the level. `models`: as in `times`.
+    Another backend runs it then, or the same one by other sums, or it was measured at the level.
+    `models`: as in `times`.
     """
     models, lines = tuple(models), []
     others = times(free, free.timings or models)
@@ -72,12 +74,17 @@ def costs(invariant: Selection, free: Selection, models: Iterable[TimingModel]) 
     for phase, (name, us) in times(invariant, models).items():
         other, its = others[phase]
         _, queries, lens = STEPS[phase]
-        if name == other and (name, kind_of_step(queries, lens)) not in measured:
+        unmeasured = name == other and (name, kind_of_step(queries, lens)) not in measured
+        if unmeasured and invariant.spec.batch_invariant < Invariance.MACHINES:
             continue
         beside = "without it too" if name == other else f"not {other}"
+        if unmeasured:  # by other sums
+            us, beside = None, "by other sums than without it"
         line = f"batch_invariant={level!r} costs: {name} runs {phase}, {beside}; "
         if us is None or its is None:
-            unknown = " and ".join(n for n, t in ((name, us), (other, its)) if t is None)
+            unknown = " and ".join(
+                dict.fromkeys(n for n, t in ((name, us), (other, its)) if t is None)
+            )
             line += f"no timing table of this device has {unknown}"
             line += "" if its is None else f" ({other}: {its:,.1f} us for {STEPS[phase][0]})"
         else:

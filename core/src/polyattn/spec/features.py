@@ -29,6 +29,7 @@ FEATURES = {
     "batch_invariant": "the same bits for a request in any batch",
     "step_invariant": "the same bits for a token however its sequence is divided into steps",
     "call_invariant": "the same bits with a cache and without one",
+    "machine_invariant": "the bits that are specified, so the same in any step and on any machine",
     "gated": "Mamba's gate z",
     "grouped_channels": "Mamba-1's groups of B and C",
     "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",

@@ -177,6 +177,8 @@ class Invariance(IntEnum):
         STEPS: how a sequence's tokens are divided among steps. A decode, a draft, a chunk of any
             length, a whole prompt and a chunk after a cached prefix give one token the same bits.
         CALLS: whether keys come from a cache or are passed whole, as in a trainer's packed forward.
+        MACHINES: which backend computes, on which machine. Bits are those that `docs/invariance.md`
+            specifies, of float32 layers.
 
     Examples:
         >>> LayerSpec(num_heads=4, head_size=64, batch_invariant="steps").batch_invariant
@@ -188,3 +190,4 @@ class Invariance(IntEnum):
     BATCH = 1
     STEPS = 2
     CALLS = 3
+    MACHINES = 4

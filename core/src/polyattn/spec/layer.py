@@ -22,6 +22,7 @@ from polyattn.spec.fields import (
     member,
     no_field,
 )
+from polyattn.spec.invariance import check_invariance
 from polyattn.spec.kinds import (
     KV_CACHE_DTYPES,
     WORDS,
@@ -90,8 +91,8 @@ class LayerSpec:
             kernels read the lengths on the device, so that a graph replays without a new plan. Query
             lengths are exact.
         deterministic: equal calls give equal bits.
-        batch_invariant: what must not change a bit of a token's result: `"batch"` (or True), `"steps"`
-            or `"calls"`, the levels of `Invariance`.
+        batch_invariant: what must not change a bit of a token's result: `"batch"` (or True), `"steps"`,
+            `"calls"` or `"machines"`, the levels of `Invariance`.
         latent: the latent part of an MLA layer.
         recurrent: the recurrent part of a recurrence.
         qk_norm: the norm of queries and keys before they are rotated. A layer whose `q_norm=` and
@@ -241,8 +242,9 @@ class LayerSpec:
             "length_bounds": self.length_bounds,
             "deterministic": self.deterministic,
             "batch_invariant": self.batch_invariant >= Invariance.BATCH,
-            "step_invariant": self.batch_invariant >= Invariance.STEPS,
-            "call_invariant": self.batch_invariant >= Invariance.CALLS,
+            "step_invariant": self.batch_invariant in (Invariance.STEPS, Invariance.CALLS),
+            "call_invariant": self.batch_invariant == Invariance.CALLS,
+            "machine_invariant": self.batch_invariant >= Invariance.MACHINES,
         }
         of_part = frozenset[str]() if self.recurrent is None else self.recurrent.features
         return of_part.union(name for name, asked in asks.items() if asked)
@@ -483,7 +485,7 @@ def _check_relations(spec: LayerSpec) -> None:
             "step, or one planned by bounds, doesn't; use graph_capture='uniform' at most, and no "
             "length_bounds"
         )
-    _check_invariance(spec)
+    check_invariance(spec._values())
     if spec.window_right is not None and spec.causal:
         right = f"window_right={spec.window_right}: a causal mask hides all keys after the query"
         raise SpecError(f"{right}; leave it out, or set causal=False")
@@ -511,28 +513,6 @@ def _check_relations(spec: LayerSpec) -> None:
         _check_rope(spec, spec.rope)
     if spec.qk_norm is not None:
         spec.qk_norm.check(spec.kind, spec.role)
-
-
-def _check_invariance(spec: LayerSpec) -> None:
-    """What a layer computes must not itself depend on what its bits must not depend on."""
-    level = spec.batch_invariant.name.lower()
-    if spec.batch_invariant < Invariance.STEPS:
-        return
-    if spec.dense_context:
-        raise SpecError(
-            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in "
-            "one step; drop one, or ask for batch_invariant='batch'"
-        )
-    if spec.rope is not None and spec.rope.by_length:
-        raise SpecError(
-            f"batch_invariant={level!r}: rope.scaling={spec.rope.scaling!r} rotates a token by its "
-            "sequence's length at that step; ask for batch_invariant='batch'"
-        )
-    if spec.batch_invariant >= Invariance.CALLS and spec.stored_dtype != spec.dtype:
-        raise SpecError(
-            f"batch_invariant={level!r}: a cache of {spec.stored_dtype} rounds keys that a call without "
-            "one reads as they are; use kv_cache_dtype='auto', or ask for batch_invariant='steps'"
-        )
 
 
 def _check_quantised(spec: LayerSpec) -> None:

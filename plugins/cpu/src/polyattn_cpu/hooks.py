@@ -124,7 +124,7 @@ NATIVE_ATTN = BackendInfo(
         features=MASKS
         | names(
             "v_head_size logit_soft_cap alibi learned_sinks lse deterministic batch_invariant "
-            "step_invariant call_invariant"
+            "step_invariant call_invariant machine_invariant"
         ),
         excludes=(
             (

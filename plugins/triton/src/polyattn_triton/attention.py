@@ -14,6 +14,7 @@ from polyattn.kernel import (
     ChosenPages,
     Device,
     Frame,
+    Invariance,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -33,6 +34,7 @@ from polyattn_triton.alike import AlikeAttention
 from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import blank_frame, blank_steps
 from polyattn_triton.configs import Config
+from polyattn_triton.exact import Exact, ExactPlan
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.hopper.packing import packed_constants, packed_site, word_bytes
@@ -83,6 +85,8 @@ class TritonAttention(AlikeAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
+        specified = spec.batch_invariant >= Invariance.MACHINES
+        self.exact = Exact(spec, self.torch_device) if specified else None
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
@@ -106,6 +110,8 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
+        if self.exact is not None:
+            return self.exact.plan(self.spec_of(batch), batch)
         if self.spec.batch_invariant:
             return self.plan_alike(batch, reuse)
         planned = batch.all_decode or not self.spec.graph_capture
@@ -139,7 +145,9 @@ class TritonAttention(AlikeAttention):
             )  # fmt: skip
         return True
 
-    def reads(self, plan: Plan, batch: Batch) -> Reads:
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        if isinstance(plan, ExactPlan):
+            return None
         if isinstance(plan, PrefixPlan):
             assert self.prefixes is not None
             return prefix_reads(self.prefixes, plan, batch)
@@ -177,6 +185,10 @@ class TritonAttention(AlikeAttention):
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned; where rows are turned, with turned queries, and outputs turned back."""
+        if isinstance(plan, ExactPlan):
+            assert self.exact is not None
+            self.exact.run(self.spec_of(plan.batch), plan, frame)
+            return
         of_key, of_value = self._turned_rows
         if of_key is not None:
             dtype = STORAGE_DTYPES[self.spec.dtype]
@@ -333,10 +345,10 @@ class TritonAttention(AlikeAttention):
         Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
         """
         spec = self.spec
+        if spec.batch_invariant:  # its tiles may be of several launches
+            return None
         assert isinstance(plan, AttentionPlan)
         if self.generated or spec.rope or self.by_tensors or not plan.grid[0]:
-            return None
-        if spec.batch_invariant:  # its tiles may be of several launches
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
@@ -358,9 +370,11 @@ class TritonAttention(AlikeAttention):
     def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
         """Return the decode over pages of these strides: its launch, and its merge's."""
         spec = self.spec
+        if spec.batch_invariant:
+            return None
         assert isinstance(plan, AttentionPlan)
         decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
-        if not decodes or self.generated or spec.rope or self.by_tensors or spec.batch_invariant:
+        if not decodes or self.generated or spec.rope or self.by_tensors:
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
             return None

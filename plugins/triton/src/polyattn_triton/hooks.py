@@ -111,7 +111,7 @@ TRITON_ATTN = declared(
             "causal non_causal gqa v_head_size sliding_window chunked sink_tokens cache_positions "
             "logit_soft_cap alibi learned_sinks variant custom_mask block_sparse tensor_scales "
             "head_scales lse length_bounds deterministic batch_invariant "
-            "step_invariant call_invariant fp8_inputs fp8_output"
+            "step_invariant call_invariant machine_invariant fp8_inputs fp8_output"
         ),
         by_address=True,
         graph_capture=GraphCapture.ANY,
@@ -140,6 +140,7 @@ TRITON_ATTN = declared(
                 (frozenset({"batch_invariant", other}), f"its launches follow from the step: {why}")
                 for other, why in ALIKE_WITHOUT.items()
             ),
+            (frozenset({"machine_invariant", "captured"}), "its tiles are listed for each step"),
             *NO_E4M3,
         ),
     ),

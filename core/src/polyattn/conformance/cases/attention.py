@@ -16,7 +16,7 @@ from polyattn.conformance.cases import (
     sparse,
 )
 from polyattn.device import Device
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import Capabilities, names
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
@@ -267,10 +267,7 @@ def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     claimed = [name for name in FEATURE_FIELDS if name in caps.features]
     if base.role is not Role.DECODER:
-        wanted = {
-            "sliding_window", "window_right", "logit_soft_cap", "alibi", "lse", "fp8_output",
-            "fp8_inputs",
-        }  # fmt: skip
+        wanted = names("sliding_window window_right logit_soft_cap alibi lse fp8_output fp8_inputs")
         unlike = UNLIKE_CROSS if base.role is Role.CROSS else frozenset[str]()
         claimed = [name for name in claimed if name in wanted - unlike]
     elif not base.causal:

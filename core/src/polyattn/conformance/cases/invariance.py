@@ -25,6 +25,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lse": {"needs_lse": True},
 }
 """Features with which levels are tested."""
+SPECIFIED: dict[str, dict[str, Any]] = {
+    **{name: fields for name, fields in OTHERS.items() if name != "logit_soft_cap"},
+    "sink_tokens": {"sliding_window": 21, "sink_tokens": 3, "learned_sinks": True},
+    "non_causal": {"causal": False, "sliding_window": 300},
+}
+"""And those with which specified bits are."""
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "custom_mask": {"mask": "custom"},
     "block_sparse": {"mask": "block_sparse"},
@@ -54,6 +60,8 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
     level = level_of(caps)
     if not level or not (base.cached and base.causal):
         return
+    if "machine_invariant" in caps.features:
+        yield from _specified(caps, base.replace(dtype="float32", batch_invariant="machines"))
     most = "mixed" if "mixed" in names else next(n for n in ("chunked", "decode") if n in names)
     for label, spec in _layers(caps, base, Invariance.BATCH):
         yield Case("regrouped", label, spec, most)
@@ -81,6 +89,21 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
         if not (spec.alibi or spec.learned_sinks):  # which each layer draws for itself
             yield Case("given_alike", label, spec, "short")
     yield Case("given_alike", "", base.replace(batch_invariant="calls"), "long")
+
+
+def _specified(caps: Capabilities, spec: LayerSpec) -> Iterator[Case]:
+    yield Case("specified", "", spec, "drawn")
+    for name, fields in SPECIFIED.items():
+        if name in caps.features:
+            yield Case("specified", f"feature {name}", spec.replace(**fields), "drawn")
+    for size in caps.head_sizes.examples((1, 40, 100, 256)):
+        many = spec.replace(head_size=size, num_heads=15, num_kv_heads=3)
+        yield Case("specified", f"head_size {size}", many, "drawn")
+    for size in caps.block_sizes.examples((1, 24, 128)):
+        yield Case("specified", f"block_size {size}", spec.replace(block_size=size), "drawn")
+    if False in caps.cached:
+        plain = spec.replace(cached=False, block_size=None, needs_lse="lse" in caps.features)
+        yield Case("specified", "uncached", plain, "drawn")
 
 
 def _captured(caps: Capabilities) -> GraphCapture:

@@ -133,8 +133,13 @@ the step; `context`: of its sequences of one query; `query` and `length`: of the
 """
 
 LENGTHS = (
-    "long context", "long prompts", "many sequences", "after context", "all full", "powers of two",
-)  # fmt: skip
+    "long context",
+    "long prompts",
+    "many sequences",
+    "after context",
+    "all full",
+    "powers of two",
+)
 """Steps that test the plainest layer."""
 
 FEW_KEYS: Lengths = [(1, 9), (3, 70)]

@@ -13,9 +13,11 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.checks.captured import captured_lengths, mixed_refills, refills
 from polyattn.conformance.checks.recurrent import recurrent_refills
 from polyattn.conformance.harness.base import Harness
+from polyattn.families.attention import specified as bits_of
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.program import Frame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.kinds import GraphCapture
@@ -30,6 +32,8 @@ PROMPTS = {"short": (26, 9), "long": (1100, 17, 560)}
 """How long sequences are, beside the two that may share their first blocks: by the case's batch."""
 SHARED = 2
 """Blocks that those two begin with."""
+LENGTHS = (1, 5, 31, 32, 33, 70, 255, 256, 257, 530)
+"""Keys of sequences whose bits are specified: around the ends of blocks and segments."""
 DRAFTS = 3
 """Tokens of a recurrence's drafts at most."""
 Piece = tuple[int, int, int]
@@ -276,6 +280,26 @@ def given_alike(case: Case, harness: Harness) -> None:
         if told.lse is not None and lse is not None:
             same_bits(lse, told.lse[rows], f"LSE of sequences {requests} packed")
     assert firsts[-1] == sum(told.totals)
+
+
+def specified(case: Case, harness: Harness) -> None:
+    """Every token has the specified bits: in any steps, of any sequences."""
+    layer, dice, cpu = harness.layer(case.spec), harness.dice, torch.device("cpu")
+    for _ in range(DRAWS // 3):
+        lens = [dice.choice(LENGTHS) for _ in range(dice.integer(1, 5))]
+        queries = [min(length, dice.choice((1, 1, 2, 9, length))) for length in lens]
+        step = harness.step(layer, list(zip(queries, lens, strict=True)))
+        out, lse = step.check(), copied_lse(step)
+        expected = torch.empty(out.shape, device=cpu)
+        expected_lse = None if lse is None else torch.empty(lse.shape, device=cpu)
+        frame = Frame(
+            step.query.cpu(), step.key, step.value, step.held, layer.params, expected, expected_lse
+        )
+        bits_of.run(layer.spec, step.batch, frame)
+        what = f"(query, keys) {step.lengths}, beside the specification"
+        same_bits(out.cpu(), expected, what)
+        if lse is not None and expected_lse is not None:
+            same_bits(lse.cpu(), expected_lse, f"the LSE of {what}")
 
 
 def divided(case: Case, harness: Harness) -> None:

@@ -39,7 +39,7 @@ _ATTENTION: tuple[Check, ...] = (
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
     invariance.regrouped, invariance.planned_alike, invariance.chunked, invariance.drafted,
-    invariance.hits, invariance.given_alike, invariance.divided,
+    invariance.hits, invariance.given_alike, invariance.divided, invariance.specified,
     forests.forest, forests.forest_reuse, forests.forest_graph,
     published.published, published.combined, published.masks, published.pairs,
     published.twins,

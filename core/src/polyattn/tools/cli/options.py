@@ -223,5 +223,5 @@ class TuneOptions(Reading, Output):
     ] = True
     batch_invariant: Annotated[
         str | None,
-        typer.Option(help="Measure the layers at this level too: batch, steps or calls."),
+        typer.Option(help="Measure the layers at this level too: batch, steps, calls or machines."),
     ] = None

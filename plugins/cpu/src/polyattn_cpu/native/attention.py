@@ -91,7 +91,7 @@ def layer_bytes(
         spec.sliding_window or 0,
         spec.chunk_size or 0,
         spec.sink_tokens,
-        spec.batch_invariant >= Invariance.STEPS,
+        (spec.batch_invariant >= Invariance.STEPS) + (spec.batch_invariant >= Invariance.MACHINES),
         spec.scale,
         spec.logit_soft_cap or 0.0,
         key_rows,

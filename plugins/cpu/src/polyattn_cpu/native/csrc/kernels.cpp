@@ -57,6 +57,7 @@ namespace {
 #include "row_path.h"
 #endif
 #if !defined(PA_BASE)
+#include "exact.h"
 #include "store.h"
 #include "scan.h"
 #endif
@@ -71,6 +72,7 @@ constexpr int FEW_ROWS = 16;
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t base = PA_BASE.scratch_bytes(layer, heads, rows);
+  if (layer->invariant == PA_MACHINES) return base;
   int64_t own = matrix_scratch<PA_ENGINE>(*layer, rows);
 #if defined(__AMX_BF16__)
   int64_t few = tile_scratch(*layer, heads, pa_min(rows, TILE_HEAD_ROWS));
@@ -181,6 +183,7 @@ void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
 #endif
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
+  if (layer->invariant == PA_MACHINES) return Exact::scratch(*layer, rows);
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
   if (in_rows(*layer)) dot += row_scratch(*layer);
@@ -210,6 +213,7 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 
 void run_item(Run *run, Turn *turn) {
   const Item &item = run->plan->items[turn->index];
+  if (run->plan->layer.invariant == PA_MACHINES) return exact_item(run, item, turn);
   switch (run->plan->layer.cache_dtype) {
     case PA_F32: return run_item_of<float>(run, item, turn);
     case PA_BF16: return run_item_of<bf16>(run, item, turn);

@@ -52,8 +52,10 @@ typedef struct {
 
 // What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap. `invariant`: a row's
 // result follows from its own keys alone, whichever other rows of its sequence come with it: all rows take
-// the matrix path, in tiles that begin at multiples of their size. Rows of bytes, which have a format, are
+// the matrix path, in tiles that begin at multiples of their size. PA_MACHINES: by the bits that are specified, of
+// float32 alone. Rows of bytes, which have a format, are
 // read as elements of `cache_dtype`.
+enum { PA_MACHINES = 2 };
 typedef struct {
   int32_t num_heads, num_kv_heads, head_size, v_head_size;
   int32_t dtype, cache_dtype;
