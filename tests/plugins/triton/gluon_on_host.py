@@ -23,6 +23,7 @@ import torch
 from polyattn_triton import launch
 from polyattn_triton.hopper import (
     copies,
+    few_heads,
     index,
     items,
     latent_bytes,
@@ -33,6 +34,7 @@ from polyattn_triton.hopper import (
     packed_rows,
     prefill,
     rows,
+    wide_bytes,
 )
 from polyattn_triton.kernels import choice, parts, softmax, tiles
 from ptx_on_host import run_ptx
@@ -40,6 +42,7 @@ from triton.experimental.gluon import language
 
 MODULES = (
     copies,
+    few_heads,
     index,
     items,
     latent_bytes,
@@ -50,6 +53,7 @@ MODULES = (
     packed_rows,
     prefill,
     rows,
+    wide_bytes,
     choice,
     parts,
     softmax,

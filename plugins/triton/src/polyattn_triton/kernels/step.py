@@ -146,8 +146,9 @@ def _token(
             k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         beta = tl.load(BETA + row * b_t + head).to(tl.float32)
         v = beta * (v - tl.sum(h * k[:, None], 0))
+    # What the query reads of the state before is summed beside what the key reads.
+    y = (tl.sum(h * q[:, None], 0) + tl.sum(q * k, 0) * v) * scale
     h += k[:, None] * v[None, :]
-    y = tl.sum(h * q[:, None], 0) * scale
     if HAS_D:
         y += tl.load(D + head) * x
     if GATED:

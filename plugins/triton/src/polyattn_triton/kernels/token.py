@@ -69,6 +69,8 @@ def channel_kernel(
                 h = h * tl.exp(g)[:, None]
                 beta = tl.load(BETA + row * beta_t + head).to(tl.float32)
                 v = beta * (v - tl.sum(h * k[:, None], 0))
+                # Summed beside what the key reads.
+                y = tl.sum(h * q[:, None], 0) + tl.sum(q * k, 0) * v
             elif BONUS:
                 u = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
                 y = tl.sum(h * q[:, None], 0) + tl.sum(q * u * k, 0) * v
@@ -79,7 +81,7 @@ def channel_kernel(
                 read = tl.sum(h * a[:, None], 0)
                 h = h * tl.exp(g)[:, None] + b[:, None] * read[None, :]
         h += k[:, None] * v[None, :]
-        if not BONUS:
+        if not (BONUS or DELTA):
             y = tl.sum(h * q[:, None], 0)
         if PHI is not None:
             y = y / (tl.sum(tl.where(vv == VS - 1, y, 0.0), 0) + 1e-6)
