@@ -34,7 +34,6 @@ from polyattn_triton.hopper import (
     packed_rows,
     prefill,
     rows,
-    wide_bytes,
 )
 from polyattn_triton.kernels import choice, parts, softmax, tiles
 from ptx_on_host import run_ptx
@@ -53,7 +52,6 @@ MODULES = (
     packed_rows,
     prefill,
     rows,
-    wide_bytes,
     choice,
     parts,
     softmax,

@@ -274,16 +274,14 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla(name: str, stored: str, block: int, heads: int) -> None:
-    """Up to 32 heads of one token are columns, 16 or 32, and so are 64 rows over e4m3.
+    """Up to 32 heads of one token are columns, 16 or 32; others are rows, in lockstep.
 
-    Others are rows, in lockstep, and so are those over blocks that hold no whole tile.
+    So are those over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
     kernel = "mla_hopper_kernel"
-    if block % 64 == 0:
-        kernel = "mla_hopper_kernel" if stored == "auto" else "wide_bytes_kernel"
-        if heads <= 32 and max(queries) == 1:
-            kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
+    if heads <= 32 and max(queries) == 1 and block % 64 == 0:
+        kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
 

@@ -20,7 +20,6 @@ from polyattn_triton.hopper.descriptors import NARROW, SHARED
 from polyattn_triton.hopper.few_heads import few_heads_kernel
 from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
 from polyattn_triton.hopper.latents import latents_kernel
-from polyattn_triton.hopper.wide_bytes import wide_bytes_kernel
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.delta import delta_kernel, system_kernel
 from polyattn_triton.kernels.mla import mla_kernel
@@ -96,7 +95,7 @@ def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
         kernel, options = few_heads_kernel, FEW_HEADS_OPTIONS
     if spec.stored_dtype != spec.dtype:
         cached, narrow = "i16", (ROPE // 2, NARROW)
-        kernel = latent_bytes_kernel if kernel is few_heads_kernel else wide_bytes_kernel
+        kernel = latent_bytes_kernel
     pointers = {
         name: f"tensordesc<{cached}[{box}, {width}],{layout!r}>"
         for name, (width, layout) in (("WIDE", (HALF, SHARED)), ("NARROW", narrow))

@@ -64,6 +64,7 @@ FEW_HEADS = 32
 """Heads at most of Hopper's kernels whose tiles lie on their sides."""
 FEW_HEADS_OPTIONS = {"num_warps": 4, "maxnreg": 128}
 """Their launch options: two programs share a multiprocessor's registers."""
+TOGETHER = 2
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -73,7 +74,7 @@ RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
-FEW_HEADS_RATES = Rates(item=2, least=0)
+FEW_HEADS_RATES = Rates(item=1, least=0)
 """And of its kernels for few heads, of which another program runs meanwhile."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
@@ -82,16 +83,13 @@ try:
     from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
     from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
-    from polyattn_triton.hopper.wide_bytes import wide_bytes_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = latents_kernel = few_heads_kernel = None
-    latent_bytes_kernel = wide_bytes_kernel = None
+    mla_hopper_kernel = latents_kernel = few_heads_kernel = latent_bytes_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
-_mla_hopper = Launcher(mla_hopper_kernel)
-_latents, _few_heads = Launcher(latents_kernel), Launcher(few_heads_kernel)
-_wide_bytes, _latent_bytes = Launcher(wide_bytes_kernel), Launcher(latent_bytes_kernel)
+_mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
+_few_heads, _latent_bytes = Launcher(few_heads_kernel), Launcher(latent_bytes_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
@@ -147,7 +145,6 @@ class Kernels:
         self.config = mla_config(spec, device.arch)
         roles = self.config.roles and spec.sparse is None and holds_whole_tiles(self.config, cache)
         self.few_heads = roles and spec.num_heads <= FEW_HEADS
-        self.of_bytes = roles and spec.stored_dtype != spec.dtype
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -179,9 +176,9 @@ class Kernels:
             return self._in_segments(batch, tiles, few)
         few_heads = self.few_heads and not few
         if few_heads:
-            programs *= 2
+            programs *= TOGETHER
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
-        roles = few_heads or self.of_bytes or (many and self.spec.stored_dtype == self.spec.dtype)
+        roles = few_heads or (many and self.spec.stored_dtype == self.spec.dtype)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -271,8 +268,9 @@ class Kernels:
         if plan.merging is None:
             return
         height = config.block_h
+        rows = height if plan.way.few else min(height, spec.num_heads)  # of a tile that are there
         _merge(
-            plan.merging.grid(height, 1, self.rank),
+            plan.merging.grid(rows, 1, self.rank),
             (
                 space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
@@ -303,13 +301,12 @@ class Kernels:
         if not boxes:
             return False
         assert table is not None
-        narrow = cache.key.dtype.itemsize == 1
-        constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
+        kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
         if self.few_heads and not plan.way.few:
-            kernel, options = (_latent_bytes if narrow else _few_heads), FEW_HEADS_OPTIONS
-        else:
-            kernel, options = (_wide_bytes if narrow else _latents), {"num_warps": DEFAULT_WARPS}
-        wide, turned, block = boxes
+            kernel = _latent_bytes if cache.key.dtype.itemsize == 1 else _few_heads
+            options = FEW_HEADS_OPTIONS
+        constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
+        wide, narrow, block = boxes
         kernel(
             (plan.grid, 1, 1),
             (
@@ -318,7 +315,7 @@ class Kernels:
             ),
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), block, out.stride(0), out.stride(1)),
-            (wide, turned, 0 if lse is None else lse.stride(0), table.stride(0), plan.grid),
+            (wide, narrow, 0 if lse is None else lse.stride(0), table.stride(0), plan.grid),
             constants,
             options | {"launch_pdl": True},
         )  # fmt: skip

@@ -45,7 +45,7 @@ def rows_of_tile(heads):
 
 
 @gluon.jit
-def numbers(units, INSTRUCTIONS: gl.constexpr):
+def _numbers(units, INSTRUCTIONS: gl.constexpr):
     """Return the two operands, in float16, of a tile of units."""
     return gl.inline_asm_elementwise(
         INSTRUCTIONS, "=r,=r,r", (units,), (gl.float16, gl.float16), is_pure=True, pack=2
@@ -53,11 +53,8 @@ def numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(
-    FROM, q_smem, q_turned, token0, rows, start, HEADS: gl.constexpr, ROWS: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
-    """Lay rows into shared memory, from `FIRST` on, as keys' operands meet them; return their powers of two.
+def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
 
     These keep queries inside of float16's range.
     """
@@ -85,9 +82,9 @@ def load_queries(
     for i in gl.static_range(10):
         q = (pieces[i].to(gl.float32) * less[:, None]).to(gl.float16)
         if i < 8:
-            q_smem.index(i).slice(FIRST, ROWS).store(q)
+            SMEM[0].index(i).store(q)
         else:
-            q_turned.index(i - 8).slice(FIRST, ROWS).store(q)
+            SMEM[3].index(i - 8).store(q)
     return power
 
 
@@ -105,11 +102,8 @@ def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.conste
 
 
 @gluon.jit
-def store_columns(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constexpr):
-    """Store columns of a tile's outputs, or of a part that is merged: parts have room for 64 rows.
-
-    `FORM`: heads, and whether the LSE is stored, with outputs and with parts.
-    """
+def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constexpr):
+    """Store a tile's outputs, or a part's of it that is merged: parts have room for 64 rows."""
     HEADS: gl.constexpr = FORM[0]
     OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, _by, v_scale = TO
     HEAD: gl.constexpr = m.type.layout
@@ -121,12 +115,11 @@ def store_columns(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.
     token = (token0 + (start + row) // HEADS).to(gl.int64)
     head = (start + row) % HEADS
     if cut:
-        if FORM[2]:
-            gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
-    elif FORM[1] and FORM[2]:
+        gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
+    elif FORM[1]:
         gl.store(LSE + token * lse_t + head, lse * LN2, mask=ok)
     part = (1.0 / safe)[None, :]
-    for c in gl.static_range(len(acc) // 2):
+    for c in gl.static_range(4):
         one, other = acc[2 * c] * part, acc[2 * c + 1] * part
         if cut:
             _store_columns(one, other, PARTS + 128 * c, place * 64, 0, 512, 512, ok, 1)
@@ -160,9 +153,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         cut, place = part_of(WORK, low, high, 0)
         mine = start
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        power = load_queries(
-            FROM, q_smem, q_turned, token0, query_len * HEADS, mine, HEADS, ROWS, 0
-        )
+        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS, ROWS)
         by = gl.convert_layout(power, HEAD) * TO[7]
         by = gl.where(by < LEAST, LEAST, by)
         fence_async_shared()
@@ -180,7 +171,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             zero = n >> 30
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
             mbarrier.wait(full.index(2 * stage + 1), phase)
-            one, other = numbers(turned_smem.index(stage).load(A), OF_KEYS)
+            one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
             s = warpgroup_mma(
                 one, q_turned.index(zero).permute((1, 0)), s, use_acc=False, is_async=True
             )
@@ -188,7 +179,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.wait(full.index(2 * stage), phase)
             k = k_smem.index(stage)
             for c in gl.static_range(8):
-                one, other = numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
+                one, other = _numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
                 b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(one, b, s, is_async=True)
                 b = q_smem.index(zero + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
@@ -219,7 +210,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 b = so_far[2 * c + 1] * ratio[None, :]
                 for half in gl.static_range(2):
                     v = k.slice(64 * c, 64, 1).slice(32 * half, 32).permute((1, 0)).load(A)
-                    one, other = numbers(v, OF_VALUES)
+                    one, other = _numbers(v, OF_VALUES)
                     weights = p_smem.slice(32 * half, 32)
                     a = warpgroup_mma(one, weights, a, is_async=True)
                     b = warpgroup_mma(other, weights, b, is_async=True)
@@ -230,8 +221,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.arrive(empty.index(2 * stage))
             n += 1
         l = gl.sum(sums, 0)
-        PLACE: gl.constexpr = (HEADS, FORM[1], True)
-        store_columns(acc, m, l, TO, token0, query_len, mine, cut, place, PLACE)
+        _store(acc, m, l, TO, token0, query_len, mine, cut, place, FORM)
         barrier()
 
 
