@@ -309,22 +309,20 @@ def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize(
-    ("heads", "stored"), [(16, "auto"), (32, "auto"), (64, "auto"), (16, "fp8"), (32, "fp8")]
-)
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+@pytest.mark.parametrize("heads", [16, 32])
 def test_latents_by_few_heads_compile_to_machine_code(heads: int, stored: str, block: int) -> None:
-    """Programs leave each other room on a multiprocessor, and hardly a register is spilled."""
+    """Two programs leave each other room on a multiprocessor, and hardly a register is spilled."""
     from machine_code import usage
     from polyattn.tools.cli.models import bundled
     from triton_ahead_families import compile_latents
 
     spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
     kernel = compile_latents(spec.replace(num_heads=heads, kv_cache_dtype=stored), 0, block)
-    programs = 2 if heads <= 32 else 1
-    assert programs * (kernel.metadata.shared + 1024) <= 228 << 10
+    assert 2 * (kernel.metadata.shared + 1024) <= 228 << 10
     assert "wgmma" in kernel.asm["ptx"]
     taken = usage(kernel.asm["cubin"])
-    assert programs * taken["REG"] <= 256 and taken["STACK"] <= 64
+    assert taken["REG"] <= 128 and taken["STACK"] <= 64
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ from polyattn_triton.mla import (
     FEW_HEADS_OPTIONS,
     HALF,
     ROPE,
-    TWO_GROUPS,
     latents_constants,
     mla_config,
     mla_constants,
@@ -92,9 +91,8 @@ def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
     kernel, options, narrow = latents_kernel, {"num_warps": DEFAULT_WARPS}, (ROPE, SHARED)
     constants = latents_constants(spec, block_size, way, spec.needs_lse)
     cached = element
-    if spec.num_heads <= TWO_GROUPS and not few:
-        kernel = few_heads_kernel
-        options = FEW_HEADS_OPTIONS if spec.num_heads <= FEW_HEADS else options
+    if spec.num_heads <= FEW_HEADS and not few:
+        kernel, options = few_heads_kernel, FEW_HEADS_OPTIONS
     if spec.stored_dtype != spec.dtype:
         cached, narrow = "i16", (ROPE // 2, NARROW)
         kernel = latent_bytes_kernel

@@ -59,13 +59,10 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
-FEW_HEADS, TWO_GROUPS = 32, 64
-"""Heads at most of Hopper's kernels whose tiles lie on their sides, by one group of warps and by two.
-
-Over e4m3 there is only the first one.
-"""
+FEW_HEADS = 32
+"""Heads at most of Hopper's kernels whose tiles lie on their sides."""
 FEW_HEADS_OPTIONS = {"num_warps": 4, "maxnreg": 128}
-"""Launch options of one group: two programs share a multiprocessor's registers."""
+"""Their launch options: two programs share a multiprocessor's registers."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -145,8 +142,7 @@ class Kernels:
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
         roles = self.config.roles and spec.sparse is None and holds_whole_tiles(self.config, cache)
-        most = FEW_HEADS if spec.stored_dtype != spec.dtype else TWO_GROUPS
-        self.few_heads = roles and spec.num_heads <= most
+        self.few_heads = roles and spec.num_heads <= FEW_HEADS
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -177,7 +173,7 @@ class Kernels:
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
         few_heads = self.few_heads and not few
-        if few_heads and self.spec.num_heads <= FEW_HEADS:
+        if few_heads:
             programs *= 2
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
         roles = few_heads or (many and self.spec.stored_dtype == self.spec.dtype)
@@ -306,7 +302,7 @@ class Kernels:
         kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
         if self.few_heads and not plan.way.few:
             kernel = _latent_bytes if cache.key.dtype.itemsize == 1 else _few_heads
-            options = FEW_HEADS_OPTIONS if spec.num_heads <= FEW_HEADS else options
+            options = FEW_HEADS_OPTIONS
         constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
         wide, narrow, block = boxes
         kernel(

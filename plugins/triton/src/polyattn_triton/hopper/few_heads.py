@@ -3,7 +3,6 @@
 An instruction of the tensor cores has 64 rows, which few heads don't fill. Here keys are the rows of the
 first product and the values' columns those of the second; heads are columns, 16 or 32. So the outputs
 take few registers: two programs run on a multiprocessor, and one computes while the other's latents come.
-Of 64 heads two groups of warps have 32 each; they share what is copied, and don't wait for one another.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
@@ -47,46 +46,42 @@ def _copy_columns(
 
 
 @gluon.jit
-def _copy_queries(FROM, SMEM, STEP, at, stop, seq, start, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Copy a group's rows of an item, if there is an item, into shared memory, without waiting."""
+def _copy_queries(FROM, SMEM, STEP, at, stop, seq, start, HEADS: gl.constexpr):
+    """Copy an item's queries, if there is an item, into shared memory, without waiting."""
     if at < stop:
         token0 = gl.load(STEP[1] + seq)
         rows = (gl.load(STEP[1] + seq + 1) - token0) * HEADS
         for half in gl.static_range(2):
-            to = SMEM[0].index(2 * GROUP + half)
-            _copy_columns(to, FROM, token0, rows, start, half * HALF, OF_HALF, HEADS)
-        _copy_columns(SMEM[3].index(GROUP), FROM, token0, rows, start, 2 * HALF, OF_TURNED, HEADS)
+            _copy_columns(
+                SMEM[0].index(half), FROM, token0, rows, start, half * HALF, OF_HALF, HEADS
+            )
+        _copy_columns(SMEM[3].index(0), FROM, token0, rows, start, 2 * HALF, OF_TURNED, HEADS)
         async_copy.commit_group()
 
 
 @gluon.jit
-def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr, GROUP: gl.constexpr):
-    """Attend with a group's rows of the items to their keys."""
+def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
+    """Attend with the items' rows to their keys."""
     HEADS: gl.constexpr = FORM[0]
     ROWS: gl.constexpr = FORM[3]
-    STAGES: gl.constexpr = FORM[4]
-    MINE: gl.constexpr = ROWS * GROUP
     DTYPE: gl.constexpr = FROM[0].dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     q_smem, k_smem, turned_smem, q_turned, p_smem = SMEM
     full, empty = BARRIERS
     WORK, tiles = STEP[2], STEP[3]
-    OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, by, v_scale = TO
-    PARTS += MINE * 2 * HALF
-    PART_LSE += MINE
-    TO_MINE = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, by, v_scale)
+    by = TO[7]
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
     n = 0
-    _copy_queries(FROM, SMEM, STEP, at, stop, seq, start + MINE, HEADS, GROUP)
+    _copy_queries(FROM, SMEM, STEP, at, stop, seq, start, HEADS)
     while at < stop:
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, 0, ROWS
         )
         unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
         cut, place = part_of(WORK, low, high, 0)
-        mine = start + MINE
+        mine = start
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -97,69 +92,54 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr, GROUP: gl.conste
         left = gl.zeros([HALF, ROWS], gl.float32, SCORES)
         right = gl.zeros([HALF, ROWS], gl.float32, SCORES)
         for i in range(count):
-            stage = n % STAGES
-            phase = (n // STAGES) & 1
+            phase = n & 1
             # No compiler knows that it is zero: descriptors that a loop doesn't change are spilled.
             zero = n >> 30
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
-            mbarrier.wait(full.index(3 * stage + TURNED), phase)
-            q = q_turned.index(GROUP + zero).permute((1, 0))
-            s = warpgroup_mma(turned_smem.index(stage), q, s, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(TURNED), phase)
+            q = q_turned.index(zero).permute((1, 0))
+            s = warpgroup_mma(turned_smem.index(zero), q, s, use_acc=False, is_async=True)
             for half in gl.static_range(RIGHT, LEFT - 1, -1):
-                mbarrier.wait(full.index(3 * stage + half), phase)
-                q = q_smem.index(2 * GROUP + half + zero).permute((1, 0))
-                s = warpgroup_mma(k_smem.index(2 * stage + half + zero), q, s, is_async=True)
+                mbarrier.wait(full.index(half), phase)
+                q = q_smem.index(zero + half).permute((1, 0))
+                s = warpgroup_mma(k_smem.index(zero + half), q, s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()
-            mbarrier.arrive(empty.index(3 * stage + TURNED))
+            mbarrier.arrive(empty.index(TURNED))
             if first + i >= unmasked:
                 key = (first + i) * 64
                 s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
-                    clear(k_smem.index(2 * stage + LEFT), seq_len - key, HALF, 64)
-                    clear(k_smem.index(2 * stage + RIGHT), seq_len - key, HALF, 64)
+                    clear(k_smem.index(LEFT), seq_len - key, HALF, 64)
+                    clear(k_smem.index(RIGHT), seq_len - key, HALF, 64)
             m_new = gl.maximum(m, gl.max(s, 0))
             base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
             p = gl.exp2(s * by - (base * by)[None, :])
             ratio = gl.exp2((m - base) * by)
             m = m_new
-            p_smem.index(GROUP).store(p.to(DTYPE))
+            p_smem.index(0).store(p.to(DTYPE))
             fence_async_shared()
             barrier()
             sums = sums * ratio[None, :] + p
             right = right * ratio[None, :]
             left = left * ratio[None, :]
-            weights = p_smem.index(GROUP + zero)
-            v = k_smem.index(2 * stage + RIGHT + zero).permute((1, 0))
+            weights = p_smem.index(zero)
+            v = k_smem.index(zero + RIGHT).permute((1, 0))
             right = warpgroup_mma(v, weights, right, is_async=True)
-            v = k_smem.index(2 * stage + LEFT + zero).permute((1, 0))
+            v = k_smem.index(zero + LEFT).permute((1, 0))
             left = warpgroup_mma(v, weights, left, is_async=True)
             left, right = warpgroup_mma_wait(1, deps=[left, right])
             barrier()
-            mbarrier.arrive(empty.index(3 * stage + RIGHT))
+            mbarrier.arrive(empty.index(RIGHT))
             left, right = warpgroup_mma_wait(0, deps=[left, right])
             barrier()
-            mbarrier.arrive(empty.index(3 * stage + LEFT))
+            mbarrier.arrive(empty.index(LEFT))
             n += 1
-        _copy_queries(FROM, SMEM, STEP, at, stop, seq, start + MINE, HEADS, GROUP)
+        _copy_queries(FROM, SMEM, STEP, at, stop, seq, start, HEADS)
         l = gl.sum(sums, 0)
-        store_half(
-            left.permute((1, 0)), m, l, TO_MINE, token0, query_len, mine, cut, place, 0, FORM
-        )
-        store_half(
-            right.permute((1, 0)), m, l, TO_MINE, token0, query_len, mine, cut, place, 1, FORM
-        )
-
-
-@gluon.jit
-def _first(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
-    _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM, 0)
-
-
-@gluon.jit
-def _second(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
-    _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM, 1)
+        store_half(left.permute((1, 0)), m, l, TO, token0, query_len, mine, cut, place, 0, FORM)
+        store_half(right.permute((1, 0)), m, l, TO, token0, query_len, mine, cut, place, 1, FORM)
 
 
 @gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])
@@ -190,7 +170,7 @@ def few_heads_kernel(
     FEW: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
-    """One token's heads, at most 64, over its sequence's latents. As `latents.latents_kernel`."""
+    """One token's heads, at most 32, over its sequence's latents. As `latents.latents_kernel`."""
     gl.static_assert(gl.num_warps() == 4)
     gl.static_assert(FEW == 0)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
@@ -198,30 +178,24 @@ def few_heads_kernel(
     DTYPE: gl.constexpr = Q.dtype.element_ty
     ROWS: gl.constexpr = rows_of_tile(HEADS)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    GROUPS: gl.constexpr = 1 if HEADS <= 32 else 2
-    q_smem = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, ROWS, HALF], SHARED)
-    k_smem = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, 64, HALF], SHARED)
-    turned_smem = gl.allocate_shared_memory(DTYPE, [GROUPS, 64, ROPE], SHARED)
-    q_turned = gl.allocate_shared_memory(DTYPE, [GROUPS, ROWS, ROPE], SHARED)
-    OF_WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-    p_smem = gl.allocate_shared_memory(DTYPE, [GROUPS, 64, ROWS], OF_WEIGHTS)
-    full = gl.allocate_shared_memory(gl.int64, [3 * GROUPS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [3 * GROUPS, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(3 * GROUPS):
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], SHARED)
+    k_smem = gl.allocate_shared_memory(DTYPE, [2, 64, HALF], SHARED)
+    turned_smem = gl.allocate_shared_memory(DTYPE, [1, 64, ROPE], SHARED)
+    q_turned = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SHARED)
+    TURNED_WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+    p_smem = gl.allocate_shared_memory(DTYPE, [1, 64, ROWS], TURNED_WEIGHTS)
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(3):
         mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=GROUPS)
+        mbarrier.init(empty.index(part), count=1)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
-    FORM: gl.constexpr = (HEADS, FEW, HAS_LSE, ROWS, GROUPS)
+    FORM: gl.constexpr = (HEADS, FEW, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
     BARRIERS = (full, empty)
-    PIPE: gl.constexpr = (ROWS, GROUPS, 2)
+    PIPE: gl.constexpr = (ROWS, 1, 2)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
     producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
-    if GROUPS == 1:
-        gl.warp_specialize([(_first, consuming), (produce, producing)], [1], [24])
-    else:
-        gl.warp_specialize(
-            [(_first, consuming), (_second, consuming), (produce, producing)], [4, 1], [232, 24]
-        )
+    gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])
