@@ -23,6 +23,7 @@ import torch
 from polyattn_triton import launch
 from polyattn_triton.hopper import (
     copies,
+    few_heads,
     index,
     items,
     latent_bytes,
@@ -40,6 +41,7 @@ from triton.experimental.gluon import language
 
 MODULES = (
     copies,
+    few_heads,
     index,
     items,
     latent_bytes,

@@ -270,33 +270,28 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("heads", [20, 64])
+@pytest.mark.parametrize("heads", [16, 17, 32, 33, 64])
 @pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
-def test_mla(name: str, block: int, heads: int) -> None:
-    queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, heads, sms, None, name.endswith("context"))
+def test_mla(name: str, stored: str, block: int, heads: int) -> None:
+    """Up to 32 heads of one token are columns, 16 or 32; others are rows, in lockstep.
 
-
-@pytest.mark.parametrize("heads", [16, 17, 32, 33])
-@pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("name", mostly_slow(LATENTS))
-def test_mla_over_e4m3(name: str, block: int, heads: int) -> None:
-    """Up to 32 heads of one token are columns, 16 or 32; others have their latents widened in lockstep.
-
-    So have blocks that hold no whole tile.
+    So are those over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
-    narrow = heads <= 32 and max(queries) == 1 and block == 64
-    kernel = "latent_bytes_kernel" if narrow else "mla_hopper_kernel"
+    kernel = "mla_hopper_kernel"
+    if heads <= 32 and max(queries) == 1 and block % 64 == 0:
+        kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
-    latent(queries, lens, block, heads, sms, None, context, stored="fp8_e4m3", kernel=kernel)
+    latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
 
 
-def test_mla_over_e4m3_by_another_kernel() -> None:
-    """Rows that the copy engine can't describe are widened in lockstep."""
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
+def test_mla_by_another_kernel(stored: str) -> None:
+    """Rows that the copy engine can't describe are copied in lockstep."""
     with patch.object(mla, "latent_boxes", lambda *_: None):
-        latent([1, 1], [900, 130], 64, 20, 5, None, stored="fp8_e4m3", kernel="mla_hopper_kernel")
+        latent([1, 1], [900, 130], 64, 20, 5, None, stored=stored, kernel="mla_hopper_kernel")
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])

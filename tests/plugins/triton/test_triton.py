@@ -309,14 +309,16 @@ def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [64, 128])
-def test_latents_in_e4m3_compile_to_machine_code(block: int) -> None:
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_latents_by_few_heads_compile_to_machine_code(heads: int, stored: str, block: int) -> None:
     """Two programs leave each other room on a multiprocessor, and hardly a register is spilled."""
     from machine_code import usage
     from polyattn.tools.cli.models import bundled
     from triton_ahead_families import compile_latents
 
     spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
-    kernel = compile_latents(spec.replace(num_heads=32, kv_cache_dtype="fp8"), 0, block)
+    kernel = compile_latents(spec.replace(num_heads=heads, kv_cache_dtype=stored), 0, block)
     assert 2 * (kernel.metadata.shared + 1024) <= 228 << 10
     assert "wgmma" in kernel.asm["ptx"]
     taken = usage(kernel.asm["cubin"])

@@ -15,6 +15,7 @@ import itertools
 import torch
 from polyattn import LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams, StorePlan
+from polyattn.registry.devices import resolve_device
 from polyattn.runtime.store import TorchStore
 from polyattn_triton.store import TritonStore
 
@@ -41,7 +42,7 @@ for dtype, stored, heads, layout, latent in itertools.product(
     wide = (torch.randn(TOKENS, heads, 64) * 9).to(dtype)
     wide[0] = (torch.arange(64) / 2 - 9).to(dtype) * scale
     wide[2, :, :4] = torch.tensor([1e4, -1e4, 0.0, -0.0], dtype=dtype)
-    backends = TritonStore(spec, form, None), TorchStore(spec, form, None)
+    backends = TritonStore(spec, form, resolve_device("cpu")), TorchStore(spec, form, None)
     # One backend finds its kernel again by how tensors lie: views, whole ones, every second element.
     for key, value in (
         (wide[..., :24], wide[..., 30:46]),

@@ -267,7 +267,7 @@ def _compile_small(
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
-        block_size, cached != query, cached == "i8", False, SCALES[spec.scales],
+        block_size, cached != query, cached == "i8", False, SCALES[spec.scales], launches_early(arch),
     )  # fmt: skip
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 

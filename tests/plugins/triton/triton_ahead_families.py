@@ -17,6 +17,7 @@ from polyattn_triton.configs import SCANS, prompt_config
 from polyattn_triton.delta import SYSTEM_OPTIONS, delta_constants, system_constants
 from polyattn_triton.hopper.choice import DEFAULT_WARPS
 from polyattn_triton.hopper.descriptors import NARROW, SHARED
+from polyattn_triton.hopper.few_heads import few_heads_kernel
 from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
 from polyattn_triton.hopper.latents import latents_kernel
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
@@ -29,7 +30,8 @@ from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step
 from polyattn_triton.kernels.token import channel_kernel, unit_kernel
 from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import (
-    BYTE_OPTIONS,
+    FEW_HEADS,
+    FEW_HEADS_OPTIONS,
     HALF,
     ROPE,
     latents_constants,
@@ -87,11 +89,13 @@ def compile_latents(spec: LayerSpec, few: int, block_size: int = 64) -> Any:
     """Compile TRITON_MLA's kernel with roles, or over e4m3, to Hopper's machine code."""
     element, box, way = ELEMENT[spec.dtype], min(64, block_size), Way(True, few)
     kernel, options, narrow = latents_kernel, {"num_warps": DEFAULT_WARPS}, (ROPE, SHARED)
-    constants: tuple[Any, ...] = latents_constants(spec, block_size, way, spec.needs_lse)
+    constants = latents_constants(spec, block_size, way, spec.needs_lse)
     cached = element
+    if spec.num_heads <= FEW_HEADS and not few:
+        kernel, options = few_heads_kernel, FEW_HEADS_OPTIONS
     if spec.stored_dtype != spec.dtype:
-        cached, kernel, narrow = "i16", latent_bytes_kernel, (ROPE // 2, NARROW)
-        constants, options = (spec.num_heads, block_size, spec.needs_lse), BYTE_OPTIONS
+        cached, narrow = "i16", (ROPE // 2, NARROW)
+        kernel = latent_bytes_kernel
     pointers = {
         name: f"tensordesc<{cached}[{box}, {width}],{layout!r}>"
         for name, (width, layout) in (("WIDE", (HALF, SHARED)), ("NARROW", narrow))

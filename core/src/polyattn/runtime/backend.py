@@ -413,7 +413,8 @@ class MergeBackend(Loaded, ABC):
         """Merge a part into the total, in place.
 
         Args:
-            total: float32 (num_tokens, num_heads, size), so that many parts round once.
+            total: (num_tokens, num_heads, size), float32, so that many parts round once. In the layer's
+                dtype where this is the only merge: computed in float32 then, too.
             total_lse: float32 (num_tokens, num_heads); -inf where no key was seen.
             part: the part's output, in the layer's dtype.
             part_lse: its LSE.

@@ -122,7 +122,7 @@ class MergeBuffers:
         Args:
             query: (num_tokens, num_heads, head size).
             v_head_size: of the outputs.
-            several: False: one part alone, whose total is empty.
+            several: False: the total is elsewhere; here it is empty.
 
         """
         rows = query.shape[:2]
@@ -140,6 +140,15 @@ class MergeBuffers:
                 ),
             )
         return self._kept
+
+
+ALIGNED = 16
+"""Bytes: what kernels store at a time."""
+
+
+def is_dense(out: Tensor) -> bool:
+    """Whether any backend writes an output of this layout."""
+    return out.is_contiguous() and out.data_ptr() % ALIGNED == 0
 
 
 class Merged(Op):
@@ -163,13 +172,18 @@ class Merged(Op):
         self.inner = [op for _, op in self.parts]
 
     def run(self, frame: Frame) -> None:
-        """Run the parts one after another. Writes the merged output and LSE."""
+        """Run the parts one after another. Writes the merged output and LSE.
+
+        Two parts of all rows are rounded once as they are merged, so the output is the total.
+        """
         query, out = frame.query, frame.out
-        several = len(self.parts) > 1
-        total, total_lse, part, part_lse = self.buffers.take(query, out.shape[2], several)
         (_, first), *others = self.parts
-        first.run(frame.but(out=part, lse=total_lse))
-        if several:
+        direct = [rows for rows, _ in others] in ([], [None]) and is_dense(out)
+        total, total_lse, part, part_lse = self.buffers.take(query, out.shape[2], not direct)
+        first.run(frame.but(out=out if direct else part, lse=total_lse))
+        if direct:
+            total = out
+        else:
             total.copy_(part)
         for rows, op in others:
             if rows is None:
@@ -182,7 +196,8 @@ class Merged(Op):
             op.run(frame.but(query=query[rows], out=of_rows, lse=found_lse))
             self.merge.run(some, some_lse, of_rows, found_lse)
             total[rows], total_lse[rows] = some, some_lse
-        out.copy_(total if several else part)
+        if not direct:
+            out.copy_(total)
         if frame.lse is not None:
             frame.lse.copy_(total_lse)
 
@@ -219,5 +234,8 @@ class TorchMerge(MergeBackend):
     def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         # Where neither saw a key, -inf - -inf is NaN, and there is nothing to weigh.
         weight = torch.sub(part_lse, total_lse).sigmoid_().nan_to_num_(nan=0.0)
-        total.lerp_(part.to(total.dtype), weight[..., None])
+        wide = total.to(weight.dtype)  # the total itself, where that is float32
+        wide.lerp_(part.to(wide.dtype), weight[..., None])
+        if wide is not total:
+            total.copy_(wide)
         torch.logaddexp(total_lse, part_lse, out=total_lse)

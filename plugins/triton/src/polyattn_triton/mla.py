@@ -30,7 +30,6 @@ from polyattn_triton.kernels.choice import chosen_places_kernel
 from polyattn_triton.kernels.mla import mla_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
-    Key,
     Launcher,
     Merge,
     Workspace,
@@ -60,10 +59,10 @@ from polyattn_triton.schedule import (
 
 HALF, ROPE = 256, 64
 """Columns of a latent that are copied at once: of the latent proper, and what is rotated."""
-BYTE_ROWS = 32
-"""Rows of a tile of `hopper.latent_bytes` at most."""
-BYTE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
-"""Its launch options: two programs share a multiprocessor's registers."""
+FEW_HEADS = 32
+"""Heads at most of Hopper's kernels whose tiles lie on their sides."""
+FEW_HEADS_OPTIONS = {"num_warps": 4, "maxnreg": 128}
+"""Their launch options: two programs share a multiprocessor's registers."""
 PLACES = 512
 """Entries that a program places."""
 SEGMENT = 32
@@ -73,21 +72,22 @@ RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
-RATES_OF_BYTES = Rates(item=2, least=0)
-"""And of its kernel over e4m3, of which another program runs meanwhile."""
+FEW_HEADS_RATES = Rates(item=1, least=0)
+"""And of its kernels for few heads, of which another program runs meanwhile."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
+    from polyattn_triton.hopper.few_heads import few_heads_kernel
     from polyattn_triton.hopper.latent_bytes import latent_bytes_kernel
     from polyattn_triton.hopper.latents import latents_kernel
     from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
-    mla_hopper_kernel = latents_kernel = latent_bytes_kernel = None
+    mla_hopper_kernel = latents_kernel = few_heads_kernel = latent_bytes_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 _places = Launcher(chosen_places_kernel)
 _mla_hopper, _latents = Launcher(mla_hopper_kernel), Launcher(latents_kernel)
-_latent_bytes = Launcher(latent_bytes_kernel)
+_few_heads, _latent_bytes = Launcher(few_heads_kernel), Launcher(latent_bytes_kernel)
 
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
@@ -126,14 +126,12 @@ def latents_constants(
     return spec.num_heads, block_size, way.few, lse
 
 
-def takes_bytes(spec: LayerSpec, config: MLAConfig, cache: CacheFormat | None) -> bool:
-    """Whether `hopper.latent_bytes` attends where sequences have one query token: e4m3, few heads.
+def holds_whole_tiles(config: MLAConfig, cache: CacheFormat | None) -> bool:
+    """Whether blocks hold whole tiles of keys.
 
-    Blocks hold whole tiles: for others ptxas makes code that reads a register which nothing wrote.
+    For others ptxas makes code of `hopper.latent_bytes` that reads a register which nothing wrote.
     """
-    narrow = spec.stored_dtype != spec.dtype and spec.num_heads <= BYTE_ROWS
-    whole_tiles = cache is not None and cache.block_size % config.block_n == 0
-    return config.roles and spec.sparse is None and narrow and whole_tiles
+    return cache is not None and cache.block_size % config.block_n == 0
 
 
 class Kernels:
@@ -143,7 +141,8 @@ class Kernels:
         assert spec.latent is not None
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
-        self.of_bytes = takes_bytes(spec, self.config, cache)
+        roles = self.config.roles and spec.sparse is None and holds_whole_tiles(self.config, cache)
+        self.few_heads = roles and spec.num_heads <= FEW_HEADS
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -173,11 +172,11 @@ class Kernels:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         if self.spec.batch_invariant:
             return self._in_segments(batch, tiles, few)
-        of_bytes = self.of_bytes and not few
-        if of_bytes:
+        few_heads = self.few_heads and not few
+        if few_heads:
             programs *= 2
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
-        roles = of_bytes or (many and self.spec.stored_dtype == self.spec.dtype)
+        roles = few_heads or (many and self.spec.stored_dtype == self.spec.dtype)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -187,7 +186,7 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
-            dealt, tiles = in_lanes(tiles, programs, RATES_OF_BYTES if of_bytes else ROLES_RATES)
+            dealt, tiles = in_lanes(tiles, programs, FEW_HEADS_RATES if few_heads else ROLES_RATES)
         else:
             dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
@@ -267,8 +266,9 @@ class Kernels:
         if plan.merging is None:
             return
         height = config.block_h
+        rows = height if plan.way.few else min(height, spec.num_heads)  # of a tile that are there
         _merge(
-            plan.merging.grid(height, 1, self.rank),
+            plan.merging.grid(rows, 1, self.rank),
             (
                 space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
@@ -299,11 +299,11 @@ class Kernels:
         if not boxes:
             return False
         assert table is not None
-        constants: Key = (spec.num_heads, cache.block_size, lse is not None)
-        kernel, options = _latent_bytes, BYTE_OPTIONS
-        if cache.key.dtype.itemsize > 1:
-            kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
-            constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
+        kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
+        if self.few_heads and not plan.way.few:
+            kernel = _latent_bytes if cache.key.dtype.itemsize == 1 else _few_heads
+            options = FEW_HEADS_OPTIONS
+        constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
         wide, narrow, block = boxes
         kernel(
             (plan.grid, 1, 1),

@@ -37,7 +37,7 @@ def state_merge_kernel(
     weight = tl.where(sum == 0.0, 0.0, new / sum)
     total_at = TOTAL + token * total_t + head[:, None] * total_h + at[None, :]
     part_at = PART + token * part_t + head[:, None] * part_h + at[None, :]
-    total = tl.load(total_at, mask=both, other=0.0)
+    total = tl.load(total_at, mask=both, other=0.0).to(tl.float32)
     part = tl.load(part_at, mask=both, other=0.0).to(tl.float32)
     total += tl.where(weight[:, None] == 0.0, 0.0, (part - total) * weight[:, None])
     tl.store(total_at, total, mask=both)

@@ -27,7 +27,7 @@ from polyattn_triton.kernels.four_bit_store import store_four_bits
 from polyattn_triton.kernels.rotated_store import rotate_and_store
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
 from polyattn_triton.kernels.row_store import store_rows
-from polyattn_triton.launch import Launcher, Site
+from polyattn_triton.launch import Launcher, Site, launches_early
 from polyattn_triton.variants import SCALES
 
 
@@ -37,9 +37,11 @@ def write_kernel(
     key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
-    LATENT: tl.constexpr, SCALES: tl.constexpr,
+    LATENT: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values at its slot; a latent's value is its key's. Grid: (tokens,)."""
+    if EARLY:  # this was scheduled while what makes the keys ran
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token)
     if slot >= 0:
@@ -76,6 +78,7 @@ class TritonStore(StoreBackend):
         self.writers: tuple[Writer, Writer] | None = None
         self.tables: tuple[Tensor, Tensor] | None = None
         self.sites: dict[Any, tuple[Site, float]] = {}
+        self.early = launches_early(device.arch)
         rows = None if cache is None else cache.rows
         if cache is not None and rows is not None and not all(map(by_hand, rows)):
             key = writer(rows[0], cache.head_size)
@@ -128,9 +131,10 @@ class TritonStore(StoreBackend):
         ints = *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3]
         constants = (
             heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
-            dtype != key.dtype, dtype == torch.int8, cache.value_in_key, by,
+            dtype != key.dtype, dtype == torch.int8, cache.value_in_key, by, self.early,
         )  # fmt: skip
         options = {"num_warps": 4 if width >= 512 else 1}
+        options |= {"launch_pdl": True} if self.early else {}
         return _write.site(tensors, ints, constants, options), limit_of(dtype, key.dtype)
 
     def run_rotated(

@@ -28,7 +28,7 @@ from polyattn.runtime.backend import (
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.decompositions import Part, by_phase, planned_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
-from polyattn.runtime.merge import MergeBuffers, Merged
+from polyattn.runtime.merge import MergeBuffers, Merged, is_dense
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import each_token
@@ -37,8 +37,6 @@ from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 
-ALIGNED = 16
-"""Bytes: what kernels store at a time."""
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
@@ -71,7 +69,7 @@ class Absorbed(Op):
         if weights is not None:
             inner.query = absorb(frame.query, weights[0], self.counts)
         # Straight to the caller's, where that is what a backend writes: dense, aligned.
-        direct = weights is None and out.is_contiguous() and out.data_ptr() % ALIGNED == 0
+        direct = weights is None and is_dense(out)
         if not direct:
             inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
         self.call.run(inner)

@@ -250,6 +250,7 @@ def latent_bytes_kernel(
     tiles,
     HEADS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    FEW: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
     """One token's heads, at most 32, over its sequence's latents. Grid as `latents.latents_kernel`'s.
@@ -257,6 +258,7 @@ def latent_bytes_kernel(
     `WIDE`, `NARROW`: descriptors of the cache's rows in units of two bytes, boxes of 256 and of 32.
     """
     gl.static_assert(gl.num_warps() == 4)
+    gl.static_assert(FEW == 0)
     gdc_launch_dependents()  # let the merge be scheduled while this runs
     gdc_wait()  # this was scheduled while what stores ran
     ROWS: gl.constexpr = rows_of_tile(HEADS)
@@ -282,5 +284,5 @@ def latent_bytes_kernel(
     PIPE: gl.constexpr = (ROWS, STAGES, 1)
     BARRIERS = (full, empty)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
-    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, 0, PIPE)
+    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

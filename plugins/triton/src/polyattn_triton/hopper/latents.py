@@ -82,7 +82,7 @@ def _add_scores(s, q_smem, k_smem, full, n, PART: gl.constexpr):
 
 
 @gluon.jit
-def _store(
+def store_half(
     acc, m, l, TO, token0, query_len, start, cut, place, GROUP: gl.constexpr, FORM: gl.constexpr
 ):
     """Store a group's half of the outputs, or of a part that is merged."""
@@ -210,7 +210,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         mbarrier.arrive(q_turns.index(1))
         item += 1
         _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
-        _store(acc, m, l, TO, token0, query_len, my_start, cut, place, 1, FORM)
+        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 1, FORM)
 
 
 @gluon.jit
@@ -252,7 +252,7 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         l = row_smem.index(3).load(ROW)
         item += 1
         _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
-        _store(acc, m, l, TO, token0, query_len, my_start, cut, place, 0, FORM)
+        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 0, FORM)
 
 
 @gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])

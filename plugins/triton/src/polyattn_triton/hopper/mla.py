@@ -226,7 +226,7 @@ def store_whole(
     """Store the outputs and LSE of a tile that only this program computes."""
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
-    row = start + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUTPUT))
+    row = start + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUTPUT))
     row_ok = row < query_len * HEADS
     offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
     token = (token0 + row // HEADS).to(gl.int64)
@@ -251,7 +251,7 @@ def store_part(
     """Store `WIDTH` columns of a piece of a tile, normalised, with its LSE in base 2."""
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
-    row = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUTPUT))
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUTPUT))
     row_ok = start + row < query_len * HEADS
     offs = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
     at = part * BLOCK_H + row

@@ -123,29 +123,35 @@ def _token(
 ):  # fmt: skip
     """Take one token of Mamba-2, linear attention or the delta rule; returns the state after it."""
     group = head // EACH
-    q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
-    k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
-    x = tl.load(V + row * v_t + head * v_h + vv, mask=v_ok, other=0.0).to(tl.float32)
+    # All are asked for before one is used: where its layout changes, the program waits for it.
+    q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0)
+    k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0)
+    x = tl.load(V + row * v_t + head * v_h + vv, mask=v_ok, other=0.0)
+    if MAMBA:
+        dt = tl.load(DT + row * dt_t + head)
+    if DELTA:
+        g = tl.load(G + row * g_t + head)
+        beta = tl.load(BETA + row * b_t + head)
+    else:
+        g = tl.load(A + head)
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    x = x.to(tl.float32)
     v = x
     if MAMBA:
-        dt = tl.load(DT + row * dt_t + head).to(tl.float32)
+        dt = dt.to(tl.float32)
         if HAS_BIAS:
             dt += tl.load(DT_BIAS + head)
         if SOFTPLUS:
             dt = _softplus(dt)
-        g = dt * tl.load(A + head)
+        g = dt * g
         v = x * dt
-    elif DELTA:
-        g = tl.load(G + row * g_t + head).to(tl.float32)
-    else:
-        g = tl.load(A + head)
-    h = h * tl.exp(g)
+    h = h * tl.exp(g.to(tl.float32))
     if DELTA:
         if NORM:
             q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        beta = tl.load(BETA + row * b_t + head).to(tl.float32)
-        v = beta * (v - tl.sum(h * k[:, None], 0))
+        v = beta.to(tl.float32) * (v - tl.sum(h * k[:, None], 0))
     h += k[:, None] * v[None, :]
     y = tl.sum(h * q[:, None], 0) * scale
     if HAS_D:

@@ -53,31 +53,39 @@ def channel_kernel(
     h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
     for t in range(count):
         row = (start + t).to(tl.int64)
-        q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
-        k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
-        v = tl.load(V + row * v_t + head * v_h + vv, mask=given, other=0.0).to(tl.float32)
+        # All are asked for before one is used: where its layout changes, the program waits for it.
+        q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0)
+        k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0)
+        v = tl.load(V + row * v_t + head * v_h + vv, mask=given, other=0.0)
+        if PHI is None:
+            g = tl.load(G + row * g_t + head * g_h + kk, mask=k_ok, other=0.0)
+            if DELTA:
+                beta = tl.load(BETA + row * beta_t + head)
+            else:
+                a = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0)
+                if not BONUS:
+                    b = tl.load(B + row * b_t + head * b_h + kk, mask=k_ok, other=0.0)
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
         if PHI is not None:
             q = tl.where(k_ok, PHI(q), 0.0)
             k = tl.where(k_ok, PHI(k), 0.0)
             v = tl.where(vv == VS - 1, 1.0, v)
         else:
-            g = tl.load(G + row * g_t + head * g_h + kk, mask=k_ok, other=0.0).to(tl.float32)
+            decay = tl.exp(g.to(tl.float32))[:, None]
             if DELTA:
                 if NORM:
                     q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
                     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-                h = h * tl.exp(g)[:, None]
-                beta = tl.load(BETA + row * beta_t + head).to(tl.float32)
-                v = beta * (v - tl.sum(h * k[:, None], 0))
+                h = h * decay
+                v = beta.to(tl.float32) * (v - tl.sum(h * k[:, None], 0))
             elif BONUS:
-                u = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
-                y = tl.sum(h * q[:, None], 0) + tl.sum(q * u * k, 0) * v
-                h = h * tl.exp(g)[:, None]
+                y = tl.sum(h * q[:, None], 0) + tl.sum(q * a.to(tl.float32) * k, 0) * v
+                h = h * decay
             else:
-                a = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
-                b = tl.load(B + row * b_t + head * b_h + kk, mask=k_ok, other=0.0).to(tl.float32)
-                read = tl.sum(h * a[:, None], 0)
-                h = h * tl.exp(g)[:, None] + b[:, None] * read[None, :]
+                read = tl.sum(h * a.to(tl.float32)[:, None], 0)
+                h = h * decay + b.to(tl.float32)[:, None] * read[None, :]
         h += k[:, None] * v[None, :]
         if not BONUS:
             y = tl.sum(h * q[:, None], 0)
