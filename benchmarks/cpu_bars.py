@@ -5,9 +5,10 @@ python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,tw
 
 Builds the library where it isn't built. Each instruction set has a process of its own, in which torch
 is held to it, too (`ONEDNN_MAX_CPU_ISA`), on `--cores` cores of its own; where there are eight times as
-many they run side by side. One thread's figures are its processor time, several threads' wall time;
-what is compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that
-fails says so and leaves the others; a line that says `no` misses its bar.
+many they run side by side. Torch's threads sleep between operators (`OMP_WAIT_POLICY`), as native ones
+need the cores. One thread's figures are its processor time, several threads' wall time; what is
+compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that fails
+says so and leaves the others; a line that says `no` misses its bar.
 """
 
 from __future__ import annotations
@@ -571,7 +572,7 @@ def parent(chosen: argparse.Namespace, sections: list[str]) -> None:
                    "--cores", str(chosen.cores), "--only", ",".join(some), "--out", str(out)]  # fmt: skip
         env = os.environ | {
             "POLYATTN_CPU_ISA": isa, "ONEDNN_MAX_CPU_ISA": ONEDNN.get(isa, "ALL"),
-            "OMP_NUM_THREADS": str(chosen.cores),
+            "OMP_NUM_THREADS": str(chosen.cores), "OMP_WAIT_POLICY": "passive",
         }  # fmt: skip
         if some:
             found = subprocess.Popen(["taskset", "-c", ",".join(map(str, mine)), *command], env=env)
