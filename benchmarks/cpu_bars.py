@@ -460,7 +460,8 @@ class Visit:
     def two(self) -> None:
         """Wall time of two threads beside two threads' limits."""
         with self.threads(2):
-            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 8x2048 fp32",
+            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 1x32k + 3x1k 28/4 bf16",
+                         "decode 8x2048 fp32",
                          "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
                 case, bounds = self.case(name), self.limits()
                 calls = {"native": case.call()}

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[LayerSpec, str, str]] = {
     "decode 1x8192 bf16": (LLAMA, "q1s8k", ""),
     "decode 64x512 bf16": (LLAMA, "64q1s512", ""),
     "decode 8x1024 MHA 32x96 bf16": (WIDE, "8q1s1k", ""),
+    "decode 1x32k + 3x1k 28/4 bf16": (LLAMA.replace(num_heads=28, num_kv_heads=4), "q1s32k_3q1s1k", ""),
     "decode 8x2048 64/8 bf16": (LLAMA.replace(num_heads=64), "8q1s2k", ""),
     "decode 8x2048 MQA 71x64 bf16": (MQA, "8q1s2k", ""),
     "decode 8x2048 fp16": (LLAMA, "8q1s2k", "float16"),
