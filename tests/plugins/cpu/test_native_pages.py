@@ -48,9 +48,14 @@ def test_a_choice_s_pages_are_torch_s(sparse: SparseSpec, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Piece, "attended", beside_torch)
     spec = LayerSpec(
-        kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16,
+        kind="sparse",
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=32,
+        dtype="float32",
+        block_size=16,
         sparse=sparse,
-    )  # fmt: skip
+    )
     for step in ([(1, 40), (1, 7)], [(5, 1300), (3, 7), (1, 129)]):
         workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), step, 5).check()
     assert tables >= 5
