@@ -275,18 +275,17 @@ class NativeAttention(AttentionBackend):
         assert sparse is not None and table is not None
         if not table.shape[1]:
             return False
-        table, ids = (
-            table if table.stride(1) == 1 else table.contiguous(),
-            chosen.choice.contiguous(),
-        )
+        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice
+        read = ids.contiguous(), table, batch.query_start_loc, batch.seq_lens, chosen.heads
+        strides = table.stride(0), chosen.table.stride(0), *chosen.steps
+        tokens = chosen.first, len(ids), batch.num_seqs, *ids.shape[1:]
+        sizes = len(chosen.heads), table.shape[1]
+        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
+        sees = chosen.spec.causal, sparse.physical
         packed = _CHOSEN.pack(
-            ids.data_ptr(), table.data_ptr(), batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
-            chosen.heads.data_ptr(), chosen.table.data_ptr(), chosen.lens.data_ptr(),
-            table.stride(0), chosen.table.stride(0), *chosen.steps,
-            chosen.first, len(ids), batch.num_seqs, *ids.shape[1:], len(chosen.heads), table.shape[1],
-            sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size,
-            chosen.spec.causal, sparse.physical,
-        )  # fmt: skip
+            *(tensor.data_ptr() for tensor in (*read, chosen.table, chosen.lens)),
+            *(*strides, *tokens, *sizes, *entries, *sees),
+        )
         if kernels().pa_pages(packed, torch.get_num_threads()):
             raise NativeError(
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
