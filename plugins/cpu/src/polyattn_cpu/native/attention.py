@@ -275,7 +275,7 @@ class NativeAttention(AttentionBackend):
         assert sparse is not None and table is not None
         if not table.shape[1]:
             return False
-        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice
+        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice.int()
         read = ids.contiguous(), table, batch.query_start_loc, batch.seq_lens, chosen.heads
         strides = table.stride(0), chosen.table.stride(0), *chosen.steps
         tokens = chosen.first, len(ids), batch.num_seqs, *ids.shape[1:]
