@@ -1,12 +1,14 @@
 """Does this machine meet each bar of the native CPU kernels? Every instruction set, in one visit.
 
-python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,two] [--out FILE.json]
+python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,two] [--cores N]
+    [--out FILE.json]
 
 Builds the library where it isn't built. Each instruction set has a process of its own, in which torch
-is held to it, too (`ONEDNN_MAX_CPU_ISA`), on two cores of its own; where there are 16 cores or more
-they run side by side. One thread's figures are its processor time, two threads' wall time; what is
-compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that
-fails says so and leaves the others; a line that says `no` misses its bar.
+is held to it, too (`ONEDNN_MAX_CPU_ISA`), on `--cores` cores of its own; where there are eight times as
+many they run side by side. Torch's threads sleep between operators (`OMP_WAIT_POLICY`), as native ones
+need the cores. One thread's figures are its processor time, several threads' wall time; what is
+compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that fails
+says so and leaves the others; a line that says `no` misses its bar.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from polyattn import LayerSpec, SparseSpec
 from polyattn.kernel import IndexerSpec, RecurrentSpec
+from suites.sparse import MINIMAX, QWEN
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
@@ -57,6 +62,26 @@ SCANS: dict[str, tuple[int, dict[str, Any], float]] = {
     }, 0.5),
 }  # fmt: skip
 """Sequences, the layer, and the bytes of its states, read and written, as a share of read."""
+
+
+def _pages(rows: int, page: int, keys: int) -> LayerSpec:
+    """Return a layer of so many rows a KV head that chooses pages of so many keys."""
+    sparse = SparseSpec(budget=keys // page, granularity=page, scope="kv_head")
+    return MINIMAX.replace(num_heads=4 * rows, block_size=page, sparse=sparse)
+
+
+SPARSE: dict[str, tuple[LayerSpec, Literal["NHD", "HND"]]] = {
+    "MSA NHD": (MINIMAX, "NHD"),
+    "MSA HND": (MINIMAX, "HND"),
+    "QSA NHD": (QWEN, "NHD"),
+} | {
+    f"{rows} rows, {keys} keys in pages of {page} {layout}": (_pages(rows, page, keys), layout)
+    for layout in ("NHD", "HND")
+    for rows, page, keys in (
+        (8, 16, 512), (8, 64, 2048), (8, 128, 4096), (16, 16, 2048), (16, 64, 4096), (16, 128, 512),
+    )
+}  # fmt: skip
+"""Sparse layers that decode; the last twelve are those that nothing was tuned on."""
 LEVELS: dict[str, tuple[str, ...]] = {
     "NATIVE_ATTN": ("decode", "mixed", "prefill"),
     "NATIVE_MLA": ("mla",),
@@ -116,13 +141,14 @@ def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
 class Visit:
     """One instruction set's sections. Built in the child process, where torch may be imported."""
 
-    def __init__(self, isa: str, seconds: float):
+    def __init__(self, isa: str, seconds: float, cores: int):
         import cpu_native
         import torch
 
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        self.isa, self.seconds, self.native, self.torch = isa, seconds, cpu_native, torch
+        self.isa, self.seconds, self.cores = isa, seconds, cores
+        self.native, self.torch = cpu_native, torch
         self.rows: list[Row] = []
 
     def row(
@@ -248,65 +274,78 @@ class Visit:
                      bar_of_mm=of_mm * 0.7 / share)  # fmt: skip
 
     def sparse(self) -> None:
-        """A decode of chosen keys beside reads of as many bytes, in one run and in the rows chosen.
+        """A decode of chosen keys by all cores, as engines decode, and by one thread.
 
-        `of_mm`: its products beside torch's matrix product; `bar_of_mm`: those that the bar takes.
-        `rows_of_read`, `products_of_read`: a loop that reads the same rows, and one that multiplies each
-        line as often as this instruction set's pairs of bfloat16 must.
+        `rows_of_read`, `products_of_read`: loops that read the same rows, and that multiply them as
+        often as this instruction set's pairs of bfloat16 must. `of_mm`, `bar_of_mm`: the products beside
+        torch's matrix product, and those that the bar takes. Before each call 512 MiB are read, so that
+        none finds in a cache what the one before it read.
         """
-        from dataclasses import replace
+        memory = self.torch.ones(128 << 20)
+        for name, (spec, layout) in SPARSE.items():
+            for count, clock in ((self.cores, time.perf_counter), (1, time.thread_time)):
+                with self.threads(count):
+                    label = f"sparse {name}, threads {count}"
+                    self._sparse(label, spec, layout, memory, clock, 0.6 if count > 1 else None)
 
+    def _sparse(
+        self,
+        label: str,
+        spec: LayerSpec,
+        layout: Literal["NHD", "HND"],
+        memory: Any,
+        clock: Callable[[], float],
+        bar: float | None,
+    ) -> None:
         from polyattn import Batch, LayerGroup, SparseAttention, select
         from polyattn.settings import current_settings
-        from suites.sparse import MINIMAX, QWEN
 
-        torch, length, seqs = self.torch, 1 << 13, 32  # what is chosen is in no cache
-        for name, spec, layout in (
-            ("MSA", MINIMAX, "NHD"), ("MSA", MINIMAX, "HND"), ("QSA", QWEN, "NHD")
-        ):  # fmt: skip
-            settings = replace(current_settings(), layout=layout)
-            selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
-            layer = SparseAttention(LayerGroup(selection), checks=False)
-            block, part = layer.group.cache_format.block_size, spec.sparse
-            cache = layer.group.allocate_cache(seqs * length // block)
-            cache.key.normal_(), cache.value.normal_()
-            table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-            step = layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, table, block))
-            query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
-            scopes = part.choices(spec.num_heads, spec.num_kv_heads)
-            ids = torch.rand(seqs, scopes, length // part.granularity)
-            choice = ids.topk(part.budget).indices.int()
+        torch, length, seqs = self.torch, 1 << 13, 32
+        settings = replace(current_settings(), layout=layout)
+        selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
+        layer = SparseAttention(LayerGroup(selection), checks=False)
+        block, part = layer.group.cache_format.block_size, spec.sparse
+        assert part is not None
+        cache = layer.group.allocate_cache(seqs * length // block)
+        for stored in (cache.key, cache.value):
+            stored[:] = torch.randn_like(stored[:1])
+        table = torch.randperm(len(cache.key)).int().view(seqs, -1)
+        step = layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, table, block))
+        query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+        scopes = part.choices(spec.num_heads, spec.num_kv_heads)
+        ids = torch.rand(seqs, scopes, length // part.granularity)
+        choice = ids.topk(part.budget).indices.int()
+        calls: Calls = {"sparse": lambda: layer(query, None, None, cache, step, choice=choice)}
+        calls["sparse"]()
+        runs, size = self._runs(step, cache)
+        bounds = self.limits()
+        multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+        ratio = spec.num_heads // spec.num_kv_heads
+        for n in (0, 4096, 16384):
+            calls[f"rows {n}"] = partial(self.native.read_runs, runs, size, n, 0)
+            if self.isa == "amx" and ratio > 8:  # of fewer, tile registers have fewer rows
+                calls[f"products {n}"] = partial(
+                    self.native.read_tiles, *self._rows(step, cache), n
+                )
+            elif self.isa != "amx":
+                calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
+        calls["mm"] = multiply
+        turns: Calls = {}
+        for key, call in calls.items():
+            turns |= {f"read {key}": memory.sum, key: call}
+        best = least(turns, self.seconds, clock)
+        of_read = memory.nbytes / min(took for key, took in best.items() if key.startswith("read"))
 
-            def call() -> object:
-                return layer(query, None, None, cache, step, choice=choice)  # noqa: B023
+        def share(way: str) -> float:
+            took = min((best[key] for key in calls if key.startswith(way)), default=float("nan"))
+            return len(runs) * size / took / of_read
 
-            call()
-            runs, size = self._runs(step, cache)
-            bounds = self.limits()
-            limit, amount = bounds["read"]
-            multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
-            calls: Calls = {"sparse": call, "read": limit, "mm": multiply}
-            # The rows read in their order, then multiplied as often as a KV head's queries must, too.
-            ratio = spec.num_heads // spec.num_kv_heads
-            calls |= {
-                f"{way} {n}": partial(self.native._read, runs, size, n, products)
-                for way, products in (("rows", 0), ("products", ratio))
-                for n in (0, 4096, 16384)
-            }
-            best = least(calls, self.seconds, time.thread_time)
-            rate = len(runs) * size / best["sparse"]
-            rows, both = (
-                len(runs) * size / min(took for key, took in best.items() if way in key)
-                for way in ("rows", "products")
-            )
-            width = spec.head_size + spec.v_head_size
-            done = 2 * seqs * spec.num_heads * part.most * width
-            of_mm = done / best["sparse"] / (flops / best["mm"])
-            share = rate * best["read"] / amount
-            self.row(f"sparse {name} {layout}", share, "of read", 0.6,
-                     ms=best["sparse"] * 1e3, of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share,
-                     run_bytes=size, rows_of_read=rows * best["read"] / amount,
-                     products_of_read=both * best["read"] / amount, of_rows=rate / rows)  # fmt: skip
+        width = spec.head_size + spec.v_head_size
+        done = 2 * seqs * spec.num_heads * part.most * width
+        of_mm = done / best["sparse"] / (flops / best["mm"])
+        self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
+                 of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
+                 rows_of_read=share("rows"), products_of_read=share("products"))  # fmt: skip
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
         """Return where the runs of memory are that a step's rows read, and their bytes."""
@@ -321,6 +360,19 @@ class Visit:
         both = [at + stored.data_ptr() for stored in (view.key, view.value)]
         runs = self.torch.cat(both, 1).flatten()
         return runs, len(piece.lens) * self._row_bytes(view) * int(piece.lens[0]) // len(runs)
+
+    def _rows(self, step: Any, cache: Any) -> tuple[Any, int]:
+        """Return where each row and head's keys lie, then its values, and a row's bytes; whole tiles."""
+        (piece,), planner = step.pieces, step.planner
+        view, _ = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
+        (_, tokens, heads, width), (unit, by_token, by_head, _) = view.key.shape, view.key.stride()
+        inside = (
+            self.torch.arange(heads)[:, None, None] * by_head + self.torch.arange(tokens) * by_token
+        )
+        at = (piece.table.long()[:, None, :, None] * unit + inside).flatten(2)
+        at = at[..., : int(piece.lens[0]) // 128 * 128].flatten(0, 1) * view.key.itemsize
+        both = [at + stored.data_ptr() for stored in (view.key, view.value)]
+        return self.torch.cat(both, 1), width * view.key.itemsize
 
     @staticmethod
     def _row_bytes(view: Any) -> int:
@@ -384,8 +436,6 @@ class Visit:
 
         `in_place`: the share of who changes as many bytes where they lie and does nothing else.
         """
-        from polyattn import LayerSpec
-
         for name, (seqs, fields, bar) in SCANS.items():
             work = self.native.step_of(LayerSpec(**fields), f"{seqs}q1s100", "NATIVE_SCAN")
             same, (read, amount) = work.states.data[:seqs].clone(), self.limits()["read"]
@@ -410,7 +460,8 @@ class Visit:
     def two(self) -> None:
         """Wall time of two threads beside two threads' limits."""
         with self.threads(2):
-            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 8x2048 fp32",
+            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 1x32k + 3x1k 28/4 bf16",
+                         "decode 8x2048 fp32",
                          "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
                 case, bounds = self.case(name), self.limits()
                 calls = {"native": case.call()}
@@ -442,8 +493,8 @@ class Visit:
                  alone_ms=alone * 1e3, loaded_ms=loaded * 1e3)  # fmt: skip
 
 
-def child(isa: str, seconds: float, sections: list[str], out: Path) -> None:
-    visit = Visit(isa, seconds)
+def child(isa: str, seconds: float, cores: int, sections: list[str], out: Path) -> None:
+    visit = Visit(isa, seconds, cores)
     for name in sections:
         try:
             getattr(visit, name)()
@@ -489,13 +540,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--sets", default="amx,avx512_bf16,avx512,avx2")
+    parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--out", type=Path, default=Path("cpu_bars.json"))
     parser.add_argument("--child")
     chosen = parser.parse_args()
     sections = chosen.only.split(",")
     if chosen.child:
-        child(chosen.child, chosen.seconds, sections, chosen.out)
+        child(chosen.child, chosen.seconds, chosen.cores, sections, chosen.out)
     else:
         parent(chosen, sections)
 
@@ -510,17 +562,18 @@ def parent(chosen: argparse.Namespace, sections: list[str]) -> None:
     print(json.dumps(about), flush=True)
     cores, running, rows = whole_cores(), [], []
     sets = [isa for isa in chosen.sets.split(",") if isa in library.isas()]
-    apart = len(cores) >= 16
+    apart = len(cores) >= 8 * chosen.cores
     for place, isa in enumerate(sets):
         out = chosen.out.with_suffix(f".{isa}.json")
-        mine = cores[4 * place : 4 * place + 2] if apart else cores[:2]
+        width = chosen.cores
+        mine = cores[2 * width * place : 2 * width * place + width] if apart else cores[:width]
         # What only the best set is asked for: the rest of the time goes to the shares.
         some = sections if isa == sets[0] else [s for s in sections if s in ("share", "store")]
         command = [sys.executable, __file__, "--child", isa, "--seconds", str(chosen.seconds),
-                   "--only", ",".join(some), "--out", str(out)]  # fmt: skip
+                   "--cores", str(chosen.cores), "--only", ",".join(some), "--out", str(out)]  # fmt: skip
         env = os.environ | {
             "POLYATTN_CPU_ISA": isa, "ONEDNN_MAX_CPU_ISA": ONEDNN.get(isa, "ALL"),
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": str(chosen.cores), "OMP_WAIT_POLICY": "passive",
         }  # fmt: skip
         if some:
             found = subprocess.Popen(["taskset", "-c", ",".join(map(str, mine)), *command], env=env)

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[LayerSpec, str, str]] = {
     "decode 1x8192 bf16": (LLAMA, "q1s8k", ""),
     "decode 64x512 bf16": (LLAMA, "64q1s512", ""),
     "decode 8x1024 MHA 32x96 bf16": (WIDE, "8q1s1k", ""),
+    "decode 1x32k + 3x1k 28/4 bf16": (LLAMA.replace(num_heads=28, num_kv_heads=4), "q1s32k_3q1s1k", ""),
     "decode 8x2048 64/8 bf16": (LLAMA.replace(num_heads=64), "8q1s2k", ""),
     "decode 8x2048 MQA 71x64 bf16": (MQA, "8q1s2k", ""),
     "decode 8x2048 fp16": (LLAMA, "8q1s2k", "float16"),
@@ -84,14 +85,18 @@ class Case:
 
 @cache
 def reader() -> Any:
-    """Build and load what only reads (cpu_read.cpp)."""
+    """Build and load what only reads, by torch's threads (cpu_read.cpp)."""
     made = Path(tempfile.mkdtemp()) / "cpu_read.so"
     source = Path(__file__).with_name("cpu_read.cpp")
     flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
-    subprocess.run([*native.compiler(), *flags, str(source), "-o", str(made)], check=True)
-    read = ctypes.CDLL(str(made)).read_runs
-    read.restype, read.argtypes = ctypes.c_float, [ctypes.c_void_p, *[ctypes.c_int64] * 4]
-    return read
+    threads = (f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu")
+    command = [*native.compiler(), *flags, str(source), *threads, "-o", str(made)]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(made))
+    for read in (library.read_runs, library.read_tiles):
+        read.restype = ctypes.c_bool
+        read.argtypes = [ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4]
+    return library
 
 
 def readings(case: Case) -> dict[str, Callable[[], object]]:
@@ -112,14 +117,24 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
     products = heads * vectors
     ways = {"blocks": 0} | ({"products": products} if products in (1, 2, 4, 8) else {})
     return {
-        f"{way} {ahead}": partial(_read, runs, size, ahead, count)
+        f"{way} {ahead}": partial(read_runs, runs, size, ahead, count)
         for way, count in ways.items()
         for ahead in (0, 8192, 16384, 65536)
     }
 
 
-def _read(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
-    reader()(runs.data_ptr(), len(runs), size, ahead, products)
+def read_runs(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
+    assert reader().read_runs(
+        torch.get_num_threads(), runs.data_ptr(), runs.numel(), size, ahead, products
+    )
+
+
+def read_tiles(rows: torch.Tensor, size: int, ahead: int) -> None:
+    """Read items' keys, then as many values, by tile registers."""
+    items, both = rows.shape
+    assert reader().read_tiles(
+        torch.get_num_threads(), rows.data_ptr(), items, both // 2, size, ahead
+    )
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:

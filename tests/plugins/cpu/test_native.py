@@ -249,6 +249,15 @@ def test_a_request_that_is_nan_stays_alone(isa):
 
 
 @needs_library
+@pytest.mark.parametrize("stored", ["float32/auto", "bfloat16/auto"])
+def test_of_logits_beyond_float32_s_integers_the_largest_wins(isa, stored):
+    step = Step(make_spec(stored=stored), [1, 4, 30], [200, 90, 300])
+    step.query, step.key = step.query * 1e6, step.key * 1e6
+    out, _ = step.run()
+    assert output_error(out, step.wanted[0]) <= tolerance_of(step.spec).output
+
+
+@needs_library
 def test_a_block_outside_the_cache_is_refused(isa):
     for queries in ([1, 1], [1, 40]):
         step = Step(make_spec(), queries, [40, 100])

@@ -19,6 +19,7 @@ from polyattn.kernel import (
     Batch,
     BatchError,
     CacheFormat,
+    ChosenPages,
     Device,
     Frame,
     Invariance,
@@ -54,6 +55,7 @@ Ints = NDArray[np.signedinteger[Any]]
 _LAYER = struct.Struct("@11i2f2P")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
+_CHOSEN = struct.Struct("@7P5q13i")
 
 
 @cache
@@ -267,6 +269,28 @@ class NativeAttention(AttentionBackend):
         else:
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size, by=self.by)
         return NativePlan(batch, step, self.cache is not None)
+
+    def page(self, chosen: ChosenPages) -> bool:
+        sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
+        assert sparse is not None and table is not None
+        if not table.shape[1]:
+            return False
+        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice.int()
+        read = ids.contiguous(), table, batch.query_start_loc, batch.seq_lens, chosen.heads
+        strides = table.stride(0), chosen.table.stride(0), *chosen.steps
+        tokens = chosen.first, len(ids), batch.num_seqs, *ids.shape[1:]
+        sizes = len(chosen.heads), table.shape[1]
+        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
+        sees = chosen.spec.causal, sparse.physical
+        packed = _CHOSEN.pack(
+            *(tensor.data_ptr() for tensor in (*read, chosen.table, chosen.lens)),
+            *(*strides, *tokens, *sizes, *entries, *sees),
+        )
+        if kernels().pa_pages(packed, torch.get_num_threads()):
+            raise NativeError(
+                f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
+            )
+        return True
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, NativePlan)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 12
+ABI = 13
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -56,6 +56,7 @@ def load() -> ctypes.CDLL:
         ("pa_store", ctypes.c_int64, [text, text, count, count]),
         ("pa_scan_step", ctypes.c_int64, [text, text, count]),
         ("pa_choose", ctypes.c_int, [text, text, count]),
+        ("pa_pages", ctypes.c_int, [text, count]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

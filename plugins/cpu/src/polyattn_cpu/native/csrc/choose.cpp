@@ -104,7 +104,55 @@ void merge(void *context, Turn *turn) {
   }
 }
 
+// `n` numbers from 0 to `most`, ascending: in their place or in `room`. By digits, as a comparison of what comes in
+// no order costs a misprediction.
+const int32_t *sorted(int32_t *numbers, int32_t *room, int32_t n, int64_t most) {
+  for (int32_t shift = 0; most >> shift; shift += 8, std::swap(numbers, room)) {
+    int32_t at[257] = {};
+    for (int32_t i = 0; i < n; i++) at[(numbers[i] >> shift & 255) + 1]++;
+    for (int32_t i = 1; i < 256; i++) at[i] += at[i - 1];
+    for (int32_t i = 0; i < n; i++) room[at[numbers[i] >> shift & 255]++] = numbers[i];
+  }
+  return numbers;
+}
+
+// One token's rows.
+void write_pages(void *context, Turn *turn) {
+  const pa_chosen &x = *(const pa_chosen *)context;
+  const int64_t token = turn->index, at = x.first + token;
+  const int64_t seq = std::min<int64_t>(std::upper_bound(x.starts + 1, x.starts + x.num_seqs + 1, at) - x.starts, x.num_seqs) - 1;
+  const int64_t len = x.lens[seq], seen = x.causal ? std::min(len - x.starts[seq + 1] + at + 1, len) : len;
+  const int64_t visible = std::max<int64_t>(seen, 0) / x.tokens_per_entry;
+  const int32_t *table = x.table + seq * x.table_row, each = pa_max(1, x.group / x.page_size);
+  int32_t *ids = (int32_t *)turn->scratch.at;
+  for (int32_t row = 0; row < x.num_rows; row++) {
+    const int32_t *from = x.ids + (token * x.choices + (x.choices > 1 ? row : 0)) * x.width;
+    int32_t *to = x.pages + (token * x.num_rows + row) * x.pages_row, n = 0, most = 0;
+    int64_t entries = 0;
+    for (int32_t i = 0; i < x.width; i++) {
+      const int64_t entry = (int64_t)from[i] * x.group;
+      if (from[i] < 0 || (!x.physical && entry >= visible)) continue;
+      ids[n++] = from[i];
+      most = pa_max(most, from[i]);
+      entries += x.physical ? 1 : std::min<int64_t>(visible - entry, x.group);
+    }
+    const int32_t *groups = sorted(ids, ids + x.width, n, most);
+    const int64_t head = x.heads[row] * x.by_head;
+    for (int32_t i = 0; i < n * each; i++) {
+      const int64_t entry = (int64_t)groups[i / each] * x.group + i % each * x.page_size, block = entry / x.block_size;
+      const int64_t stored = x.physical ? block : table[std::min<int64_t>(block, x.blocks - 1)];
+      to[i] = (int32_t)(stored * x.by_block + entry % x.block_size / x.page_size * x.by_run + head);
+    }
+    std::fill(to + n * each, to + x.width * each, (int32_t)head);
+    x.counts[token * x.num_rows + row] = (int32_t)entries;
+  }
+}
+
 }  // namespace
+
+int pa_pages(const pa_chosen *chosen, int32_t threads) {
+  return pa_parallel(chosen->num_tokens, threads, 8L * chosen->width + 64, write_pages, (void *)chosen) ? 0 : -1;
+}
 
 int pa_choose(const char *isa, const pa_index *index, int32_t threads) {
   const pa_index &x = *index;

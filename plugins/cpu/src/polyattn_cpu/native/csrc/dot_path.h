@@ -64,10 +64,11 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
 }
 
 // One item. SHARE: parts that share the asking for a line. PAIRS: products of bfloat16, of pairs of
-// elements; LANED: all of a head's rows are a vector's lanes where keys are multiplied.
-template <class T, int ROWS, int SHARE, bool PAIRS = false, bool LANED = false>
+// elements; LANED: each of a head's rows is so many of a vector's lanes where keys are multiplied; 0: none is.
+template <class T, int ROWS, int SHARE, bool PAIRS = false, int LANED = 0>
 struct Decode {
   static constexpr int KEYS = LANED ? LANE_KEYS : W / ROWS, SIZE = (int)sizeof(T), LINE = 64 / SIZE;
+  static constexpr int LANE_ROWS = LANED ? W / LANED : 0;
   static constexpr int VALUES = (W >= 16 ? 16 : 8) / ROWS, C = ROWS == 6 ? 4 : VALUES > 8 ? 8 : VALUES;
 
   Run *run;
@@ -99,7 +100,7 @@ struct Decode {
         in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
         far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)),
         beside(in_keys || value_follows_key(source, size * SIZE)) {
-    q = arena.take<float>((int64_t)(LANED ? heads * W : used) * ldq);
+    q = arena.take<float>((int64_t)(LANED ? heads * LANE_ROWS : used) * ldq);
     o = arena.take<float>((int64_t)used * is.ldo);
     s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
     pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
@@ -154,7 +155,7 @@ struct Decode {
         set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
       }
 #if defined(PA_PAIR_DOTS)
-      if constexpr (LANED) turn_to_lanes(together, (uint32_t *)q + (int64_t)h * W * ldq, size);
+      if constexpr (LANED) turn_to_lanes<LANED>(together, (uint32_t *)q + (int64_t)h * LANE_ROWS * ldq, size);
 #endif
     }
   }
@@ -168,8 +169,8 @@ struct Decode {
       for (int h = 0, lane = 0; h < heads; h++, offset += source.key_head) {
         if constexpr (LANED) {
 #if defined(PA_PAIR_DOTS)
-          lane_dots<T>(k + t, offset, (const uint32_t *)q + (int64_t)h * W * ldq, size, copies,
-                       s + (int64_t)t * is.lanes + lane, is.lanes, is.parts * ROWS, next());
+          lane_dots<T, LANED>(k + t, offset, (const uint32_t *)q + (int64_t)h * LANE_ROWS * ldq, size, copies,
+                              s + (int64_t)t * is.lanes + lane, is.lanes, is.parts * ROWS, next());
           lane += is.parts * ROWS;
 #endif
           continue;
@@ -400,9 +401,9 @@ static void pair_item(Run *run, const Item &item, Turn *turn) {
   if (rows <= 1) return Decode<T, 1, 1, true>(run, item, turn).all();
   if (rows <= 2) return Decode<T, 2, 1, true>(run, item, turn).all();
   if (rows <= 4) return Decode<T, 4, 1, true>(run, item, turn).all();
-  if (rows <= 8) return Decode<T, 8, 1, true>(run, item, turn).all();
-  if (rows <= 12) return Decode<T, 6, 1, true, true>(run, item, turn).all();
-  return Decode<T, 8, 1, true, true>(run, item, turn).all();
+  if (rows <= 8) return Decode<T, 8, 1, true, 2>(run, item, turn).all();
+  if (rows <= 12) return Decode<T, 6, 1, true, 1>(run, item, turn).all();
+  return Decode<T, 8, 1, true, 1>(run, item, turn).all();
 }
 #else
 template <class T>

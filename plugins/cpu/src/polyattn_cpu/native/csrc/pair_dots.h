@@ -57,22 +57,28 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
   return sums(acc);
 }
 
-// Rows of a query, NULL where there is none, as `lane_dots` takes them: [pair of elements][row].
+// Rows of a query, NULL where there is none, as `lane_dots` takes them: of each the same WORDS pairs of elements,
+// then the next ones.
+template <int WORDS>
 PA_ONCE void turn_to_lanes(const char *const *rows, uint32_t *q, int size) {
-  for (int d = 0; d < size; d += 2 * W, q += W * W) {
-    const __mmask32 valid = size - d >= 2 * W ? ~0u : (1u << (size - d)) - 1;
-    vf block[W];
-    for (int r = 0; r < W; r++) block[r] = rows[r] ? (vf)_mm512_maskz_loadu_epi16(valid, rows[r] + 2 * d) : vf{};
-    transpose(block);
-    for (int i = 0; i < W; i++) write(q + i * W, block[i]);
+  __builtin_memset(q, 0, 4 * W * (int64_t)((size + 2 * WORDS - 1) / (2 * WORDS)));
+  for (int r = 0; r < W / WORDS; r++) {
+    if (!rows[r]) continue;
+    int d = 0;
+    uint32_t *to = q + r * WORDS;
+    for (; d + 2 * WORDS <= size; d += 2 * WORDS, to += W) __builtin_memcpy(to, rows[r] + 2 * d, 4 * WORDS);
+    __builtin_memcpy(to, rows[r] + 2 * d, 2 * (size - d));
   }
 }
 
-// Dot products of LANE_KEYS keys with up to W rows, whose elements lie [pair][row]: each sum is a lane, so that
-// none are added across. Of keys that aren't bfloat16 `room` takes a copy. Writes `rows` of each key, `ld` on.
-template <class T, class Asks>
+// Dot products of LANE_KEYS keys with up to W / WORDS rows, as `turn_to_lanes` leaves them: a row's sums are WORDS
+// lanes, so that hardly any are added across. Of keys that aren't bfloat16 `room` takes a copy. Writes `rows` of
+// each key, `ld` on.
+template <class T, int WORDS, class Asks>
 PA_NOINLINE void lane_dots(const char *const *keys, int64_t offset, const uint32_t *q, int size, uint16_t *room,
                            float *s, int64_t ld, int rows, Asks asks) {
+  typedef std::conditional_t<WORDS == 2, uint64_t, uint32_t> Words;
+  constexpr int LINE = 64 / (int)sizeof(T), STEP = 2 * WORDS;
   const char *at[LANE_KEYS];
   PA_UNROLLED
   for (int k = 0; k < LANE_KEYS; k++) {
@@ -86,26 +92,37 @@ PA_NOINLINE void lane_dots(const char *const *keys, int64_t offset, const uint32
   vf acc[LANE_KEYS];
   PA_UNROLLED
   for (int k = 0; k < LANE_KEYS; k++) acc[k] = vf{};
-  auto pair = [&](int d, int bytes) __attribute__((always_inline)) {
-    const __m512i row = _mm512_loadu_si512(q + d / 2 * W);
+  auto step = [&](int d, int bytes) __attribute__((always_inline)) {
+    const __m512i row = _mm512_loadu_si512(q + d / STEP * W);
     PA_UNROLLED
     for (int k = 0; k < LANE_KEYS; k++) {
-      uint32_t both = 0;
-      __builtin_memcpy(&both, at[k] + 2 * d, bytes);
-      acc[k] = add_pairs(acc[k], row, _mm512_set1_epi32((int)both));
+      Words some = 0;
+      __builtin_memcpy(&some, at[k] + 2 * d, bytes);
+      const __m512i all = WORDS == 2 ? _mm512_set1_epi64((int64_t)some) : _mm512_set1_epi32((int)some);
+      acc[k] = add_pairs(acc[k], row, all);
     }
   };
-  constexpr int LINE = 64 / (int)sizeof(T);
   for (int first = 0; first < size; first += LINE) {
     Asks::template keys<LANE_KEYS>(asks, first * sizeof(T));
     const int end = pa_min(first + LINE, size);
     int d = first;
-    for (; d + 2 <= end; d += 2) pair(d, 4);
-    if (d < end) pair(d, 2);
+    for (; d + STEP <= end; d += STEP) step(d, 2 * STEP);
+    if (d < end) step(d, 2 * (end - d));
   }
-  const __mmask16 valid = (__mmask16)((1u << rows) - 1);
-  PA_UNROLLED
-  for (int k = 0; k < LANE_KEYS; k++) _mm512_mask_storeu_ps(s + k * ld, valid, (__m512)acc[k]);
+  if constexpr (WORDS == 1) {
+    const __mmask16 valid = (__mmask16)((1u << rows) - 1);
+    PA_UNROLLED
+    for (int k = 0; k < LANE_KEYS; k++) _mm512_mask_storeu_ps(s + k * ld, valid, (__m512)acc[k]);
+  } else {
+    PA_UNROLLED
+    for (int k = 0; k < LANE_KEYS; k += 2) {
+      const __m512 a = (__m512)acc[k], b = (__m512)acc[k + 1];
+      const vf sum = (vf)_mm512_shuffle_ps(a, b, 0x88) + (vf)_mm512_shuffle_ps(a, b, 0xdd);
+      const __m512d both = _mm512_permutexvar_pd(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), (__m512d)sum);
+      _mm256_storeu_pd((double *)(s + k * ld), _mm512_castpd512_pd256(both));
+      _mm256_storeu_pd((double *)(s + (k + 1) * ld), _mm512_extractf64x4_pd(both, 1));
+    }
+  }
 }
 
 // 64 elements of two keys' values, each pair in 32 bits; no second key: zeros.

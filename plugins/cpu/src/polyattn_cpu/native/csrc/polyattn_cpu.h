@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 12  // library.py refuses a library of another number
+#define PA_ABI 13  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -202,6 +202,24 @@ typedef struct {
 // Returns 0; -1 where memory is short, -2 for an unknown instruction set, 1 where the table points outside the
 // cache (these tokens are left unwritten).
 PA_EXPORT int pa_choose(const char *isa, const pa_index *index, int32_t threads);
+
+// A choice that becomes decodes over pages: each of a token's rows, a KV head each, gets a block table and a length.
+typedef struct {
+  const int32_t *ids;      // (num_tokens, choices, width), contiguous: groups of entries, in any order; -1: none
+  const int32_t *table;    // (num_seqs, blocks)
+  const int32_t *starts;   // num_seqs + 1
+  const int32_t *lens;     // num_seqs: tokens
+  const int64_t *heads;    // num_rows
+  int32_t *pages;          // (num_tokens * num_rows, pages): ascending groups' ones, then the head's first page
+  int32_t *counts;         // num_tokens * num_rows: entries
+  int64_t table_row, pages_row;
+  int64_t by_block, by_run, by_head;  // pages between neighbouring blocks, pages of a block, and heads
+  int32_t first, num_tokens, num_seqs, choices, width, num_rows, blocks;  // first: the token that ids begin with
+  int32_t group, tokens_per_entry, block_size, page_size, causal, physical;
+} pa_chosen;
+
+// Returns 0, or -1 where memory is short.
+PA_EXPORT int pa_pages(const pa_chosen *chosen, int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -64,7 +64,7 @@ static int64_t scan_scratch(const pa_scan *scan) {
   const int64_t wide = pa_round_up((int)scan->columns, W), rows = scan->rows + PA_SCAN_CHANNELS + 2 * W;
   const int64_t terms = SCAN_TOKENS * (6 * rows + 4 * (wide + W) + 12 * 16);
   const int64_t conv = scan->kind == PA_SHORT_CONV ? PA_SCAN_CHANNELS * (wide + 2 * scan->rows + 8) +
-                                                         PA_CONV_CHANNELS * (scan->rows + 2) : 0;
+                                                         PA_CONV_CHANNELS * (scan->rows + 3) : 0;
   return 4 * (terms + 2 * rows * (wide + SCAN_COLUMNS) + conv) + 64 * 64;
 }
 

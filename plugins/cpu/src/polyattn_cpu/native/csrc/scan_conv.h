@@ -9,7 +9,7 @@ struct Conv {
   int64_t channel;             // of the block that runs, and their number
   int count;
   const float *weight, *bias;  // of the block
-  float *weights, *biases, *rows, *input, *old;
+  float *weights, *biases, *rows, *input, *old, *out;  // out: of a token, of all of the item's channels
 
   Conv(const pa_scan &scan, int64_t item, Arena arena)
       : scan(scan), first(item * pa_scan_channels(&scan)),
@@ -21,12 +21,17 @@ struct Conv {
     rows = arena.take<float>((2L * kept + 1) * LD);
     input = arena.take<float>(LD);
     old = arena.take<float>((int64_t)columns * LD + W);
+    out = arena.take<float>(padded);
     __builtin_memset(rows, 0, 4 * (2L * kept + 1) * LD);
-    for (int c = 0; c < padded; c++) {
-      biases[c] = c < total && scan.params[1] ? scan.params[1][first + c] : 0;
-      float *of_block = weights + (int64_t)(c / LD) * (kept + 1) * LD + c % LD;
-      for (int w = 0; w <= kept; w++) {
-        of_block[w * LD] = c < total ? scan.params[0][(first + c) * (kept + 1) + w] : 0;
+    if (total < padded) __builtin_memset(weights, 0, 4 * (kept + 1) * padded);
+    __builtin_memset(biases, 0, 4 * padded);
+    for (int64_t c = 0; c < total; c += LD) {
+      const int some = pa_min(LD, (int)(total - c));
+      if (scan.params[1]) __builtin_memcpy(biases + c, scan.params[1] + first + c, 4 * some);
+      const float *from = scan.params[0] + (first + c) * (kept + 1);
+      float *to = weights + c * (kept + 1);
+      for (int w = 0; w <= kept; w++, to += LD) {
+        for (int i = 0; i < some; i++) to[i] = from[i * (kept + 1) + w];
       }
     }
   }
@@ -35,10 +40,12 @@ struct Conv {
   // leaves there: no other item reads or writes it. Others read tokens before them.
   PA_NOINLINE void run(const Stretch &seq, int64_t low, int64_t high) {
     if (seq.first >= low) {
+      bool stepped = false;
       for (int64_t c = 0; c < total; c += LD) {
         take_block(c);
-        begin(seq);
+        stepped = begin(seq);
       }
+      if (stepped) put_out(seq.first, 0, total);
     }
     if (low < seq.first + kept) low = seq.first + kept;
     if (high > seq.last) high = seq.last;
@@ -57,14 +64,16 @@ struct Conv {
     channel = first + c, count = pa_min(LD, (int)(total - c));
     weight = weights + (kept + 1) * c, bias = biases + c;
   }
-  void begin(const Stretch &seq) {
+  // Whether it was a step, whose output is left to do.
+  bool begin(const Stretch &seq) {
     const int64_t at = seq.slot * scan.state_slot + channel * columns, tokens = seq.last - seq.first;
     char *state = (char *)scan.states + at * itemsize((int)scan.state_dtype);
-    if (tokens == 1 && seq.before && !ring() && step(seq.first, state)) return;
+    if (tokens == 1 && seq.before && !ring() && step(seq.first, state)) return true;
     take_state(state, seq.before);
     for (int64_t t = 0; t < tokens && t < kept; t++) {
       take_input(seq.first + t, rows + (kept + t) * LD);
-      put_token(seq.first + t, rows + t * LD, LD);
+      add_token(rows + t * LD, LD);
+      put_out(seq.first + t, channel - first, count);
     }
     for (int64_t t = tokens < columns ? 0 : tokens - columns; ring() && t < tokens; t++) {
       take_input(seq.first + t, input);
@@ -75,6 +84,7 @@ struct Conv {
       put_input(w, tokens + w < kept ? rows + (tokens + w) * LD : input);
     }
     narrow(old, state, (int)scan.state_dtype, count * columns);
+    return false;
   }
   template <class T>
   PA_NOINLINE void put_tokens(int64_t low, int64_t high) {
@@ -82,12 +92,13 @@ struct Conv {
       for (int64_t c = 0; c < total; c += LD) {
         take_block(c);
         if (count == LD) {
-          put_token(token, (const T *)row_at(scan.inputs[0], token - kept, channel), scan.inputs[0].token);
+          add_token((const T *)row_at(scan.inputs[0], token - kept, channel), scan.inputs[0].token);
           continue;
         }
         for (int w = 0; w <= kept; w++) take_input(token - kept + w, rows + w * LD);
-        put_token(token, rows, LD);
+        add_token(rows, LD);
       }
+      put_out(token, 0, total);
     }
   }
   void take_input(int64_t token, float *to) const {
@@ -128,14 +139,12 @@ struct Conv {
     }
     __builtin_memcpy(apart + KEPT * LD, row_at(scan.inputs[0], token, channel), count * sizeof(Bits));
     const float *by = weight, *plus = bias;
-    const bool silu = scan.silu;
-    float y[LD];
+    float *to = out + (channel - first);
     for (int c = 0; c < LD; c += W) {
       vf sum = loadf(plus + c);
       for (int w = 0; w <= KEPT; w++) sum += loadf(by + w * LD + c) * load((const T *)apart + w * LD + c);
-      write(y + c, silu ? siluv(sum) : sum);
+      write(to + c, sum);
     }
-    put_out(token, y);
     for (int c = 0; c < count; c++) {
       for (int w = 0; w < KEPT; w++) state[c * KEPT + w] = apart[(w + 1) * LD + c];
     }
@@ -163,7 +172,7 @@ struct Conv {
     for (int c = 0; c < count; c++) old[c * columns + to] = x[c];
   }
   template <class T>
-  PA_ALWAYS void put_token(int64_t token, const T *window, int64_t row) const {
+  PA_ALWAYS void add_token(const T *window, int64_t row) const {
     vf sums[LD / W];
     for (int i = 0; i < LD / W; i++) sums[i] = loadf(bias + i * W);
     for (int w = 0; w <= kept; w++) {
@@ -171,12 +180,14 @@ struct Conv {
         sums[i] += loadf(weight + w * LD + i * W) * load(window + w * row + i * W);
       }
     }
-    float y[LD];
-    for (int i = 0; i < LD / W; i++) write(y + i * W, scan.silu ? siluv(sums[i]) : sums[i]);
-    put_out(token, y);
+    for (int i = 0; i < LD / W; i++) write(out + (channel - first) + i * W, sums[i]);
   }
-  void put_out(int64_t token, const float *y) const {
-    char *to = (char *)scan.out + (token * scan.num_heads + channel) * itemsize((int)scan.dtype);
-    narrow(y, to, (int)scan.dtype, count);
+  // A token's outputs, of `some` channels of the item from `at` on: apart from the sums, as a SiLU's chain of
+  // dependent instructions is long, so that many must be on their way.
+  PA_NOINLINE void put_out(int64_t token, int64_t at, int64_t some) const {
+    const bool silu = scan.silu;
+    for (int64_t c = at; silu && c < at + some; c += W) write(out + c, siluv(loadf(out + c)));
+    char *to = (char *)scan.out + (token * scan.num_heads + first + at) * itemsize((int)scan.dtype);
+    narrow(out + at, to, (int)scan.dtype, (int)some);
   }
 };

@@ -151,9 +151,11 @@ PA_INLINE bool weighs_scores(const Logits &how, bool masked) {
 // is rare.
 PA_INLINE Weigh weigh_by(vf best, float *at, int ld, int keys, int first_key, const Logits &how,
                          const Lanes &lane, bool masked) {
-  const bool plain = weighs_scores(how, masked);
+  // Beyond 2^29, what rounds a logit away is too much for an exponential: its product isn't left to an FMA then.
+  const vf top = best * splat(how.scale), most = splat(0x1p29f);
+  const bool plain = weighs_scores(how, masked) && !any((top > most) | (top < -most));
   const vf scale = splat(plain ? how.scale : 1.0f);
-  best = plain ? best * scale
+  best = plain ? top
          : how.alibi || how.cap != 0
              ? to_logits<true>(at, ld, keys, first_key, how, lane, masked)
              : to_logits<false>(at, ld, keys, first_key, how, lane, masked);
