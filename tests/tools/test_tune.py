@@ -99,10 +99,10 @@ def test_the_fit_predicts_as_the_choice_does() -> None:
             np.testing.assert_allclose(found, expected)
             terms = [sum(predictor.terms("short", "A", shape).values()) for shape in shapes]
             np.testing.assert_allclose(terms, expected)
-            (_, weights, *rest) = among[0]
-            slower = (("B", tuple(1.01 * w for w in weights), *rest), *among)
+            other, weights = among[0]._replace(name="B"), among[0].weights
+            slower = (other._replace(weights=tuple(1.01 * w for w in weights)), *among)
             assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
-            faster = (("B", tuple(0.99 * w for w in weights), *rest), *among)
+            faster = (other._replace(weights=tuple(0.99 * w for w in weights)), *among)
             assert {predictor.fastest(faster, shape) for shape in shapes} == {"B"}
 
 
@@ -247,7 +247,7 @@ def measurements(truths: dict[str, tuple[float, ...]], noise: float) -> list[Mea
                 if sample.kind == "decode":
                     m = Measurement(spec, step, sample, name, 1.0)
                     among = predictor.among("decode", [name])
-                    us = predictor.evaluate(among, m.point.shape)[name]
+                    us = predictor.evaluate(among, m.point().shape)[name]
                     made.append(replace(m, us=us * source.lognormvariate(0, noise)))
     return made
 
@@ -286,7 +286,7 @@ def test_each_backend_has_a_margin_of_its_own() -> None:
     }
     by_class = {
         (layer, "decode", name): (
-            Fit((1.0,) * 6, False, 0, False, tuple(p for p, _ in values), 0.0),
+            Fit((1.0,) * 6, False, 0, False, "", tuple(p for p, _ in values), 0.0),
             [Measurement(spec, step, sample, name, us) for step, (_, us) in enumerate(values)],
         )
         for name, values in truth.items()
@@ -310,7 +310,7 @@ def test_launches_by_run_are_told_from_launches_by_call() -> None:
             ):
                 sample = StepSample("prefill", "x", tuple(lens), tuple(lens))
                 m = Measurement(spec, step, sample, "A", 1.0)
-                shape = m.point.shape
+                shape = m.point().shape
                 us = predictor.evaluate(among, shape)["A"] * source.lognormvariate(0, 0.02)
                 made.append(replace(m, us=us, host=100.0 * (shape.runs if by_run else 1)))
         ((key, (fitted, members)),) = fits(made).items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.selection.prediction import Predictor, kind_of_step, shape_of_step
+from polyattn.selection.prediction import Predictor, kind_of_step
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import step_choice
 from polyattn.spec.layer import LayerSpec
@@ -34,7 +34,7 @@ def times(
         if info is None:
             continue
         if choice is None:
-            shape = shape_of_step(selection.spec, queries, lens)
+            shape = predictor.shape(queries, lens)
             weighed = predictor.among(kind_of_step(queries, lens), [info.name])
             by_phase[phase] = info.name, predictor.evaluate(weighed, shape).get(info.name)
         else:
@@ -55,7 +55,7 @@ def by_times(
     _, queries, lens = STEPS[phase]
     predictor = Predictor(spec, [m for m in models if m.level])
     candidates = predictor.among(kind_of_step(queries, lens), names)
-    us = predictor.evaluate(candidates, shape_of_step(spec, queries, lens))
+    us = predictor.evaluate(candidates, predictor.shape(queries, lens))
     turns = iter(sorted((name for name in names if name in us), key=us.__getitem__))
     return tuple(next(turns) if name in us else name for name in names)
 

@@ -29,15 +29,18 @@ LOST = 2.0
 """What a step counts to a backend that has no time of it, over the best."""
 
 
-def fits(measurements: Iterable[Measurement]) -> Fits:
-    """Return a fit for each (layer class, kind, backend) that has points enough."""
+def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
+    """Return a fit for each (layer class, kind, backend) that has points enough.
+
+    `processors`: of the chip, where they are known.
+    """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
         key = (tuple(sorted(layer_class(m.spec).items())), m.sample.kind, m.backend)
         groups[key].append(m)
     fits_by_key = {}
     for key, members in groups.items():
-        fitted = fit([m.point for m in members])
+        fitted = fit([m.point(processors) for m in members])
         if fitted is not None:
             fits_by_key[key] = (fitted, members)
     return fits_by_key
@@ -124,14 +127,21 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
-    """Return the table as JSON values."""
+def table(
+    by_class: Fits, device: Device, registry: Registry, processors: int = 0
+) -> dict[str, Any]:
+    """Return the table as JSON values. `processors`: as in `fits`."""
     choices = margins(by_class)
     backends = sorted({backend for _, _, backend in by_class})
     of = {name: packages_of(registry, name) for name in backends}
     return {
         "format": FORMAT,
-        "device": {"platform": device.platform, "arch": device.arch, "name": device.name},
+        "device": {
+            "platform": device.platform,
+            "arch": device.arch,
+            "name": device.name,
+            "processors": processors,
+        },
         "measured": str(date.today()),
         "versions": versions_of(name for names in of.values() for name in names),
         "models": [
@@ -143,6 +153,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "overlap": model.overlap,
                 "whole": model.whole,
                 "by_run": model.by_run,
+                "deal": model.deal,
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
@@ -161,7 +172,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
 
 def _host(measurement: Measurement, model: Fit) -> float:
     """Return the host's microseconds that a launch costs."""
-    return measurement.host / (measurement.point.shape.runs if model.by_run else 1)
+    return measurement.host / (measurement.point().shape.runs if model.by_run else 1)
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:
