@@ -13,7 +13,7 @@ processor, the longest row's parts and all pieces count in place of its bytes an
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from polyattn.selection.dealing import deal
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TERMS, TimingModel
+from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
 Ints = Sequence[int] | npt.NDArray[np.int64]
 
@@ -141,39 +141,66 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-class Weighed(NamedTuple):
-    """A backend's model for layers of one spec: what each term weighs, and `TimingModel`'s fields.
+class Form(NamedTuple):
+    """How terms make up a time: these fields of `TimingModel`."""
 
-    `factor`: what its time is multiplied by before it is compared. `host`: microseconds.
-    """
-
-    name: str
-    weights: tuple[float, ...]
     overlap: bool = False
     whole: int = 0
     by_run: bool = False
     deal: str = ""
-    factor: float = 1.0
-    host: float = 0.0
 
-    def terms(self, shape: StepShape) -> tuple[float, ...]:
-        """Return each term of a call's time, in the order of `TERMS`; 0 of what hides behind another.
 
-        Each decode of an engine asks.
-        """
-        _, (launch, item, byte, chain, product, token), overlap, whole, by_run, deal, _, _ = self
+def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
+    """Return what gives a call's microseconds on the device. Each decode of an engine asks."""
+    launch, item, byte, chain, product, token = weights
+    overlap, whole, by_run, deal = form
+
+    def us(shape: StepShape) -> float:
         rows, queries, keys, longest, pairs, tiles, runs, dealt = shape
         if deal:
             rows, queries, _, longest, pairs, *_ = dealt[deal]
-        a, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
-        if overlap:
-            if a >= b and a >= c:
-                b = c = 0.0
-            elif b >= c:
-                a = c = 0.0
-            else:
-                a = b = 0.0
-        return launch * runs if by_run else launch, item * rows, a, b, c, token * queries
+        busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
+        if not overlap:
+            busy += b + c
+        else:
+            busy = b if b > busy else busy
+            busy = c if c > busy else busy
+        start = launch * runs if by_run else launch
+        return start + item * rows + token * queries + busy
+
+    return us
+
+
+def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, float]:
+    """Return the microseconds of each term, by the names of `TERMS`; 0 of what another one hides."""
+    values = {}
+    for index, term in enumerate(TERMS):
+        alone = [0.0] * len(TERMS)
+        alone[index] = weights[index]
+        values[term] = timer(alone, form)(shape)
+    if form.overlap:
+        counted = max(OVERLAPPING, key=values.__getitem__)
+        values |= {term: 0.0 for term in OVERLAPPING if term != counted}
+    return values
+
+
+class Weighed(NamedTuple):
+    """A backend, what gives its time for layers of one spec, and how that is compared.
+
+    `factor`: what the time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of
+    each run with `by_run`.
+    """
+
+    name: str
+    us: Callable[[StepShape], float]
+    factor: float
+    host: float
+    by_run: bool
+
+
+def form_of(model: TimingModel) -> Form:
+    """Return a model's form."""
+    return Form(model.overlap, model.whole, model.by_run, model.deal)
 
 
 class Price(NamedTuple):
@@ -196,26 +223,17 @@ class Predictor:
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run for model in models)
         self.deals = {model.deal: model.processors for model in models if model.deal}
+        self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
+            us = timer(model.weights(spec), form_of(model))
             self._weighed[model.kind][model.backend] = Weighed(
-                model.backend,
-                model.weights(spec),
-                model.overlap,
-                model.whole,
-                model.by_run,
-                model.deal,
-                1 + model.margin,
-                model.host or slowest,
+                model.backend, us, 1 + model.margin, model.host or slowest, model.by_run
             )
 
     def shape(self, queries: Ints, lens: Ints) -> StepShape:
         """Return a call's shape, as far as the models look at it."""
         return shape_of_step(self.spec, queries, lens, self.by_run, self.deals)
-
-    def shape_of_decodes(self, lens: Ints, longest: int | None = None) -> StepShape:
-        """Return the shape of a call over rows of one token, as far as the models look at it."""
-        return shape_of_decodes(self.spec, lens, longest, self.deals)
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
         """Return those of some backends that have a model for a kind of call."""
@@ -230,7 +248,7 @@ class Predictor:
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds on the device for a call of this shape."""
-        return {weighed.name: sum(weighed.terms(shape)) for weighed in candidates}
+        return {weighed.name: weighed.us(shape) for weighed in candidates}
 
     @classmethod
     def prices(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
@@ -251,18 +269,19 @@ class Predictor:
     ) -> str:
         """Return whose time is the least, margins and hosts counted; "" where none is below `least`."""
         fastest = ""
-        for weighed in candidates:
-            us, host = sum(weighed.terms(shape)) * weighed.factor, weighed.host
-            if weighed.by_run:
+        for name, us_of, factor, host, by_run in candidates:
+            us = us_of(shape) * factor
+            if by_run:
                 host *= shape.runs
             us = host if host > us else us
             if us < least:
-                least, fastest = us, weighed.name
+                least, fastest = us, name
         return fastest
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        return dict(zip(TERMS, self._weighed[kind][name].terms(shape), strict=True))
+        model = self._models[kind, name]
+        return terms(model.weights(self.spec), form_of(model), shape)
 
 
 def kind_of_step(queries: Ints, lens: Ints) -> str:

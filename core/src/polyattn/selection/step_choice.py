@@ -17,6 +17,7 @@ from polyattn.selection.prediction import (
     StepShape,
     Weighed,
     kind_of_step,
+    shape_of_decodes,
 )
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import GraphCapture
@@ -92,7 +93,7 @@ class StepChoice:
         if len(self._decoding) < 2:
             return self._decoding[0].name if self._decoding else self.chosen["decode"]
         return self.predictor.fastest(
-            self._decoding, self.predictor.shape_of_decodes(lens, longest)
+            self._decoding, shape_of_decodes(self.spec, lens, longest, self.predictor.deals)
         )
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
@@ -114,10 +115,9 @@ class StepChoice:
         rest = self.predictor.shape(more, longer)
         if not ones.any():
             return self._fastest(self._part("prefill", kind, ALL, rest))
+        decodes = shape_of_decodes(self.spec, n[ones], deals=self.predictor.deals)
         apart = self._fastest(
-            self._part(
-                "decode", "decode", DECODES, self.predictor.shape_of_decodes(n[ones]), False
-            ),
+            self._part("decode", "decode", DECODES, decodes, False),
             self._part("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):

@@ -142,7 +142,7 @@ def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> 
         "models": [
             {
                 "backend": backend, "kind": kind, "layer": dict(layer), "points": len(members),
-                "error": made.error, "overlap": made.overlap, "whole": made.whole,
+                "error": made.error, "overlap": made.form.overlap, "whole": made.form.whole,
             }
             for (layer, kind, backend), (made, members) in sorted(fits.items(), key=str)
         ],

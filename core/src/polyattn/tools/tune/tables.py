@@ -150,10 +150,7 @@ def table(
                 "kind": kind,
                 "layer": dict(layer),
                 "of": of[backend],
-                "overlap": model.overlap,
-                "whole": model.whole,
-                "by_run": model.by_run,
-                "deal": model.deal,
+                **model.form._asdict(),
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
@@ -172,7 +169,7 @@ def table(
 
 def _host(measurement: Measurement, model: Fit) -> float:
     """Return the host's microseconds that a launch costs."""
-    return measurement.host / (measurement.point().shape.runs if model.by_run else 1)
+    return measurement.host / (measurement.point().shape.runs if model.form.by_run else 1)
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:
