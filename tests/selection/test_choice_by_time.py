@@ -526,6 +526,8 @@ BAD_MODELS = {
     "whole=True": {"whole": True},
     "host=-1.0 must be finite": {"host": -1},
     "host=inf must be finite": {"host": float("inf")},
+    "deal='cards' must be empty or one of even, padded": {"deal": "cards"},
+    "deal='cut' needs the device's processors, 1 to 4096; they are 0": {"deal": "cut"},
 }
 
 

@@ -17,6 +17,7 @@ from polyattn.errors import SettingsError
 from polyattn.families.attention.roofline import visible_pairs
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
+from polyattn.registry.timings import read_table
 from polyattn.selection.prediction import Form, Predictor, StepShape, shape_of_step
 from polyattn.settings import Settings
 from polyattn.spec.timing import TERMS, TimingModel
@@ -319,6 +320,29 @@ def test_launches_by_run_are_told_from_launches_by_call() -> None:
         by_class = {(*key[:2], "TORCH_SDPA"): (fitted, members)}
         (model,) = tables.table(by_class, resolve_device("cpu"), discover())["models"]
         assert (model["by_run"], model["host"]) == (by_run, 100.0)
+
+
+@pytest.mark.parametrize("deal", ["even", "cut", "pages"])
+def test_a_fit_finds_how_latents_are_dealt_out(deal: str, tmp_path: Path) -> None:
+    truth, source, made = (20.0, 8.0, 6e-8, 1e-4, 3e-9, 1e-6), random.Random(6), []
+    latent = LatentSpec(rank=512, rope_head_size=64)
+    for heads in (16, 32, 128):
+        spec = LayerSpec(kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent)
+        model = TimingModel("A", "decode", truth, deal=deal, processors=132)
+        among = Predictor(spec, [model]).among("decode", ["A"])
+        for step, sample in enumerate(samples(SIZE, 5, TRACE, counts_of(spec))):
+            if sample.kind == "decode":
+                m = Measurement(spec, step, sample, "A", 1.0)
+                us = Predictor.evaluate(among, m.point(132).shape)["A"]
+                made.append(replace(m, us=us * source.lognormvariate(0, 0.01)))
+    ((key, (fitted, members)),) = fits(made, 132).items()
+    assert fitted.form.deal == deal and fitted.error < 0.02
+    # The table says to how many processors.
+    by_class = {(*key[:2], "TORCH_SDPA"): (fitted, members)}
+    tables.write(tables.table(by_class, resolve_device("h200"), discover(), 132), tmp_path / "t")
+    (entry,) = read_table(tmp_path / "t").entries
+    assert (entry.model.deal, entry.model.processors) == (deal, 132)
+    assert fits(made)[key][0].form.deal == ""  # of a chip whose processors aren't known
 
 
 def test_a_margin_is_beaten_or_not() -> None:

@@ -6,8 +6,8 @@ add up, or where a kernel hides them behind one another, the largest counts. The
 so many tiles on: with fewer, a backend cuts its keys. The coefficients are fitted to measured times
 (`polyattn tune`). They choose among right backends only.
 
-Where a library cuts keys by a rule that is known (`dealing`), the products are those of the fullest
-processor, the longest row's parts and all pieces count in place of its bytes and of items.
+Where it is known how a library cuts keys (`dealing`), products are those of the fullest processor,
+the longest row counts by its parts, and items by whether anything is merged.
 """
 
 from __future__ import annotations
@@ -222,18 +222,20 @@ class Predictor:
         self.spec, models = spec, tuple(models)
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run for model in models)
-        self.deals = {model.deal: model.processors for model in models if model.deal}
+        self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             us = timer(model.weights(spec), form_of(model))
+            if model.deal:
+                self.deals[model.kind][model.deal] = model.processors
             self._weighed[model.kind][model.backend] = Weighed(
                 model.backend, us, 1 + model.margin, model.host or slowest, model.by_run
             )
 
-    def shape(self, queries: Ints, lens: Ints) -> StepShape:
-        """Return a call's shape, as far as the models look at it."""
-        return shape_of_step(self.spec, queries, lens, self.by_run, self.deals)
+    def shape(self, kind: str, queries: Ints, lens: Ints) -> StepShape:
+        """Return the shape of a call of a kind, as far as its models look at it."""
+        return shape_of_step(self.spec, queries, lens, self.by_run, self.deals[kind])
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
         """Return those of some backends that have a model for a kind of call."""

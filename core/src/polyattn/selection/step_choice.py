@@ -75,6 +75,7 @@ class StepChoice:
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
         self.predictor = Predictor(spec, models)
+        self._deals = self.predictor.deals["decode"]
         decode, prefill = phases["decode"], phases["prefill"]
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
@@ -93,7 +94,7 @@ class StepChoice:
         if len(self._decoding) < 2:
             return self._decoding[0].name if self._decoding else self.chosen["decode"]
         return self.predictor.fastest(
-            self._decoding, shape_of_decodes(self.spec, lens, longest, self.predictor.deals)
+            self._decoding, shape_of_decodes(self.spec, lens, longest, self._deals)
         )
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
@@ -101,21 +102,21 @@ class StepChoice:
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, self.predictor.shape(q, n)))
+            return self._fastest(self._part("decode", kind, ALL, self.predictor.shape(kind, q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), self.predictor.shape(q, n)),)
+            return (self._short(int(q.max()), self.predictor.shape(kind, q, n)),)
         if kind != "mixed":
-            return self._fastest(self._part("prefill", kind, ALL, self.predictor.shape(q, n)))
+            return self._fastest(self._part("prefill", kind, ALL, self.predictor.shape(kind, q, n)))
         some = q > 0
         if not some.all():  # a row without tokens takes no time
             q, n = q[some], n[some]
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
-        rest = self.predictor.shape(more, longer)
+        rest = self.predictor.shape(kind, more, longer)
         if not ones.any():
             return self._fastest(self._part("prefill", kind, ALL, rest))
-        decodes = shape_of_decodes(self.spec, n[ones], deals=self.predictor.deals)
+        decodes = shape_of_decodes(self.spec, n[ones], deals=self._deals)
         apart = self._fastest(
             self._part("decode", "decode", DECODES, decodes, False),
             self._part("prefill", kind, REST, rest),
@@ -126,7 +127,7 @@ class StepChoice:
         candidates = self.predictor.among("mixed", self._mixing)
         if not candidates:
             return apart
-        whole = self.predictor.shape(q, n)
+        whole = self.predictor.shape("mixed", q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
         return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyattn.selection.prediction import Predictor, Price
+from polyattn.selection.prediction import Predictor, Price, StepShape
 from polyattn.selection.selection import Selection
-from polyattn.selection.step_choice import CallChoice, step_choice
+from polyattn.selection.step_choice import ALL, DECODES, REST, CallChoice, step_choice
 from polyattn.spec.timing import TERMS
 from polyattn.tools.cli.output import add_row, console, table
 
@@ -31,8 +31,22 @@ def forecast(
     others = Predictor(selection.spec, (free or selection).timings)
     able = {phase: [i.name for i in infos] for phase, infos in (free or selection).candidates}
 
+    def shape(call: CallChoice) -> StepShape:
+        """The call's shape as the others' models look at it."""
+        of = {
+            ALL: rows,
+            DECODES: [r for r in rows if r[0] == 1],
+            REST: [r for r in rows if r[0] > 1],
+        }
+        return others.shape(call.kind, *zip(*of[call.rows], strict=True))
+
     def prices(call: CallChoice) -> dict[str, Price]:
-        return others.prices(others.among(call.kind, able[call.phase]), call.shape)
+        return others.prices(others.among(call.kind, able[call.phase]), shape(call))
+
+    def terms(call: CallChoice, name: str) -> dict[str, float]:
+        if name in call.times:
+            return choice.predictor.terms(call.kind, name, call.shape)
+        return others.terms(call.kind, name, shape(call))
 
     def candidates(call: CallChoice, known: Mapping[str, Price]) -> list[dict[str, Any]]:
         times = {n: price.us for n, price in known.items()} | dict(call.times)
@@ -41,9 +55,7 @@ def forecast(
                 "backend": n,
                 "us": us,
                 "host": known[n].host if n in known else 0.0,
-                "terms": (choice.predictor if n in call.times else others).terms(
-                    call.kind, n, call.shape
-                ),
+                "terms": terms(call, n),
             }
             for n, us in sorted(times.items(), key=lambda item: item[1])
         ]
@@ -58,7 +70,7 @@ def forecast(
             "phase": call.phase,
             "kind": call.kind,
             "backend": call.name,
-            "shape": call.shape._asdict(),
+            "shape": {n: v for n, v in call.shape._asdict().items() if n != "dealt"},
             "candidates": candidates(call, known),
             "why": why(call, known),
         }

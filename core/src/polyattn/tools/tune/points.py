@@ -31,10 +31,9 @@ class Measurement:
     def point(self, processors: int = 0) -> Point:
         """Return the measurement as the fit sees it, on a chip of so many processors, if known."""
         assert self.us is not None
-        names = deals_of(self.spec, self.sample.kind) if processors else ()
-        shape = shape_of_step(
-            self.spec, self.sample.queries, self.sample.lens, deals=dict.fromkeys(names, processors)
-        )
+        ways = deals_of(self.spec, self.sample.kind) if processors else ()
+        deals = dict.fromkeys(ways, processors)
+        shape = shape_of_step(self.spec, self.sample.queries, self.sample.lens, deals=deals)
         return Point(self.spec, shape, self.us, self.step)
 
 
