@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ Key = tuple[tuple[tuple[str, Any], ...], str, str]
 """A layer class, a kind of step, a backend."""
 MARGINS = (0.1, 0.06, 0.15, 0.03, 0.2, 0.0, 0.3, 0.5, 1.0)
 """Of equals the first counts: about as much as predictions are off by."""
+ENOUGH = 0.9
+"""Of the loss of margins that come first, from which on others take their place."""
 LOST = 2.0
 """What a step counts to a backend that has no time of it, over the best."""
 
@@ -47,6 +49,8 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
 
 
 Fits = dict[Key, tuple[Fit, list[Measurement]]]
+Margins = dict[str, float]
+"""Of backends, by name."""
 Step = dict[str, tuple[float, float]]
 """Of one step by backend: microseconds as predicted by others' points, and as measured."""
 
@@ -96,15 +100,23 @@ def margins(by_class: Fits) -> dict[tuple[Any, str], dict[str, float]]:
         favourite = _favourite(steps)
         others = sorted({name for step in steps for name in step} - {favourite})
 
-        def loss(margin_by_name: dict[str, float], steps: list[Step] = steps) -> float:
+        def loss(margin_by_name: Margins, steps: list[Step] = steps) -> float:
             return sum(math.log(_cost(step, margin_by_name)) ** 2 for step in steps)
 
-        common = [dict.fromkeys(others, margin) | {favourite: 0.0} for margin in MARGINS]
-        best = min(common, key=loss)
+        best = _worth([{favourite: 0.0} | dict.fromkeys(others, m) for m in MARGINS], loss)
         for name in others:
-            best = min(({**best, name: margin} for margin in MARGINS), key=loss)
+            best = _worth([best, *({**best, name: m} for m in MARGINS)], loss)
         margins_of_kind[key] = best
     return margins_of_kind
+
+
+def _worth(options: Sequence[Margins], loss: Callable[[Margins], float]) -> Margins:
+    """Return the first option, or a later one that loses less by enough to be no accident."""
+    best = options[0]
+    for option in options[1:]:
+        if loss(option) < ENOUGH * loss(best):
+            best = option
+    return best
 
 
 def regrets(by_class: Fits) -> dict[str, list[float]]:
