@@ -51,7 +51,7 @@ def deals_of(spec: LayerSpec, kind: str) -> tuple[str, ...]:
     """Return the ways that compete for a kind of step."""
     if spec.latent is not None:
         return ("even", "padded", "cut", "pages")
-    return ("cut", "heads") if kind in ("chunked", "mixed") else ()
+    return ("cut", "heads") if kind == "chunked" else ()
 
 
 def deal(
