@@ -145,9 +145,11 @@ def test_even_shares_end_together() -> None:
 
 def test_a_step_without_keys_is_dealt() -> None:
     spec, deals = mla(16), dict.fromkeys(deals_of(mla(16), "decode"), PROCESSORS)
-    assert shape_of_step(spec, [0, 0], [0, 0], deals=deals).dealt.keys() == deals.keys()
+    for none in ([], [0, 0]):
+        assert shape_of_step(spec, none, none, deals=deals).dealt.keys() == deals.keys()
     assert shape_of_decodes(spec, [], deals=deals).dealt.keys() == deals.keys()
     assert {name for s in (spec, DENSE) for name in deals_of(s, "chunked")} == set(DEALS)
+    assert deals_of(DENSE, "decode") == deals_of(DENSE, "mixed") == ()
 
 
 def test_windows_bound_what_a_tile_goes_through() -> None:

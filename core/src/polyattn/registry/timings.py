@@ -341,11 +341,11 @@ def _model(
             f"{shown(processors)}"
         )
     level = str(layer.get(LEVEL, ""))
-    how = (deal, processors) if deal else ()
     model = TimingModel(
-        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, by_run,
-        *how,
-    )  # fmt: skip
+        backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, by_run
+    )
+    if deal:
+        model = replace(model, deal=deal, processors=processors)
     return model, tuple(sorted(layer.items())), of
 
 

@@ -90,7 +90,7 @@ def shape_of_step(
     """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
-        return StepShape(0, 0, 0, 0, 0, 0, 0)
+        return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, deals)
     seen, most = _seen(spec, 0), int(q.max())
     runs = len(q)
     if count_runs and most > 1:

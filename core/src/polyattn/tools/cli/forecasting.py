@@ -31,22 +31,13 @@ def forecast(
     others = Predictor(selection.spec, (free or selection).timings)
     able = {phase: [i.name for i in infos] for phase, infos in (free or selection).candidates}
 
-    def shape(call: CallChoice) -> StepShape:
-        """The call's shape as the others' models look at it."""
-        of = {
-            ALL: rows,
-            DECODES: [r for r in rows if r[0] == 1],
-            REST: [r for r in rows if r[0] > 1],
-        }
-        return others.shape(call.kind, *zip(*of[call.rows], strict=True))
-
     def prices(call: CallChoice) -> dict[str, Price]:
-        return others.prices(others.among(call.kind, able[call.phase]), shape(call))
+        return others.prices(others.among(call.kind, able[call.phase]), _shape(others, call, rows))
 
     def terms(call: CallChoice, name: str) -> dict[str, float]:
         if name in call.times:
             return choice.predictor.terms(call.kind, name, call.shape)
-        return others.terms(call.kind, name, shape(call))
+        return others.terms(call.kind, name, _shape(others, call, rows))
 
     def candidates(call: CallChoice, known: Mapping[str, Price]) -> list[dict[str, Any]]:
         times = {n: price.us for n, price in known.items()} | dict(call.times)
@@ -81,6 +72,13 @@ def forecast(
         "chosen": {c.rows: c.name for c in calls},
         "why": _host_bound(calls),
     }
+
+
+def _shape(predictor: Predictor, call: CallChoice, rows: Sequence[tuple[int, int]]) -> StepShape:
+    """Return a call's shape as another predictor's models look at it."""
+    ones = {ALL: (True, False), DECODES: (True,), REST: (False,)}[call.rows]
+    of = [row for row in rows if (row[0] == 1) in ones]
+    return predictor.shape(call.kind, [q for q, _ in of], [n for _, n in of])
 
 
 def _host_bound(calls: Sequence[CallChoice]) -> str:

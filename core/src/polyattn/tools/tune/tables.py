@@ -162,7 +162,7 @@ def table(
                 "kind": kind,
                 "layer": dict(layer),
                 "of": of[backend],
-                **model.form._asdict(),
+                **{name: value for name, value in model.form._asdict().items() if value},
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
